@@ -458,7 +458,7 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
         new=new,
         advice=advice,
         root=id(found.root(place)) if path.root_kind == "native" else 0,
-        through=frozenset(id(item) for link in way.links for item in (link.owner, link.carrier)),
+        through=found.through(place),
     )
     draft = _Draft(explanation, place, links, first, last, decided, shown.skipped)
     common = replace(shown.path, steps=shown.path.steps[: draft.end])

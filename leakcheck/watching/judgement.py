@@ -5,6 +5,7 @@ What tests leave under owners that live is judged when an owner ends or passes a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +13,17 @@ from dataclasses import dataclass, replace
 from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of, unclaimed
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
-from lowtide.leakcheck.baseline.storages import HeapReading, Key
+from lowtide.leakcheck.baseline.storages import HeapReading, Key, tensors_in
 from lowtide.leakcheck.explaining.cut import NamespaceSizes
 from lowtide.leakcheck.findings.causes import with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.findings.grouping import CommonCause, by_cause
+from lowtide.leakcheck.findings.known_ways import KnownWays
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.judge import missing
-from lowtide.leakcheck.judging.ladder import LadderStep
+from lowtide.leakcheck.judging.ladder import LadderStep, collect
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 from lowtide.leakcheck.resources.rule import Rung
@@ -36,7 +38,7 @@ from lowtide.leakcheck.watching.full_reading import FullReadings, no_note
 from lowtide.leakcheck.watching.remedy_trials import Draft, RemedyTrials, owners_froze
 from lowtide.leakcheck.watching.verdict import Policy, Thing, Verdict
 from lowtide.probes.allocation_stacks import AllocationStacks
-from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.reports.schema import Finding, NotMeasured
@@ -59,6 +61,8 @@ class Case:
         seen: the storages at the last full reading.
         grown: by an owner's label, what has grown under it.
         budget: what of its time may still be spent.
+        known: a walk of the ways to what was explained before, if all that is left hangs on these: nothing of that is
+            garbage, and no full collection was needed to see it.
     """
 
     ended: Sequence[Owner]
@@ -73,6 +77,7 @@ class Case:
     seen: frozenset[Key]
     grown: Mapping[str, Sequence[Finding]]
     budget: Budget
+    known: SharedWalk | None = None
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
@@ -131,6 +136,9 @@ class WatchJudge:
         stacks: from where memory was allocated.
         makers: knows which code made threads.
         give_back: does what a rung of the ladder does; False where there is nothing to act on.
+
+    Attributes:
+        ways: those to what was explained so far.
     """
 
     def __init__(
@@ -154,6 +162,7 @@ class WatchJudge:
         self._stacks = stacks
         self._makers = makers
         self._give_back = give_back
+        self.ways = KnownWays()
 
     def __call__(
         self, case: Case, note: Callable[[Claims, HeapReading, Counters], None], climbed: Callable[[], None]
@@ -168,17 +177,26 @@ class WatchJudge:
         self._readings.begin()
         metrics = plain_metrics(["cpu", *devices_of(self._read())], case.tolerance)
         context = self._context(case)
-        steps, frozen = self._readings.climb(
-            case.subjects,
-            case.ended,
-            case.seen,
-            lambda deep: _above(metrics, deep),
-            context,
-            note if case.final else no_note,
-            may_thaw=case.final and not owners_froze(self._ownership),
-            give_back=self._give_back,
-            diagnoses=self._policy.explain,
-        )
+
+        def climb() -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
+            return self._readings.climb(
+                case.subjects,
+                case.ended,
+                case.seen,
+                lambda deep: _above(metrics, deep),
+                context,
+                note if case.final else no_note,
+                may_thaw=case.final and not owners_froze(self._ownership),
+                give_back=self._give_back,
+                diagnoses=self._policy.explain,
+            )
+
+        steps, frozen = climb()
+        if case.known is not None and not _suffices(case.known, _above(metrics, steps[0].reading), steps[0].reading):
+            # There is more, of which a collection may give back some.
+            case.known.close()
+            collect()
+            steps, frozen = climb()
         climbed()
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
@@ -222,7 +240,7 @@ class WatchJudge:
         causes: list[list[CommonCause | None]] = [[] for _ in case.subjects]
         puts_off = case.final and self._policy.remedies == "later"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
-        with sharing_walk() as walk:
+        with contextlib.closing(case.known or SharedWalk()) as walk:
             asking = replace(context, walk=walk)
             explained = marked_as_frozen(explain_storages(left if self._policy.explain else (), asking), frozen)
             drafts = [
@@ -240,6 +258,7 @@ class WatchJudge:
                 )
                 for turn, subject in enumerate(case.subjects)
             ]
+            self.ways.note(explained.by_key.values())
             del explained
             drafts = [with_free_memory_beside(drafted) for drafted in drafts]
             if self._policy.explain:
@@ -262,6 +281,13 @@ def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Readin
     """The metrics of a reading that are not back."""
     nothing = Reading()
     return [item.metric for reading in deep.readings for item in missing(metrics, nothing, reading)]
+
+
+def _suffices(known: SharedWalk, above: Sequence[Metric[Reading]], deep: Deep) -> bool:
+    """Whether what is left is nothing but tensors that are in a walk of the known ways."""
+    held = {storage.key for storage in deep.heap.held}
+    found = {key for _, keys in tensors_in(held, known) for key in keys}
+    return held <= found and all(metric.resource == "tensors" for metric in above)
 
 
 class OwnersInUse:

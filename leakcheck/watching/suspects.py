@@ -49,11 +49,17 @@ class Suspects:
         self._device_memory = device_memory
         # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
         self._tensors_left: list[weakref.ref[Any]] = []
+        self._knows_all = True
 
     @property
     def has_living_tensors(self) -> bool:
         """Whether one of the tensors that seemed to be left is still alive: known without a list of the heap."""
         return any(tensor() is not None for tensor in self._tensors_left)
+
+    def living_tensors(self) -> list[int]:
+        """The identities of those of them that are alive, the oldest first; none where one of them cannot be told."""
+        found = (tensor() for tensor in self._tensors_left if self._knows_all)
+        return [id(tensor) for tensor in found if tensor is not None]
 
     def forget(self) -> None:
         """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""
@@ -85,6 +91,7 @@ class Suspects:
             left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._tensors_left = _weakly(left)
+        self._knows_all = len(self._tensors_left) == len(left)
         if left:
             suspects.append("tensors")
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)

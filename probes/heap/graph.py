@@ -5,22 +5,21 @@ The references lie in numpy arrays (edges in compressed sparse rows).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy.typing as npt
 
-from lowtide.probes.heap.roots import CHECKER, FIRST, LATER, comes_later, is_checkers, roots
-from lowtide.probes.heap.walk import walk_from
+from lowtide.probes.heap.roots import CHECKER, FIRST, LATER, comes_later, is_checkers, modules_among, roots
+from lowtide.probes.heap.walk import NarrowWalk, walk_from
 from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class
-from lowtide.probes.objects.identities import are_tracked, identities
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
+from lowtide.probes.objects.identities import Identities, are_tracked, identities
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import gc
+from lowtide.probes.originals import gc, sys
 from lowtide.probes.references.edges import GENERATORS
 from lowtide.probes.references.unseen_references import reader_of
 
@@ -61,12 +60,16 @@ class Graph:
         self._walk.add([item for item in needed if not gc.is_tracked(item)])
         self._own = {id(needed), id(self.objects)}
         self._listed = listed = len(self.objects)
-        self._walk.read()
-        self._take_over()
+        self._read()
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
         # (To ask the collector how many are frozen takes it a walk over all of them.)
         met = np.count_nonzero(are_tracked(identities(self.objects[listed:])))
         self._unfrozen = listed if met > FROZEN_AT_STARTUP else sys.maxsize
+
+    def _read(self) -> None:
+        """Makes the walk."""
+        self._walk.read()
+        self._take_over()
         self.checkers = np.concatenate([self._checkers_generators(), self._checkers_probes()])
         self.turns = self._find_turns()
 
@@ -87,6 +90,10 @@ class Graph:
         """The nodes of those objects that have one, by their identities."""
         found = self._walk.find(np.fromiter(ids, np.int64, len(ids)))
         return found[found >= 0]
+
+    def all_objects(self) -> Iterable[object]:
+        """Every object there is, whether it is a node or not."""
+        return self.objects
 
     def census(self) -> Census:
         """The nodes by their types."""
@@ -203,6 +210,60 @@ class Graph:
         self.modules = np.array(modules, np.int32)[namespaces >= 0]
         turns[self.namespaces] = LATER
         return turns
+
+
+class NewBehindKnown(Graph):
+    """What is new behind objects that are known, as far as modules lead there through both alone; nothing is frozen.
+
+    Args:
+        known: the identities of the objects on the ways there; what is none of them now is not found.
+        new: the identities of what is new.
+    """
+
+    def __init__(self, known: Collection[int], new: Identities) -> None:
+        self.roots = modules_among(known)
+        self._walk = NarrowWalk(self.roots, new.and_also(known))
+        self.objects = self._walk.objects
+        self._own = {id(self.objects)}
+        self._new = new
+        self._asked: Indices = np.zeros(0, np.int32)
+        self._unfrozen = sys.maxsize
+        self._read()
+        self._listed = len(self.objects)
+
+    def all_objects(self) -> Iterable[object]:
+        """See `Graph`; listed only when somebody goes through them."""
+        yield from all_objects()
+
+    def census(self) -> Census:
+        """See `Graph`; what was asked for last comes first, in the order in which it was."""
+        others = np.setdiff1d(np.arange(len(self.objects), dtype=np.int32), self._asked)
+        nodes = np.concatenate([self._asked, others])
+        return Census.of_kinds([self.objects[node] for node in nodes.tolist()], self.kinds[nodes], self.types)
+
+    def holds_alone(self, items: Collection[int]) -> bool:
+        """Whether some objects are nodes, and nothing else refers to them nor to what is new and leads to them.
+
+        By their reference counts, so that C's references count too: nobody else may hold them meanwhile.
+
+        Args:
+            items: their identities, those of the oldest first, as the collector lists all objects.
+        """
+        holders = np.repeat(np.arange(len(self.objects), dtype=np.int32), np.diff(self.offsets))
+        is_new = self._new.holds(identities(self.objects))
+        leads = np.zeros(len(self.objects), np.bool_)
+        frontier = self._asked = self.find_ids(items)
+        if len(frontier) < len(items):
+            return False
+        while len(frontier):
+            leads[frontier] = True
+            before = holders[np.isin(self.edges, frontier)]
+            frontier = np.unique(before[is_new[before] & ~leads[before]])
+        counted = np.bincount(self.edges, minlength=len(self.objects)).tolist()
+        nodes = np.flatnonzero(leads).tolist()
+        # To all refers this list, and to the nodes their own; what a call adds, it adds to each.
+        bare, *counts = map(sys.getrefcount, [object(), *map(self.objects.__getitem__, nodes)])
+        return all(count == bare + 1 + counted[node] for node, count in zip(nodes, counts, strict=True))
 
 
 def _is_checkers_frame(item: object) -> bool:

@@ -49,10 +49,13 @@ class SharedWalk:
     """One walk over the heap for all who ask who holds what, as long as nothing is changed.
 
     It is made when it is first asked for. It keeps every object alive: close it before anything is measured.
+
+    Args:
+        graph: a part of the heap, which is asked until somebody needs what is not in it.
     """
 
-    def __init__(self) -> None:
-        self._graph: Graph | None = None
+    def __init__(self, graph: Graph | None = None) -> None:
+        self._graph = graph
         self._lost: set[int] = set()
 
     def graph(self, needed: Sequence[object] = ()) -> Graph:
@@ -168,7 +171,8 @@ class Traces:
         self._parents = np.zeros(0, np.int32) if heap is None else heap.search()
         known = [] if heap is None else heap.roots
         self._namer = EdgeNamer(
-            [] if heap is None else heap.objects, {id(root.held): root.variables for root in known if root.variables}
+            [] if heap is None else heap.graph.all_objects(),
+            {id(root.held): root.variables for root in known if root.variables},
         )
         self._edges: dict[int, list[tuple[int, Edge]]] = {}
         self._paths: dict[int, list[int]] = {}
@@ -257,6 +261,11 @@ class Traces:
             )
         )
         return Path(root.kind, root.name, steps, len(nodes) - 1, root.thread)
+
+    def through(self, place: int) -> frozenset[int]:
+        """The identities of all objects that the path to a target leads through, without the target."""
+        heap = self._heap
+        return frozenset() if heap is None else frozenset(id(heap.objects[node]) for node in self._nodes(place)[:-1])
 
     def link(self, place: int, step: int) -> Link:
         """One step of the path to a target, with its objects."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
@@ -62,12 +62,9 @@ class Root:
 
 def roots() -> Iterator[Root]:
     """All roots of the process, those of the program's own modules first."""
-    seen: set[int] = set()
-    for name, module in list(sys.modules.items()):
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            known_as = _own_name(module, str(name))
-            yield Root("module", known_as, module, [], turn=LATER if is_library(known_as) else FIRST)
+    modules = _modules()
+    seen = {id(module) for _, module in modules}
+    yield from map(_root_at, modules)
     running = dict(threading._active)  # type: ignore[attr-defined]
     names = {ident: thread_name(thread) for ident, thread in running.items()}
     for ident, thread in running.items():
@@ -99,6 +96,25 @@ def roots() -> Iterator[Root]:
             waiting.extend(type.__subclasses__(cls))
             if not flags_of(cls) & _HEAP_TYPE:
                 yield Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], LATER)
+
+
+def modules_among(identities: Container[int]) -> list[Root]:
+    """Those modules that have one of some identities, in the order of `roots`."""
+    return [_root_at(each) for each in _modules() if id(each[1]) in identities]
+
+
+def _modules() -> list[tuple[str, object]]:
+    """Every module once, by the first name that it is imported as."""
+    found: dict[int, tuple[str, object]] = {}
+    for name, module in list(sys.modules.items()):
+        if module is not None:
+            found.setdefault(id(module), (str(name), module))
+    return list(found.values())
+
+
+def _root_at(named: tuple[str, object]) -> Root:
+    known_as = _own_name(named[1], named[0])
+    return Root("module", known_as, named[1], [], turn=LATER if is_library(known_as) else FIRST)
 
 
 def _own_name(module: object, name: str) -> str:

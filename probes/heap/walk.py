@@ -21,6 +21,7 @@ from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
 from lowtide.probes.objects.foreign import flags_of
 from lowtide.probes.objects.identities import (
+    Identities,
     are_tracked,
     elements,
     identities,
@@ -261,6 +262,25 @@ class NumpyWalk(Walk):
         leads_on = are_tracked(ids) | (manners & LEADS_ON_UNTRACKED != 0)
         passed_over = ~leads_on & (manners & IS_PASSED_OVER != 0)
         return leads_on | passed_over, passed_over
+
+
+class NarrowWalk(NumpyWalk):
+    """The walk through some objects alone: what else they refer to is not looked at.
+
+    Args:
+        roots: the first nodes, in their order.
+        only: the identities of those that it may come to.
+    """
+
+    def __init__(self, roots: list[Root], only: Identities) -> None:
+        super().__init__(roots)
+        self._only = only
+
+    def _which_lead_on(self, ids: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        leads_on = self._only.holds(ids)
+        is_passed_over = leads_on.copy()
+        leads_on[leads_on], is_passed_over[is_passed_over] = super()._which_lead_on(ids[leads_on])
+        return leads_on, is_passed_over
 
 
 def walk_from(roots: list[Root]) -> Walk:

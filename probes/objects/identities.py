@@ -208,6 +208,18 @@ class Identities(Collection[int]):
         place = int(np.searchsorted(self._ids, identity))
         return place < len(self._ids) and int(self._ids[place]) == identity
 
+    def holds(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Which of some identities are among them, shape [len(ids)]."""
+        if not len(self._ids):
+            return np.zeros(len(ids), np.bool_)
+        places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        found: npt.NDArray[np.bool_] = self._ids[places] == ids
+        return found
+
+    def and_also(self, others: Collection[int]) -> Identities:
+        """Return these and some others."""
+        return Identities(np.concatenate([self._ids, np.fromiter(others, np.int64, len(others))]))
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids.tolist())
 

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -54,7 +55,7 @@ def program_modules() -> list[ModuleType]:
 def library_globals() -> frozenset[int]:
     """Identities of what the globals of the libraries' modules are bound to."""
     libraries = [module for module, file in _files() if is_library(file)]
-    return frozenset(id(value) for module in libraries for value in list(vars(module).values()))
+    return frozenset(chain.from_iterable(map(id, list(vars(module).values())) for module in libraries))
 
 
 def _files() -> list[tuple[ModuleType, str]]:

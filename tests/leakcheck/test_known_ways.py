@@ -1,0 +1,199 @@
+"""What hangs on a way that was explained before: reported as by a walk of the whole heap, and without one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.watching import watch as watching
+from lowtide.leakcheck.watching.verdict import Policy
+from lowtide.leakcheck.watching.watch import Watch
+from lowtide.probes.heap import holders as heap
+from lowtide.probes.heap.graph import Graph
+from lowtide.reports.schema import Finding
+
+
+class Model:
+    def __init__(self) -> None:
+        self.weight = torch.ones(8)
+        self.parts = [torch.ones(2)]
+
+
+@dataclass
+class Judged:
+    """What a test was found to have left.
+
+    Attributes:
+        findings: what was found.
+        walks: how many walks of the whole heap that took.
+        collections: how many full collections.
+    """
+
+    findings: tuple[Finding, ...]
+    walks: int
+    collections: int
+
+    @property
+    def holders(self) -> list[str | None]:
+        return sorted(finding.holder or "" for finding in self.findings)
+
+
+class Session:
+    """Judges pieces of a program one after the other, as the tests of one session."""
+
+    def __init__(self, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.program = program
+        self.walks = self.collections = 0
+        self.watch = Watch(Policy(card=False, settle=0.0, remedies="never"))
+        graph, collect = heap.Graph, watching.collect
+
+        def walked(*args: Any) -> Graph:
+            self.walks += 1
+            return graph(*args)
+
+        def collected(*args: Any) -> None:
+            self.collections += 1
+            collect(*args)
+
+        monkeypatch.setattr(heap, "Graph", walked)
+        monkeypatch.setattr(watching, "collect", collected)
+
+    def judge(self, test: Callable[[Any], object]) -> Judged:
+        self.walks = self.collections = 0
+        self.watch.begin(module="test_program.py")
+        test(self.program)
+        findings = self.watch.end().findings
+        return Judged(findings, self.walks, self.collections)
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    module = types.ModuleType("program")
+    vars(module).update(FIRST=[], SECOND=[], OLD=torch.ones(50))
+    sys.modules["program"] = module
+    session = Session(module, monkeypatch)
+    session.watch.open()
+    yield session
+    session.watch.close()
+    del sys.modules["program"]
+
+
+def keep(program: Any) -> None:
+    program.FIRST.append(torch.ones(4))
+
+
+def test_a_leak_whose_holder_is_known_takes_no_walk_and_no_full_collection(session: Session) -> None:
+    first, later = session.judge(keep), session.judge(keep)
+    assert (first.walks > 0, first.collections > 0) == (True, True)
+    assert (later.walks, later.collections) == (0, 0)
+    assert (first.holders, later.holders) == (["program.FIRST[0]"], ["program.FIRST[1]"])
+    (one,), (other,) = first.findings, later.findings
+    assert one.fingerprint == other.fingerprint
+    assert [hop.retains_bytes for hop in other.path] == [hop.retains_bytes for hop in one.path] == [None, None, 16]
+    assert one.message.replace("[0]", "[1]") == other.message
+
+
+def test_it_is_reported_with_what_is_new_on_the_way_and_with_its_own_bytes(session: Session) -> None:
+    session.judge(keep)
+    found = session.judge(lambda program: program.FIRST.append({"model": Model()}))
+    assert found.walks == 0
+    assert [(finding.bytes, finding.count) for finding in found.findings] == [(40, 2)]
+    assert found.holders == ["program.FIRST[1]['model']"]
+
+
+def test_another_holder_is_explained_by_a_walk(session: Session) -> None:
+    session.judge(keep)
+    found = session.judge(lambda program: program.SECOND.append(torch.ones(4)))
+    assert (found.holders, found.walks > 0) == (["program.SECOND[0]"], True)
+
+    def in_both(program: Any) -> None:
+        program.FIRST.append(torch.ones(4))
+        program.SECOND.append(torch.ones(4))
+
+    again = session.judge(in_both)
+    assert (again.holders, again.walks) == (["program.FIRST[1]", "program.SECOND[1]"], 0)
+    assert len({finding.fingerprint for finding in again.findings}) == 2
+
+
+def test_what_something_else_holds_too_is_explained_by_a_walk(session: Session) -> None:
+    session.judge(keep)
+
+    def keep_twice(program: Any) -> None:
+        program.FIRST.append(torch.ones(4))
+        program.SECOND.append(program.FIRST[-1])
+
+    found = session.judge(keep_twice)
+    assert found.walks > 0
+    # Neither of the two would give it back alone.
+    assert [hop.retains_bytes for hop in found.findings[0].path] == [None, None, 0]
+
+
+def test_what_only_torch_holds_too_is_explained_by_a_walk(session: Session) -> None:
+    session.judge(keep)
+
+    def keep_part_of_a_graph(program: Any) -> None:
+        program.FIRST.append(torch.nn.Parameter(torch.ones(4)))
+        program.SECOND.append((program.FIRST[-1] * 2).sum())
+
+    assert session.judge(keep_part_of_a_graph).walks > 0
+
+
+def test_a_dead_container_is_no_holder(session: Session) -> None:
+    session.judge(keep)
+
+    def replace(program: Any) -> None:
+        # A cycle that only a full collection ends: the list is old.
+        old, program.FIRST = program.FIRST, []
+        old.append(old)
+        old.append(torch.ones(4))
+
+    found = session.judge(replace)
+    assert (found.findings, found.collections) == ((), 1)
+
+
+def test_garbage_beside_it_is_collected_before_it_is_judged(session: Session) -> None:
+    session.judge(keep)
+
+    def keep_beside_garbage(program: Any) -> None:
+        program.FIRST.append(torch.ones(4))
+        program.SECOND.append(torch.ones(300))
+        old, program.SECOND = program.SECOND, []
+        old.append(old)
+
+    found = session.judge(keep_beside_garbage)
+    assert ([finding.bytes for finding in found.findings], found.collections) == ([16], 1)
+
+
+def test_a_view_of_what_was_there_is_no_leak(session: Session) -> None:
+    session.judge(keep)
+    assert session.judge(lambda program: program.FIRST.append(program.OLD[3:])).findings == ()
+
+
+def test_a_gradient_that_nobody_has_looked_at_is_reported_with_its_tensor(session: Session) -> None:
+    session.judge(keep)
+
+    def train(program: Any) -> None:
+        program.FIRST.append(torch.nn.Parameter(torch.ones(4)))
+        (program.FIRST[-1] * 2).sum().backward()
+
+    (found,) = session.judge(train).findings
+    assert (found.bytes, found.count) == (32, 2)
+
+
+def test_an_attribute_with_a_computed_name_is_named_by_all_code_there_is(session: Session) -> None:
+    # No code of its module has the name.
+    session.program.HOLDER = type("Holder", (), {"__module__": "program"})()
+    session.judge(lambda program: setattr(program.HOLDER, "weight", torch.ones(4)))
+    found = session.judge(lambda program: setattr(program.HOLDER, f"no_{'name'}_in_a_class", torch.ones(4)))
+    assert (found.holders, found.walks) == (["program.HOLDER.no_name_in_a_class"], 0)
+
+
+def no_name_in_a_class() -> None:
+    """Has the name as its own, in the code of this module."""
+    assert not hasattr(no_name_in_a_class, "no_name_in_a_class")
