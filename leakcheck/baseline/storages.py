@@ -88,7 +88,8 @@ def read_heap(
         ended: those whose scope has just ended.
         seen: the storages at the last full reading, for what the program froze since the baseline, and for tensors on a
             card that lived before and have new memory now.
-        survey: all objects, and those that were born since the baseline, where they are known.
+        survey: all objects of the kinds that are watched, and those that were born since the baseline, where they are
+            known.
     """
     torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
@@ -181,9 +182,9 @@ def _held_anew(
 
 
 def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:
-    """All objects, and those that were born since the baseline; drop both soon."""
+    """All objects of the kinds that are watched, and those that were born since the baseline; drop both soon."""
     with collector_paused():
-        census = Census(all_objects())
+        census = births.all_watched()
         return census, births.survivors(census=census)
 
 

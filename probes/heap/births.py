@@ -297,6 +297,21 @@ class Births:
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
 
+    def all_watched(self) -> Census:
+        """Everything of the kinds that are watched, whenever it was born; drop it soon.
+
+        The old generation is gone through where it lies: a list of it takes a reference to every object of the heap.
+        """
+        with collector_paused():
+            # In no comprehension: see `end_aside`.
+            young = _young()
+            is_old = not np.any(identities(young) == id(self._first[0]))
+            if _instances_beside is None or not is_old or frozen_by_program(gc.get_freeze_count()):
+                return Census(list(_watched(all_objects())))
+            found = _instances_beside(self._first[0], _watched_kinds().tobytes())
+            found.extend(_watched(young))
+            return Census(found)
+
     def add(self, item: object, like: Newborn) -> Newborn:
         """Takes in an object that asking for it has only now made, with the label of the one that holds it.
 
@@ -494,3 +509,4 @@ def _watched_among(census: Census) -> Iterator[Any]:
 
 
 _followers_among = native.followers_among if _lists_can_be_read() else None
+_instances_beside = native.instances_beside if _followers_among is not None else None

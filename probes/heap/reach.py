@@ -90,7 +90,8 @@ def reach(
 
 def module_namespaces() -> frozenset[int]:
     """Identities of the dicts that hold the modules' globals."""
-    modules = (module for module in list(sys.modules.values()) if is_a(module, ModuleType))
+    every = list(sys.modules.values())
+    modules = (module for module in every if type(module) is ModuleType or is_a(module, ModuleType))
     return frozenset(id(dict_of_module(module)) for module in modules)
 
 

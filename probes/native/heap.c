@@ -524,8 +524,8 @@ static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk),
 /* The collector's lists ----------------------------------------------------------------------------------------- */
 
 /* Each object that the collector tracks is in a ring, with the head of its generation; its links lie before it, in
- * whose lowest bits later versions of Python keep marks. Of what is in the ring nothing is looked at but its address, so
- * that the head does no harm.
+ * whose lowest bits later versions of Python keep marks. Of what is in the ring nothing is looked at but its address, or
+ * the one where an object has its type, so that the head does no harm: behind it lie the heads of other generations.
  */
 static uintptr_t *
 next_in_ring(const uintptr_t *link)
@@ -533,13 +533,11 @@ next_in_ring(const uintptr_t *link)
     return (uintptr_t *)(*link & ~(uintptr_t)3);
 }
 
+/* Those behind the first one in its ring that have one of some identities themselves, or whose type has. */
 static PyObject *
-followers_among(PyObject *Py_UNUSED(module), PyObject *args)
+among_ring(PyObject *first, PyObject *ids, Py_ssize_t most, int by_type)
 {
-    PyObject *first, *ids, *found = NULL;
-    Py_ssize_t most;
-    if (!PyArg_ParseTuple(args, "OSn:followers_among", &first, &ids, &most))
-        return NULL;
+    PyObject *found = NULL;
     if (!PyObject_GC_IsTracked(first)) {
         PyErr_SetString(PyExc_ValueError, "the collector does not track the first object");
         return NULL;
@@ -558,7 +556,7 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
     for (Py_ssize_t at = 0; !failed && link != begin && (most < 0 || at < most); at++, link = next_in_ring(link)) {
         PREFETCH(next_in_ring(link));
         PyObject *item = (PyObject *)(link + 2);
-        if (table_find(&wanted, item) != UNKNOWN)
+        if (table_find(&wanted, by_type ? (PyObject *)Py_TYPE(item) : item) != UNKNOWN)
             failed = array_push(&met, &item) < 0;
     }
     /* (Made only now: it is young itself, and may be where one of them was that died.) */
@@ -571,6 +569,25 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
     free(met.items);
     free(wanted.slots);
     return found;
+}
+
+static PyObject *
+followers_among(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *first, *ids;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "OSn:followers_among", &first, &ids, &most))
+        return NULL;
+    return among_ring(first, ids, most, 0);
+}
+
+static PyObject *
+instances_beside(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *first, *types;
+    if (!PyArg_ParseTuple(args, "OS:instances_beside", &first, &types))
+        return NULL;
+    return among_ring(first, types, -1, 1);
 }
 
 /* Dictionaries --------------------------------------------------------------------------------------------------- */
@@ -653,6 +670,9 @@ static PyMethodDef functions[] = {
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},
+    {"instances_beside", instances_beside, METH_VARARGS,
+     "Return the objects of these types (identities, int64) that are in one list of the collector with another object, "
+     "which is not among them. Nothing may be collected meanwhile."},
     {NULL, NULL, 0, NULL},
 };
 

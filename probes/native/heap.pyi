@@ -44,5 +44,16 @@ def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
         ValueError: the collector does not track the first object.
     """
 
+def instances_beside(first: object, types: bytes) -> list[Any]:
+    """Return the objects of these types that are in one list of the collector with another one, that one excepted.
+
+    Args:
+        first: the other one; the collector tracks it.
+        types: the identities (int64) of the types themselves: what derives from them is not meant.
+
+    Raises:
+        ValueError: the collector does not track the object.
+    """
+
 def marks_of(dicts: tuple[dict[str, Any], ...]) -> bytes:
     """Return a number (uint64) for each dictionary, which is another one once a value in it is another."""

@@ -53,6 +53,22 @@ def test_what_comes_before_is_found_only_where_all_are_looked_at() -> None:
     assert among(first, [before])[0] is before
 
 
+def test_instances_of_some_types_are_found_in_one_generation() -> None:
+    class Base: ...
+
+    class Derived(Base): ...
+
+    assert native.instances_beside is not None
+    old = [Base(), Derived(), []]
+    gc.collect()
+    young = [Derived(), Base()]
+    kinds = np.array([id(Base)], np.int64).tobytes()
+    assert list(map(id, native.instances_beside(old, kinds))) == [id(old[0])]
+    assert list(map(id, native.instances_beside(young, kinds))) == [id(young[1])]
+    with pytest.raises(ValueError, match="does not track"):
+        native.instances_beside("text", kinds)
+
+
 def test_what_is_in_another_generation_is_not_found() -> None:
     old: list[object] = []
     gc.collect()
