@@ -11,7 +11,7 @@ from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, Dev
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import live_keys
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
-from lowtide.leakcheck.findings.item_findings import ItemLeak, confirmed_workspaces, is_harmless
+from lowtide.leakcheck.findings.item_findings import HARMLESS, ItemLeak, confirmed_workspaces, is_harmless
 from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -58,6 +58,7 @@ class RemedyTrials:
         self._device_memory = device_memory
         self._first_use = first_use
         self._workspaces_cleared = 0
+        self._in_vain: set[str] = set()
 
     def prove(self, each: Sequence[DeferredRemedies]) -> list[dict[str, Finding]]:
         """The findings of some subjects, by their fingerprints before, with what gave each back.
@@ -128,8 +129,15 @@ class RemedyTrials:
     def _tried_harmless(self, draft: ItemLeak, context: Context, read: Callable[[], Deep]) -> Draft:
         """The finding, or the leak with what waiting has shown, where there is more to be tried at the end."""
         waiting = replace(draft, endings=())
-        actions = actions_for(waiting, context.patience, may_unfreeze=False)
-        finding = try_actions(waiting, actions, self._left(draft, read), self._driver_bytes)
+        mark = draft.finding.fingerprint
+        # What was waited for in vain once is only looked at again: it was waited for before it was judged, too.
+        actions = actions_for(waiting, 0.0 if mark in self._in_vain else context.patience, may_unfreeze=False)
+        # Which threads there are shows without a reading of all that there is.
+        of_names = draft.finding.resource in HARMLESS
+        left = (lambda: draft.left(self._left_now)) if of_names else self._left(draft, read)
+        finding = try_actions(waiting, actions, left, self._driver_bytes)
+        if of_names and (finding.remedy, finding.advice) == (None, draft.finding.advice):
+            self._in_vain.add(mark)
         return replace(draft, finding=finding) if draft.endings and finding.remedy is None else finding
 
     def _may_unfreeze(self, drafts: Sequence[Sequence[Draft]]) -> bool:

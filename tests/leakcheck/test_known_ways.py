@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.watching import remedy_trials
 from lowtide.leakcheck.watching import watch as watching
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
@@ -50,7 +54,8 @@ class Session:
     def __init__(self, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.program = program
         self.walks = self.collections = 0
-        self.watch = Watch(Policy(card=False, settle=0.0, remedies="never"))
+        self.patience = 0.01
+        self.watch = Watch(Policy(card=False, settle=self.patience, remedies="later"))
         graph, collect = heap.Graph, watching.collect
 
         def walked(*args: Any) -> Graph:
@@ -197,3 +202,41 @@ def test_an_attribute_with_a_computed_name_is_named_by_all_code_there_is(session
 def no_name_in_a_class() -> None:
     """Has the name as its own, in the code of this module."""
     assert not hasattr(no_name_in_a_class, "no_name_in_a_class")
+
+
+def start(program: Any, name: str | None = None) -> None:
+    program.FIRST.append(threading.Thread(target=program.DONE.wait, name=name, daemon=True))
+    program.FIRST[-1].start()
+
+
+def test_threads_of_one_cause_are_waited_for_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def actions_for(leak: ItemLeak, patience: float, **more: Any) -> list[Change]:
+        waited.append(patience)
+        return actions(leak, patience, **more)
+
+    actions = remedy_trials.actions_for
+    monkeypatch.setattr(remedy_trials, "actions_for", actions_for)
+    session.program.DONE = threading.Event()
+    try:
+        first, later = session.judge(start), session.judge(start)
+        other = session.judge(lambda program: start(program, "other"))
+    finally:
+        session.program.DONE.set()
+    (one,), (two,), (three,) = first.findings, later.findings, other.findings
+    assert one.fingerprint == two.fingerprint != three.fingerprint
+    assert waited == [session.patience, 0.0, session.patience]
+    assert one.tried[0].returns_bytes == two.tried[0].returns_bytes == 0
+
+
+def test_a_later_thread_that_ends_by_itself_is_no_leak(session: Session) -> None:
+    session.program.DONE = threading.Event()
+
+    def start_and_end(program: Any) -> None:
+        start(program)
+        program.DONE.set()
+
+    assert session.judge(start).findings
+    session.program.FIRST.clear()
+    assert session.judge(start_and_end).findings == ()
