@@ -49,7 +49,7 @@ MOST_ADDED = 128 << 10
 FEWEST_TURNS = 12
 """Tests that must have added something, so that a memo is more than a dozen of values that come again."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+_PLAIN_KINDS = frozenset(map(id, (bool, int, float, complex, str, bytes, type(None), type(...))))
 _TORCHS = ("dtype", "device", "layout", "memory_format")
 _MOST_WRAPPED = 4
 """How many decorators may lie around a cache."""
@@ -324,6 +324,8 @@ def _entries(cache: Any, number: int, *, is_bounded: bool) -> Iterable[tuple[Any
 def _is_plain(item: Any) -> bool:
     """Whether something of a key is data that belongs to nobody: no object, class or function of the program."""
     kind = type(item)
+    if id(kind) in _PLAIN_KINDS:
+        return True
     if kind is tuple or kind is frozenset or _is_torchs(kind, ("Size",)):
         return all(map(_is_plain, kind.__iter__(item)))
     if is_a(item, enum.Enum):
@@ -333,7 +335,7 @@ def _is_plain(item: Any) -> bool:
 
 
 def _is_plain_type(kind: type) -> bool:
-    return any(kind is plain for plain in _PLAIN) or _is_torchs(kind, _TORCHS)
+    return id(kind) in _PLAIN_KINDS or _is_torchs(kind, _TORCHS)
 
 
 def _is_torchs(kind: type, names: Collection[str]) -> bool:
