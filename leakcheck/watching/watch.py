@@ -413,7 +413,9 @@ class Watch:
         """A walk of the ways to what was explained before, if nothing is suspect but tensors at the end of these."""
         if any(owner.storages for owner in ended):
             return None
-        if set(self._suspects.find(now, ended, self._tolerance)) != {"tensors"}:
+        suspects = set(self._suspects.find(now, ended, self._tolerance))
+        # Whether the tensors explain what the process has more, their full reading shows.
+        if suspects - {"host-memory"} != {"tensors"}:
             return None
         return self._judgement.ways.to(self._suspects.living_tensors(), born)
 

@@ -112,6 +112,28 @@ def test_it_is_reported_with_what_is_new_on_the_way_and_with_its_own_bytes(sessi
     assert found.holders == ["program.FIRST[1]['model']"]
 
 
+def test_a_large_one_explains_the_memory_that_the_process_has_more(session: Session) -> None:
+    session.judge(keep)
+    found = session.judge(lambda program: program.FIRST.append(torch.ones(24 << 20)))
+    assert ([finding.bytes for finding in found.findings], found.walks) == ([96 << 20], 0)
+
+    def with_plain_memory(program: Any) -> None:
+        program.FIRST.append(torch.ones(4))
+        program.SECOND.append(b"x" * (96 << 20))
+
+    found = session.judge(with_plain_memory)
+    assert sorted(finding.resource for finding in found.findings) == ["host-memory", "tensors"]
+
+    def with_plain_memory_in_garbage(program: Any) -> None:
+        with_plain_memory(program)
+        old, program.SECOND = program.SECOND, []
+        old.append(old)
+
+    # What the earlier one has left is in it, too.
+    found = session.judge(with_plain_memory_in_garbage)
+    assert [finding.resource for finding in found.findings] == ["tensors"]
+
+
 def test_another_holder_is_explained_by_a_walk(session: Session) -> None:
     session.judge(keep)
     found = session.judge(lambda program: program.SECOND.append(torch.ones(4)))
