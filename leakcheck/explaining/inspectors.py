@@ -65,7 +65,7 @@ def marks(
             # The collector does not know an empty dict: one seems born when its first entry comes. Of what it does not
             # track nobody knows when it was made. They are taken for as old as what holds them.
             was_there = (was_there and gc.is_tracked(item)) or not found or found[-1] == "innocent"
-        if (hollow and _can_end(item)) or was_there or is_live or _is_owned(item, owned):
+        if (hollow and can_end(item)) or was_there or is_live or _is_owned(item, owned):
             mark = "innocent"
         elif mark == "innocent":
             mark = None
@@ -128,7 +128,7 @@ def _transfer(item: object) -> Mark | None:
 
 def _resource(item: object) -> Mark | None:
     """Anything that can be closed or shut down, and says whether it was: executors, pools, connections, engines."""
-    if not _can_end(item):
+    if not can_end(item):
         return None
     if any(_flag(item, flag) is True for flag in _FLAGS):
         return "holding"
@@ -170,7 +170,7 @@ def _file(item: Any) -> Mark | None:
     return None
 
 
-def _can_end(item: object) -> bool:
+def can_end(item: object) -> bool:
     """Whether an object has a life of its own, by a method that ends it."""
     return any(name in namespace_of(base) for base in mro_of(type(item)) for name in _ENDINGS)
 

@@ -116,11 +116,16 @@ def advice_for(library: str, owners: Sequence[object], words: str) -> str:
         owners: the objects on the path to it.
         words: the path to it, for a reader.
     """
-    known = next((text for pattern, text in _KNOWN if pattern.fullmatch(words)), "")
+    known = known_advice(words)
     bases = (type_name(base) for owner in reversed(owners) for base in mro_of(type(owner)))
     offered = next((_OFFERED[name] for name in bases if name in _OFFERED), "")
     advice = known or offered or f"undo what put it there, by what {library} offers for that"
     return f"{words} lies inside {library}: {advice}"
+
+
+def known_advice(words: str) -> str:
+    """What takes back what lies at a path, where that is known; else empty."""
+    return next((text for pattern, text in _KNOWN if pattern.fullmatch(words)), "")
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,31 @@ def offered_function(words: str) -> Offer | None:
         return None
     # It undoes what `start()` of a patch does, and nothing else.
     return Offer("unittest.mock.patch.stopall()", "all started patches are stopped", lambda _: _stop_patches())
+
+
+def offered_by_module(module: ModuleType, name: str) -> Offer | None:
+    """The function of a library's module that empties what the module keeps in a global; None where it has none.
+
+    It is public, needs no arguments, says by its name what it does, and mentions the global.
+    """
+    home = dict_of_module(module).get("__name__")
+    if type(home) is not str or not _library(home):
+        return None
+    for function in list(dict_of_module(module).values()):
+        if type(function) is not FunctionType or function.__module__ != home or not _EMPTIES.match(function.__name__):
+            continue
+        code, defaults = function.__code__, function.__defaults__ or ()
+        if name in code.co_names and code.co_argcount == len(defaults) and not code.co_kwonlyargcount:
+            return Offer(f"{home}.{function.__name__}()", f"{home}.{name} is empty", functools.partial(_call, function))
+    return None
+
+
+def _call(function: Callable[[], object], _: object) -> object:
+    return function()
+
+
+_EMPTIES = re.compile(r"(clear|reset|empty|flush|purge)(_|$)|\w+_(clear|reset|purge)$|clearcache$")
+"""The names of functions that empty what their module keeps."""
 
 
 def is_hook(words: str) -> bool:
@@ -299,6 +329,13 @@ _KNOWN: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r"torch\.(_dynamo|_inductor|_functorch|compiler)\b.*"),
         "torch.compile keeps it: torch._dynamo.reset() drops what was compiled",
+    ),
+    (
+        re.compile(r"torch\.distributed\.tensor\b.*"),
+        "DTensor keeps its plans, and each mesh with them: "
+        "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache(), "
+        "torch.distributed.tensor._redistribute._gen_transform_infos.cache_clear() and "
+        "torch.distributed.tensor.debug._clear_sharding_prop_cache() drop them",
     ),
 )
 """By a path, what its owner offers: each an entry that a program registers, and that has a way to take it back."""

@@ -15,11 +15,13 @@ from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.explaining.library_objects import (
     HANDLE,
+    Offer,
     Territory,
     advice_for,
     advice_for_finalizer,
     is_hook,
     library_of,
+    offered_by_module,
     offered_by_torch,
     offered_function,
     offered_method,
@@ -130,7 +132,7 @@ class Way:
 
     def offer(self, turn: int) -> Cut | None:
         """What the library offers by which what lies inside it is let go of."""
-        offer = offered_function(self.words(turn + 1))
+        offer = offered_function(self.words(turn + 1)) or self._offer_of_module()
         if offer is not None:
             return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
         for at, link in enumerate(self.links[turn : turn + 2], turn):
@@ -145,6 +147,13 @@ class Way:
         assert method is not None
         do = functools.partial(method.do, self.links[owner].owner)
         return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
+
+    def _offer_of_module(self) -> Offer | None:
+        """The function by which a library's module empties the global that the path begins with."""
+        link = self.links[0]
+        if link.kind != "module-global" or not is_a(link.owner, ModuleType):
+            return None
+        return offered_by_module(link.owner, link.edge[1:])
 
     def undoing(self, turn: int) -> Cut | None:
         """The call by which torch takes out again what it has put into a module, where a step leads to such a thing."""

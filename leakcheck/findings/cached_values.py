@@ -1,7 +1,8 @@
 """First use: values that were computed from plain data and are kept for the next time, until they go on to be more.
 
-A memo keeps them: an `lru_cache` asked for plain data (numbers, strings, dtypes, devices, members of enumerations), or
-what `torch.compile` made of a function (the constants of its graphs). What one test leaves in a memo is listed.
+A memo keeps them: an `lru_cache` asked for plain data (numbers, strings, dtypes, devices, members of enumerations),
+what `torch.compile` made of a function (the constants of its graphs), or what an installed library has under a private
+name, in objects of its own. What one test leaves in a memo is listed.
 Reported is what is too much for that, and once, as growth, what test after test goes on to leave. Excused is only what
 memos alone hold, and no object of the program: no module, no argument that is a tensor, no tensor with a gradient.
 """
@@ -9,6 +10,7 @@ memos alone hold, and no object of the program: no module, no argument that is a
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +20,14 @@ from typing import Any
 from lowtide.leakcheck.baseline.owners import held_in_all
 from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys, tensors_over
 from lowtide.leakcheck.explaining.expressions import is_name, of_module
+from lowtide.leakcheck.explaining.inspectors import can_end
+from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.level_growth import adding_turns, adds_late, kept_steps, rate
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.probes.heap.caches import BEYOND_CACHES
-from lowtide.probes.heap.holders import SharedWalk, trace
+from lowtide.probes.heap.caches import BEYOND_CACHES, cache_entries
+from lowtide.probes.heap.holders import SharedWalk, Traces, trace
+from lowtide.probes.heap.paths import Link
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.memory.tensors import survey_storages, torch_member
 from lowtide.probes.objects.foreign import (
@@ -30,8 +35,10 @@ from lowtide.probes.objects.foreign import (
     dict_of_module,
     is_a,
     module_of_class,
+    mro_of,
     namespace_of,
     place_of_definition,
+    type_name,
 )
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.whose_code import is_library, library_globals
@@ -54,6 +61,17 @@ _TORCHS = ("dtype", "device", "layout", "memory_format")
 _MOST_WRAPPED = 4
 """How many decorators may lie around a cache."""
 
+_MOST_TABLES = 6
+"""In how many places libraries may keep one object."""
+
+_SAYS_CACHE = re.compile(r"cache|memo", re.IGNORECASE)
+
+_MOST_BEHIND = 20_000
+"""Objects that are looked at behind what a library keeps."""
+
+_OF_CPP = "pybind11_builtins.pybind11_object"
+"""The class of all objects that pybind11 makes."""
+
 _COMPILED = "__compiled_fn"
 """How the names begin under which dynamo puts what it compiled into the globals of a function."""
 
@@ -70,6 +88,7 @@ class _Memo:
         emptied_by: the code that empties it.
         most: bytes that are its first use.
         cache: the `lru_cache` that it is, if it is one.
+        is_table: whether it is what a library has under a private name.
     """
 
     identity: Hashable
@@ -79,6 +98,17 @@ class _Memo:
     emptied_by: str
     most: int
     cache: Any = None
+    is_table: bool = False
+
+    @property
+    def has_native_objects(self) -> bool:
+        """Whether a library has there what it made in C++, which may own what no Python code made."""
+        if not self.is_table:
+            return False
+        objects = _behind(self.holders)
+        # Of these the collector tracks none.
+        kinds = {type(item) for item in gc.get_referents(*objects)}
+        return any(type_name(base) == _OF_CPP for kind in kinds for base in mro_of(kind))
 
 
 class _Kept:
@@ -147,11 +177,13 @@ class SortedValues:
         excused: those that are a memo's first use.
         hints: what to say of others, with what they are reached through.
         listed: what to say of those that are excused.
+        natively: the memos that keep objects of C++, too, each with whether it is excused.
     """
 
     excused: frozenset[Key] = frozenset()
     hints: tuple[tuple[str, object], ...] = field(default=(), repr=False)
     listed: tuple[NotMeasured, ...] = ()
+    natively: tuple[tuple[str, bool], ...] = ()
 
 
 class CachedValues:
@@ -180,25 +212,29 @@ class CachedValues:
         """
         new = {storage.key: storage.bytes for storage in held}
         memos = [*_caches_with(new, caches), *_compiled_with(new)] if new else []
+        memos += _tables_with(new, memos, walk) if new else []
         if not memos:
             return SortedValues()
         alone = _held_by_these_alone(memos, walk)
         excused: set[Key] = set()
         hints: list[tuple[str, object]] = []
         listed = []
+        natively = []
         for memo in memos:
             sizes = {key: size for key, size in _sizes(memo.tensors).items() if key in alone}
             own = sizes.keys() & new.keys()
             kept = self._of(memo, subject) if own else None
             if kept is None:
                 continue
-            if not kept.is_more(sum(sizes.values()), self._turn, memo.most):
+            is_more = kept.is_more(sum(sizes.values()), self._turn, memo.most)
+            natively += [(memo.name, not is_more)] if memo.has_native_objects else []
+            if not is_more:
                 kept.is_listed = True
                 excused |= own
                 listed.append(_listed(memo, [storage for storage in held if storage.key in own]))
             elif kept.is_listed and kept.first != self._turn:
                 hints += [(_more(kept), holder) for holder in memo.holders]
-        return SortedValues(frozenset(excused), tuple(hints), tuple(listed))
+        return SortedValues(frozenset(excused), tuple(hints), tuple(listed), tuple(natively))
 
     def _of(self, memo: _Memo, subject: str) -> _Kept:
         kept = self._kept.get(memo.identity)
@@ -273,6 +309,124 @@ def _compiled() -> dict[tuple[str, int, str], list[Any]]:
             values = [hook.scope.get(hook.name) for hook in hooks if hook.name.startswith(_COMPILED)]
             found.setdefault((code.co_filename, code.co_firstlineno, code.co_name), []).extend(values)
     return found
+
+
+def _tables_with(new: Mapping[Key, int], memos: Sequence[_Memo], walk: SharedWalk | None) -> Iterator[_Memo]:
+    """What installed libraries have under private names that keeps some storages, with all others that do.
+
+    Args:
+        new: the storages.
+        memos: what is known already to keep some of them.
+        walk: the walk over the heap to ask, if it is shared with others.
+    """
+    known = storage_keys(item for memo in memos for item in memo.tensors)
+    small = [key for key, size in new.items() if size <= MOST_ADDED and key not in known]
+    tensors = tensors_over(small, walk) if small else []
+    tables: dict[str, _Table] = {}
+    # By the first of them that leads to a tensor.
+    groups: dict[int, list[_Table]] = {}
+    # One library may keep the same object in several places: the next way to it is behind those that are known.
+    for _ in range(_MOST_TABLES if tensors else 0):
+        with trace(tensors, ignore={id(table.holder) for table in tables.values()}, walk=walk) as found:
+            ways = [_table_of(item, place, found) for place, item in enumerate(tensors)]
+        for item, table in zip(tensors, ways, strict=True):
+            if table is not None:
+                groups.setdefault(id(item), []).append(tables.setdefault(table.name, table))
+        if not any(ways):
+            break
+    by_first: dict[str, list[Any]] = {}
+    for item in tensors:
+        if id(item) in groups:
+            by_first.setdefault(groups[id(item)][0].name, []).append(item)
+    for name, items in by_first.items():
+        own = list({table.name: table for item in items for table in groups[id(item)]}.values())
+        emptied_by = "; ".join(table.emptied_by for table in own)
+        holders = [table.holder for table in own]
+        held = held_in_all(loaded("torch"), Census(_behind(holders)))
+        yield _Memo(name, holders, [*items, *held], name, emptied_by, MOST_ADDED, is_table=True)
+
+
+def _behind(holders: Iterable[object]) -> list[Any]:
+    """The objects that some holders lead to, past no cache that is none of them."""
+    entries = [part for item in holders for part in (cache_entries(item) if type(item) is LRU_CACHE else (item,))]
+    return reach(entries, boundaries=BEYOND_CACHES, namespaces=module_namespaces(), max_objects=_MOST_BEHIND)[0]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What a library keeps under a private name.
+
+    Attributes:
+        name: as code.
+        holder: the object.
+        emptied_by: what lets go of what it keeps.
+    """
+
+    name: str
+    holder: object
+    emptied_by: str
+
+
+def _table_of(item: Any, place: int, found: Traces) -> _Table | None:
+    """What of a library's leads to a tensor by nothing but the library's objects; None where something else does.
+
+    An object that can be ended is no memo, and neither is a bare tensor of which nobody says that a cache keeps it:
+    a registry of what should have ended looks the same.
+    """
+    path = found.path(place)
+    if path is None or path.root_kind != "module" or len(path.steps) < 2 or not _is_constant(item):
+        return None
+    links = [found.link(place, turn) for turn in range(len(path.steps))]
+    first = next((turn for turn, step in enumerate(path.steps) if not step.definition), len(links))
+    first -= bool(first and type(links[first].owner) is LRU_CACHE) if first < len(links) else 0
+    if first + 1 >= len(links):
+        return None
+    holder, behind = links[first + 1].owner, links[first + 1 :]
+    territory = territories(path.root_name, links)[first]
+    # Nobody puts anything into a cache that is public, but by asking it.
+    of = territory.shared if type(holder) is LRU_CACHE else territory.inside
+    if not of or of in sys.stdlib_module_names or not all(map(_is_librarys_link, behind)):
+        return None
+    name = path.root_name + "".join(step.edge for step in path.steps[: first + 1])
+    in_objects = any(_library_of_site(link.owner) for link in behind)
+    # What a cached function was given is in its keys, whatever it is called.
+    if not in_objects and (type(holder) is LRU_CACHE or not _SAYS_CACHE.search(name)):
+        return None
+    offer = offered_by_module(links[0].owner, path.steps[0].edge[1:])
+    call = f"{name}.cache_clear()" if type(holder) is LRU_CACHE else offer.call if offer else known_advice(name)
+    return _Table(name, holder, call or f"what {of} offers for that")
+
+
+def _is_constant(item: Any) -> bool:
+    """Whether a tensor or a storage object is nobody's parameter."""
+    torch: Any = loaded("torch")
+    is_plain = type(item) is torch.Tensor and not torch_member(item, "requires_grad")
+    return is_plain or type(item) is torch.UntypedStorage
+
+
+def _is_librarys_link(link: Link) -> bool:
+    """Whether an edge starts from a container or an object of a library's that nobody can end, by a key of such."""
+    torch: Any = loaded("torch")
+    owner = link.owner
+    if library_of(owner) == "" or is_a(owner, torch.nn.Module) or can_end(owner):
+        return False
+    if link.kind != "item" or not is_a(link.carrier, dict):
+        return True
+    return all(_is_librarys(key) for key, value in list(dict.items(link.carrier)) if id(value) == link.held)
+
+
+def _is_librarys(key: Any) -> bool:
+    """Whether a key is made of plain data and objects of libraries."""
+    if is_a(key, weakref.ref):
+        key = weakref.ref.__call__(key)
+    if type(key) is tuple:
+        return all(map(_is_librarys, key))
+    return _is_plain(key) or bool(library_of(key))
+
+
+def _library_of_site(owner: object) -> bool:
+    library = library_of(owner)
+    return bool(library) and library not in sys.stdlib_module_names
 
 
 def _caches_with(new: Mapping[Key, int], caches: Iterable[Any]) -> Iterator[_Memo]:

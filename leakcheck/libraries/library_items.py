@@ -91,6 +91,9 @@ JUDGED = {
 
 NATIVE = "native code"
 
+_ANY = 1 << 30
+"""How many there may be of what is judged by something else."""
+
 _NAMELESS = re.compile(r"(pipe|socket|anon_inode):")
 """Descriptors on files have a path, which says whose they are."""
 
@@ -169,7 +172,14 @@ class LibraryItems:
         self._makers = makers
         self._kept: dict[tuple[str, str], _Kept] = {}
 
-    def sort(self, new: Items, now: Counters, subject: str, tensors: Sequence[Range] = ()) -> Sorted:
+    def sort(
+        self,
+        new: Items,
+        now: Counters,
+        subject: str,
+        tensors: Sequence[Range] = (),
+        natively: Sequence[tuple[str, bool]] = (),
+    ) -> Sorted:
         """Tell apart what of some new items is a library's first.
 
         Args:
@@ -177,11 +187,12 @@ class LibraryItems:
             now: the counters now.
             subject: what is judged, as a later finding calls it.
             tensors: where the tensors' memory lies that is not on a card.
+            natively: what keeps objects of C++ that came with these items, each with whether it is excused.
         """
         asked = {key: names for key, names in new.items() if key in JUDGED and names}
         if not asked:
             return Sorted()
-        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors))
+        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors), natively)
         excused: dict[str, set[str]] = {}
         since: dict[str, str] = {}
         earlier: dict[str, dict[str, dict[str, int]]] = {}
@@ -226,11 +237,13 @@ class _Owners:
     Args:
         makers: who made what.
         native: the files in /dev/shm that native code made.
+        natively: what keeps objects of C++, as `LibraryItems.sort` has it.
     """
 
-    def __init__(self, makers: Makers, native: Collection[str]) -> None:
+    def __init__(self, makers: Makers, native: Collection[str], natively: Sequence[tuple[str, bool]]) -> None:
         self._makers = makers
         self._native = native
+        self._natively = natively
         self._states: dict[str, _State] = {}
         self._program: _State | None = None
 
@@ -242,7 +255,7 @@ class _Owners:
             return (f"{NATIVE} ({_stem(file)})" if is_native else "", 0)
         maker = self._maker(key, name)
         if maker is None:
-            return (NATIVE if self._is_native(key, name) else "", 0)
+            return self._of_native(key) if self._is_native(key, name) else ("", 0)
         if not maker.modules or self._of_program().has(key, name):
             return "", 0
         for package in dict.fromkeys(module.partition(".")[0] for module in maker.modules):
@@ -256,6 +269,13 @@ class _Owners:
                 owner += f" for {outermost}" if outermost != package else ""
                 return (owner, 0) if pool is None else (f"{owner} (an executor)", pool._max_workers)
         return "", 0
+
+    def _of_native(self, key: str) -> tuple[str, int]:
+        """Whose it is what native code has made: descriptors go with the objects of C++ that own them."""
+        if key != "file-descriptors" or not self._natively:
+            return NATIVE, 0
+        names = [name for name, is_excused in self._natively if is_excused]
+        return (f"{NATIVE} for {names[0]}", _ANY) if names else ("", 0)
 
     def _maker(self, key: str, name: str) -> Maker | None:
         if key == "threads":

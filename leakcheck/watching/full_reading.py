@@ -109,7 +109,7 @@ class FullReadings:
                 for key in JUDGED
             }
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
-            self.distinguished = self._library_items.sort(new, now, self._subject, tensors)
+            self.distinguished = self._library_items.sort(new, now, self._subject, tensors, self.values.natively)
         return deep.settled(self.distinguished, now).without(self.values.excused)
 
     def climb(

@@ -29,6 +29,7 @@ from lowtide.probes.objects.foreign import LRU_CACHE
 LIBRARY = """
 import functools
 import torch
+import weakref
 
 REGISTERED = {}
 
@@ -99,6 +100,33 @@ class Model:
     @decorated
     def anchors(length):
         return torch.zeros(64)
+
+_PLANS = {}
+_RANKS_CACHE = {}
+_REGISTERED = []
+
+class Mesh:
+    def __init__(self, size=64):
+        self._ranks = torch.zeros(size)
+
+class Server(Mesh):
+    def close(self):
+        pass
+
+class Plan:
+    def __init__(self, mesh):
+        self.mesh = mesh
+
+@functools.cache
+def steps(mesh):
+    return mesh
+
+def plan(mesh, key):
+    steps(mesh)
+    _PLANS[weakref.ref(mesh), key] = Plan(mesh)
+
+def clear_plans():
+    _PLANS.clear()
 """
 
 
@@ -119,8 +147,9 @@ class Process:
 
     def _storages(self) -> dict[tuple[str, int], int]:
         found: dict[tuple[str, int], int] = {}
-        for cache in self._caches():
-            reached, _ = reach(cache_entries(cache))
+        tables = [vars(self.library)[name] for name in ("_PLANS", "_RANKS_CACHE", "_REGISTERED")]
+        for entries in (*map(cache_entries, self._caches()), tables):
+            reached, _ = reach(entries)
             tensors = [item for item in reached if isinstance(item, torch.Tensor)]
             found.update({(item.device, item.address): item.bytes for item in survey_storages(tensors).storages})
         return found
@@ -193,9 +222,49 @@ def test_what_a_library_computed_from_plain_data_is_listed_once_for_each_cache(p
     assert process._storages() == {}
 
 
+def test_what_a_library_has_in_objects_of_its_own_is_listed_with_all_that_empties_it(process: Process) -> None:
+    library = process.library
+    library.plan(library.Mesh(), (8, torch.float32))
+    library._RANKS_CACHE[8, "cpu"] = torch.zeros(64)
+    reported, found = process.end()
+    assert reported == 0
+    lines = {line.what.rpartition(" in ")[2]: line for line in found.listed}
+    assert lines.keys() == {"installed_tables._PLANS", "installed_tables._RANKS_CACHE"}
+    calls = lines["installed_tables._PLANS"].why.rpartition("leak; ")[2].removesuffix(" empties it")
+    assert calls == "installed_tables.clear_plans(); installed_tables.steps.cache_clear()"
+    assert lines["installed_tables._RANKS_CACHE"].why.endswith("what installed_tables offers for that empties it")
+    library.plan(library.Mesh(), 16)
+    assert process.end()[0] == 0
+
+
+def test_what_each_of_many_tests_adds_to_a_librarys_objects_is_told_once_as_growth(process: Process) -> None:
+    told = []
+    for turn in range(FEWEST_TURNS + 2):
+        process.library.plan(process.library.Mesh(), turn)
+        told.append(process.end(f"test_{turn}")[0])
+    assert [turn for turn, reported in enumerate(told) if reported] == [FEWEST_TURNS - 1]
+
+
 KEPT: list[Any] = []
 
+
+class OwnMesh:
+    """What stands between a library's objects and a tensor."""
+
+    def __init__(self) -> None:
+        self._ranks = torch.zeros(64)
+
+
 TOLD = {
+    "what a library was given": lambda library: library._REGISTERED.append(torch.zeros(64)),
+    "an object that can be ended": lambda library: library._PLANS.update({8: library.Server()}),
+    "an object of the program's on the way": lambda library: library._PLANS.update({8: library.Plan(OwnMesh())}),
+    "a key of the program's": lambda library: library._PLANS.update({OwnMesh: library.Mesh()}),
+    "too much in an object": lambda library: library._PLANS.update({8: library.Mesh(MOST_ADDED // 4 + 1)}),
+    "a plan of what the program has": lambda library: (
+        KEPT.append(library.Mesh()),
+        library.plan(KEPT[-1], 8),
+    ),
     "a module as argument": lambda library: library.table(torch.nn.ReLU()),
     "a model's method": lambda library: library.Model().method(3),
     "an argument": lambda library: library.same(torch.ones(8)),

@@ -33,6 +33,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed.tensor
 
 tables = types.ModuleType("installed_tables")
 tables.__file__ = sysconfig.get_path("purelib") + "/installed_tables.py"
@@ -124,6 +125,29 @@ def test_memo_of_a_method():
 
 def test_large_memo():
     own_positions(1 << 16)
+
+
+def plan(size):
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    sharded = torch.distributed.tensor.distribute_tensor(
+        torch.ones(size, size), mesh, [torch.distributed.tensor.Shard(0)]
+    )
+    (sharded @ sharded).full_tensor()
+    torch.distributed.destroy_process_group()
+    return mesh
+
+
+def test_plans():
+    plan(8)
+
+
+def test_more_plans():
+    plan(16)
+
+
+def test_keeps_a_mesh():
+    KEPT.append(plan(32))
 """
 
 
@@ -177,3 +201,19 @@ def test_a_memo_that_goes_on_is_told_once(judged: InnerRun) -> None:
 def test_what_is_no_constant_fails_at_once(judged: InnerRun) -> None:
     for name in ("model", "memo_of_a_method", "large_memo"):
         assert set(judged.leaks(f"test_tables.py::test_{name}")) == {("tensors", "call")}
+
+
+def test_the_plans_of_dtensor_are_listed_with_the_descriptors_behind_them(judged: InnerRun) -> None:
+    for name in ("plans", "more_plans"):
+        assert judged.is_clean(f"test_tables.py::test_{name}"), judged.out
+        lines = judged.subject(f"test_tables.py::test_{name}").not_measured
+        values = next(line for line in lines if "tensor (int32" in line.what)
+        descriptors = next(line for line in lines if "file descriptors" in line.what)
+        assert "in torch.distributed.tensor._redistribute._planner_cache" in values.what
+        assert "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache()" in values.why
+        assert "of native code for torch.distributed.tensor._redistribute._planner_cache" in descriptors.what
+
+
+def test_a_mesh_that_the_program_keeps_fails(judged: InnerRun) -> None:
+    holders = {finding.holder for finding in judged.subject("test_tables.py::test_keeps_a_mesh").findings}
+    assert "test_tables.KEPT[1]._rank_map" in holders
