@@ -256,6 +256,13 @@ def _free_arenas(names: Names) -> Names:
     return {name for name in names if _target(name) in targets}
 
 
+def _is_empty_folder(name: str) -> bool:
+    try:
+        return not os.listdir(f"/dev/shm/{name}")
+    except OSError:  # a file, or gone
+        return False
+
+
 def _target_of(number: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")
@@ -349,6 +356,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the free memory of multiprocessing's heap",
         "what held a shared `Value`, `Array` or lock is kept for the next one",
         _free_arenas,
+    ),
+    Exemption(
+        "shared-memory",
+        "an empty folder",
+        "it holds no memory; joblib makes one for each call, and removes them when the process ends",
+        _each(_is_empty_folder),
     ),
     Exemption(
         "lru-cache",

@@ -10,22 +10,23 @@ Native code keeps its books in files of /dev/shm that live as long as the proces
 from __future__ import annotations
 
 import enum
+import functools
 import mmap
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from lowtide.probes.heap.reach import module_namespaces, reach
-from lowtide.probes.heap.stand_ins import owned
+from lowtide.probes.heap.stand_ins import owned, semaphores
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.readings import mapped_shared_files
 from lowtide.probes.memory.ranges import Range, common
-from lowtide.probes.objects.foreign import attribute
+from lowtide.probes.objects.foreign import attribute, module_of_class
 from lowtide.probes.objects.listed import Census, all_objects
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import is_library, program_modules
@@ -250,6 +251,8 @@ class _Owners:
     def of(self, key: str, name: str) -> tuple[str, int]:
         """Whose an item is, and how many of them there may be if that is known; empty if it is the program's."""
         file = _shared_file(key, name)
+        if key == "shared-memory" and file.startswith(_SEMAPHORE):
+            return self._of_semaphore(name)
         if file:
             is_native = file in self._native and not (key != "shared-memory" and self._of_program().has(key, name))
             return (f"{NATIVE} ({_stem(file)})" if is_native else "", 0)
@@ -259,15 +262,28 @@ class _Owners:
         if not maker.modules or self._of_program().has(key, name):
             return "", 0
         for package in dict.fromkeys(module.partition(".")[0] for module in maker.modules):
-            if package not in self._states:
-                self._states[package] = _State(_state_of(package))
-            if self._states[package].has(key, name) or self._states[package].has_number_of(key, name):
-                pool = _pool_of(name) if key == "threads" else None
+            state = self._state(package)
+            if state.has(key, name) or state.has_number_of(key, name):
+                pool = _pool_of(name) if key == "threads" else state.pool_of_process(key, name)
                 owner = next(module for module in maker.modules if module.partition(".")[0] == package)
                 # What two libraries make by the code of a third are two first uses.
                 outermost = maker.modules[-1].partition(".")[0]
                 owner += f" for {outermost}" if outermost != package else ""
+                if state.is_of_workers(key, name):
+                    # The workers themselves say how many of those there may be.
+                    return f"{owner} (an executor's workers)", _ANY
                 return (owner, 0) if pool is None else (f"{owner} (an executor)", pool._max_workers)
+        # What Python's code makes in a thread of a library's is that library's, too.
+        return self.of("threads", maker.thread) if maker.thread and not maker.place else ("", 0)
+
+    def _of_semaphore(self, name: str) -> tuple[str, int]:
+        """Whose a named semaphore is: the library's that made it of a class of its own, and has it."""
+        if self._of_program().has("shared-memory", name):
+            return "", 0
+        for package in dict.fromkeys(module_of_class(kind).partition(".")[0] for kind in semaphores()):
+            if package not in sys.stdlib_module_names and (state := self._state(package)).has("shared-memory", name):
+                is_of_workers = state.is_of_workers("shared-memory", name)
+                return (f"{package} (an executor's workers)", _ANY) if is_of_workers else (package, 0)
         return "", 0
 
     def _of_native(self, key: str) -> tuple[str, int]:
@@ -294,6 +310,11 @@ class _Owners:
         state = self._of_program()
         return key == "file-descriptors" and not state.calls(self._makers.originals) and not state.has(key, name)
 
+    def _state(self, package: str) -> _State:
+        if package not in self._states:
+            self._states[package] = _State(_state_of(package))
+        return self._states[package]
+
     def _of_program(self) -> _State:
         if self._program is None:
             self._program = _State(program_modules())
@@ -318,6 +339,28 @@ class _State:
         self._owned = {(resource, name) for resource, name, _ in owned(census)}
         self._integers = {value for value in _in_variables(objects, census) if type(value) is int}
         self._integers |= {value for value in values if type(value) is int}
+        pools = census.instances_of(Executor)
+        # Of another kind of pool nobody knows how many it may have.
+        self._pools = [pool for pool in pools if type(attribute(pool, "_max_workers")) is int]
+
+    def pool_of_process(self, key: str, name: str) -> Any:
+        """The executor whose worker a child process is; None where it is none's."""
+        pools = (pool for pool in self._pools if key == "processes" and name in _workers_of(pool))
+        return next(pools, None)
+
+    def is_of_workers(self, key: str, name: str) -> bool:
+        """Whether it is what an executor's worker processes have been given: their pipes, locks and queues."""
+        return (
+            key != "processes" and (key, name.partition(" ")[0] if key == "file-descriptors" else name) in self._given
+        )
+
+    @functools.cached_property
+    def _given(self) -> set[tuple[str, str]]:
+        workers = [worker for pool in self._pools for worker in _workers_of(pool).values()]
+        objects, _ = (
+            reach(workers, namespaces=module_namespaces(), max_objects=_MOST_OBJECTS) if workers else ([], False)
+        )
+        return {(resource, name) for resource, name, _ in owned(Census([*objects, *gc.get_referents(*objects)]))}
 
     def has(self, key: str, name: str) -> bool:
         """Return whether an item is held there."""
@@ -330,6 +373,12 @@ class _State:
     def calls(self, functions: Iterable[Callable[..., Any]]) -> bool:
         """Whether one of these functions is among the globals."""
         return any(id(function) in self._called for function in functions)
+
+
+def _workers_of(pool: Any) -> dict[str, Any]:
+    """The worker processes that an executor has, by their numbers."""
+    workers: Any = attribute(pool, "_processes")
+    return {str(pid): worker for pid, worker in list(workers.items())} if type(workers) is dict else {}
 
 
 def _values(module: ModuleType) -> list[object]:

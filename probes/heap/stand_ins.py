@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from lowtide.probes.objects.foreign import MISSING, attribute, type_name
@@ -22,7 +23,7 @@ from lowtide.probes.objects.opened_in_c import (
     number_of_scandir,
 )
 from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.originals import loaded, threading
+from lowtide.probes.originals import loaded, sys, threading
 
 _NUMBER = re.compile(r"\d+")
 _SHARED_MEMORY = "/dev/shm/"
@@ -73,8 +74,8 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     memory: Any = loaded("multiprocessing.shared_memory")
     for segment in census.instances_of(memory.SharedMemory) if memory is not None else ():
         yield "shared-memory", str(attribute(segment, "_name")).lstrip("/"), segment
-    synchronize: Any = loaded("multiprocessing.synchronize")
-    for lock in census.instances_of(synchronize.SemLock) if synchronize is not None else ():
+    kinds = semaphores()
+    for lock in census.instances_of(*kinds) if kinds else ():
         # A type written in C, whose attribute is nothing but a pointer in its struct.
         inner: Any = attribute(lock, "_semlock")
         if type_name(type(inner)) == "_multiprocessing.SemLock":
@@ -95,6 +96,13 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     heap: Any = loaded("multiprocessing.heap")
     for arena in census.instances_of(heap.Arena) if heap is not None else ():
         yield "file-descriptors", str(_plain(attribute(arena, "fd"))), arena
+
+
+def semaphores() -> list[type]:
+    """The classes of named semaphores: multiprocessing's, and those of what is derived from it (loky, multiprocess)."""
+    modules = [module for name, module in list(sys.modules.items()) if name.endswith(".synchronize")]
+    found: list[Any] = [attribute(module, "SemLock") for module in modules if issubclass(type(module), ModuleType)]
+    return [kind for kind in found if issubclass(type(kind), type)]
 
 
 def _of_files(census: Census) -> Iterator[tuple[str, Any]]:

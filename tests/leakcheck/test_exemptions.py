@@ -6,6 +6,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -314,3 +315,15 @@ def test_every_exemption_has_a_reason() -> None:
     for entry in EXEMPTIONS:
         assert entry.what
         assert len(entry.reason) > 20
+
+
+def test_an_empty_folder_in_shared_memory_is_exempt_and_one_with_a_file_is_not() -> None:
+    folder = Path("/dev/shm", f"lowtide_{os.getpid()}_folder")
+    folder.mkdir()
+    try:
+        assert is_exempt("shared-memory", folder.name)
+        (folder / "file").touch()
+        assert not is_exempt("shared-memory", folder.name)
+        assert not is_exempt("shared-memory", f"{folder.name}/file")
+    finally:
+        shutil.rmtree(folder)

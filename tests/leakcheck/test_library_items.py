@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _multiprocessing
 import contextlib
 import ctypes
 import enum
@@ -15,7 +16,8 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,10 +28,11 @@ from lowtide.leakcheck.libraries.library_items import LibraryItems, Sorted
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.memory.tensors import live_storages
+from tests.waiting import wait_until
 
 LIBRARY = """
-import os, socket, threading
-from concurrent.futures import ThreadPoolExecutor
+import os, socket, threading, time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 KEPT = []
 POOL = []
@@ -57,6 +60,21 @@ def keep_socket():
 
 def make_socket():
     return socket.socket()
+
+def submit_work(context):
+    if not POOL:
+        POOL.append(ProcessPoolExecutor(2, mp_context=context))
+    # Another one starts where none is idle.
+    return POOL[0].submit(time.sleep, 0.5)
+
+def in_thread(done, function, *args):
+    thread = threading.Thread(target=call_and_wait, args=(done, function, *args), daemon=True)
+    thread.start()
+    KEPT.append(thread)
+
+def call_and_wait(done, function, *args):
+    function(*args)
+    done.wait()
 
 def submit(done):
     if not POOL:
@@ -214,6 +232,81 @@ def test_a_pool_of_a_library_may_start_all_of_its_threads(
 
 
 HELD: list[object] = []
+
+
+def test_a_pool_of_a_library_may_start_all_of_its_processes_with_what_they_are_given(
+    process: Process, library: Any
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()
+    process.end("test_tracker")
+    try:
+        for workers in (1, 2):
+            working = [library.submit_work(context) for _ in range(workers)]
+            wait_until(lambda: all(thread.ident for thread in threading.enumerate()))
+            assert process.end("test")[0] == {}
+            assert len(library.POOL[0]._processes) == workers
+            for work in working:
+                work.result()
+        own = ProcessPoolExecutor(1)
+        HELD.append(own)
+        own.submit(os.getpid).result()
+        assert process.end("test")[0].keys() == {"processes", "threads", "file-descriptors"}
+    finally:
+        for pool in (*library.POOL, *HELD):
+            pool.shutdown()
+        HELD.clear()
+
+
+def wait_beside(done: threading.Event) -> None:
+    threading.Thread(target=done.wait, daemon=True).start()
+
+
+def test_what_python_makes_in_a_library_s_thread_is_the_library_s_and_what_the_program_makes_there_is_not(
+    process: Process, library: Any, done: threading.Event
+) -> None:
+    queue: Any = multiprocessing.Queue()
+    library.KEPT.append(queue)
+    process.end("test_queue")
+    # The queue starts a thread that feeds it.
+    library.in_thread(done, queue.put, 1)
+    wait_until(lambda: queue._thread is not None and queue._thread.is_alive())
+    assert process.end("test_a")[0] == {}
+    library.in_thread(done, wait_beside, done)
+    assert "threads" in process.end("test_b")[0]
+    queue.close()
+
+
+@pytest.fixture
+def semaphore(monkeypatch: pytest.MonkeyPatch, library: Any) -> Iterator[Callable[[], Any]]:
+    """Makes a semaphore with a name, of a class that is derived from no other, as loky does."""
+    module = ModuleType("installed_library.synchronize")
+    module.__file__ = library.__file__
+    exec("class SemLock: ...", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made: list[str] = []
+
+    def make() -> Any:
+        lock = module.SemLock()
+        made.append(f"/installed_{os.getpid()}_{len(made)}")
+        lock._semlock = _multiprocessing.SemLock(1, 1, 1, made[-1], False)
+        return lock
+
+    yield make
+    for name in made:
+        _multiprocessing.sem_unlink(name)
+
+
+def test_a_named_semaphore_that_a_library_keeps_is_listed_and_one_of_the_program_reported(
+    process: Process, library: Any, semaphore: Callable[[], Any]
+) -> None:
+    library.KEPT.append(semaphore())
+    reported, found = process.end("test_a")
+    assert reported == {}
+    assert found.listed[0].what.startswith("1 file in /dev/shm of installed_library: sem.installed_")
+    HELD.append(semaphore())
+    assert process.end("test_b")[0].keys() == {"shared-memory"}
+    HELD.clear()
 
 
 def own_pool(library: Any, done: threading.Event) -> None:
