@@ -69,6 +69,11 @@ _SAYS_CACHE = re.compile(r"cache|memo", re.IGNORECASE)
 _MOST_BEHIND = 20_000
 """Objects that are looked at behind what a library keeps."""
 
+_KEPT_IN_CPP = "torch.distributed.tensor."
+"""How the names begin of classes whose instances their library keeps in C++: DTensor keeps how it runs an operator."""
+
+_EMPTIES_CPP = "torch.distributed.tensor.debug._clear_sharding_prop_cache()"
+
 _OF_CPP = "pybind11_builtins.pybind11_object"
 """The class of all objects that pybind11 makes."""
 
@@ -334,6 +339,11 @@ def _tables_with(new: Mapping[Key, int], memos: Sequence[_Memo], walk: SharedWal
                 groups.setdefault(id(item), []).append(tables.setdefault(table.name, table))
         if not any(ways):
             break
+    lost = [item for item in tensors if id(item) not in groups]
+    with trace(lost, walk=walk, thorough=True) as found:
+        for place, item in enumerate(lost):
+            if (table := _native_table_of(item, place, found)) is not None:
+                groups[id(item)] = [table]
     by_first: dict[str, list[Any]] = {}
     for item in tensors:
         if id(item) in groups:
@@ -395,6 +405,17 @@ def _table_of(item: Any, place: int, found: Traces) -> _Table | None:
     offer = offered_by_module(links[0].owner, path.steps[0].edge[1:])
     call = f"{name}.cache_clear()" if type(holder) is LRU_CACHE else offer.call if offer else known_advice(name)
     return _Table(name, holder, call or f"what {of} offers for that")
+
+
+def _native_table_of(item: Any, place: int, found: Traces) -> _Table | None:
+    """What of a library that keeps such things in C++ leads to a tensor by nothing but the library's objects."""
+    path = found.path(place)
+    if path is None or path.root_kind != "native" or not path.root_name.startswith(_KEPT_IN_CPP):
+        return None
+    links = [found.link(place, turn) for turn in range(len(path.steps))]
+    if not _is_constant(item) or not all(map(_is_librarys_link, links)):
+        return None
+    return _Table(f"a {path.root_name}, held from C++", links[0].owner, _EMPTIES_CPP)
 
 
 def _is_constant(item: Any) -> bool:

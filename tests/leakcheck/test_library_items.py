@@ -258,11 +258,19 @@ def test_a_pool_of_a_library_may_start_all_of_its_processes_with_what_they_are_g
         HELD.clear()
 
 
-def wait_beside(done: threading.Event) -> None:
+def wait_beside(done: Any) -> None:
     threading.Thread(target=done.wait, daemon=True).start()
+    done.wait_beside = True
 
 
-def test_what_python_makes_in_a_library_s_thread_is_the_library_s_and_what_the_program_makes_there_is_not(
+def feed_beside(done: Any) -> None:
+    queue: Any = multiprocessing.Queue()
+    queue.put(1)
+    done.feed_beside = True
+    done.wait()
+
+
+def test_what_python_makes_in_a_library_s_thread_is_the_library_s(
     process: Process, library: Any, done: threading.Event
 ) -> None:
     queue: Any = multiprocessing.Queue()
@@ -272,9 +280,17 @@ def test_what_python_makes_in_a_library_s_thread_is_the_library_s_and_what_the_p
     library.in_thread(done, queue.put, 1)
     wait_until(lambda: queue._thread is not None and queue._thread.is_alive())
     assert process.end("test_a")[0] == {}
-    library.in_thread(done, wait_beside, done)
-    assert "threads" in process.end("test_b")[0]
     queue.close()
+
+
+@pytest.mark.parametrize("beside", [wait_beside, feed_beside])
+def test_what_the_program_makes_in_a_library_s_thread_is_reported_at_once(
+    process: Process, library: Any, done: threading.Event, beside: Callable[[Any], None]
+) -> None:
+    library.in_thread(done, beside, done)
+    wait_until(lambda: hasattr(done, beside.__name__))
+    (reported,) = process.end("test_a")[0]["threads"]
+    assert "call_and_wait" not in reported
 
 
 @pytest.fixture
@@ -300,13 +316,15 @@ def semaphore(monkeypatch: pytest.MonkeyPatch, library: Any) -> Iterator[Callabl
 def test_a_named_semaphore_that_a_library_keeps_is_listed_and_one_of_the_program_reported(
     process: Process, library: Any, semaphore: Callable[[], Any]
 ) -> None:
+    HELD.append(semaphore())
+    # Although the library holds it as well.
+    library.KEPT.append(HELD[0])
+    assert process.end("test_a")[0].keys() == {"shared-memory"}
+    HELD.clear()
     library.KEPT.append(semaphore())
-    reported, found = process.end("test_a")
+    reported, found = process.end("test_b")
     assert reported == {}
     assert found.listed[0].what.startswith("1 file in /dev/shm of installed_library: sem.installed_")
-    HELD.append(semaphore())
-    assert process.end("test_b")[0].keys() == {"shared-memory"}
-    HELD.clear()
 
 
 def own_pool(library: Any, done: threading.Event) -> None:

@@ -33,6 +33,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import torch.distributed.tensor
 
 tables = types.ModuleType("installed_tables")
@@ -138,6 +139,14 @@ def plan(size):
     return mesh
 
 
+def test_shards():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    model = torch.nn.Linear(8, 8)
+    torch.distributed.fsdp.fully_shard(model)
+    model(torch.ones(2, 8)).sum().backward()
+    torch.distributed.destroy_process_group()
+
+
 def test_plans():
     plan(8)
 
@@ -212,6 +221,14 @@ def test_the_plans_of_dtensor_are_listed_with_the_descriptors_behind_them(judged
         assert "in torch.distributed.tensor._redistribute._planner_cache" in values.what
         assert "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache()" in values.why
         assert "of native code for torch.distributed.tensor._redistribute._planner_cache" in descriptors.what
+
+
+def test_what_dtensor_keeps_in_cpp_is_listed(judged: InnerRun) -> None:
+    assert judged.is_clean("test_tables.py::test_shards"), judged.out
+    lines = [line.what for line in judged.subject("test_tables.py::test_shards").not_measured]
+    assert any(
+        line.endswith("in a torch.distributed.tensor._dtensor_spec.DTensorSpec, held from C++") for line in lines
+    )
 
 
 def test_a_mesh_that_the_program_keeps_fails(judged: InnerRun) -> None:
