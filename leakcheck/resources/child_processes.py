@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 from typing import Any
 
 from lowtide.leakcheck.resources.names import Name, name_of_path, without_numbers
 from lowtide.leakcheck.resources.resource import Resource
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.heap.roots import is_library
-from lowtide.probes.host.process_files import program_name
+from lowtide.probes.host.counters import child_processes
+from lowtide.probes.host.process_files import began_at, program_name, rollup, stat
 from lowtide.probes.objects.foreign import attribute, type_name
-from lowtide.probes.originals import contents, loaded, os
+from lowtide.probes.originals import contents, loaded, os, time
+from lowtide.reports.sizes import format_bytes
 
 _MADE_UP = re.compile(r"(\w*Process|\w*PoolWorker)-[\d:]+")
+
+_MOST_CALLS = 3
 
 _MOST_SHOWN = 80
 """Characters of a command line that are shown."""
@@ -62,8 +67,33 @@ class ChildProcesses(Resource):
         text = _told(name)
         return f"{name} ({text})" if text else name
 
+    def advice(self, names: Collection[str]) -> str:
+        """Return what ends those whose parent has ended, of which no object stands for any."""
+        left = sorted(int(name) for name in names if name.isdigit() and _is_left(name))
+        if not left:
+            return ""
+        calls = "; ".join(f"os.kill({pid}, signal.SIGTERM)" for pid in left[:_MOST_CALLS])
+        one = "its parent has ended: have what starts it write its number down, and end it with that"
+        many = "their parents have ended: have what starts them write their numbers down, and end them with those"
+        return f"{one if len(left) == 1 else many}: {calls}"
+
+
+def _is_left(pid: str) -> bool:
+    process = stat(int(pid))
+    return process is not None and int(pid) not in child_processes()
+
 
 def _told(pid: str) -> str:
+    """Return what a process runs, and of one that was left since when, and what it holds; empty where nobody knows."""
+    text, process = _program(pid), stat(int(pid))
+    memory = rollup(int(pid)) if process is not None and _is_left(pid) else None
+    if process is None or memory is None:
+        return text
+    begin = time.strftime("%H:%M:%S", time.localtime(began_at(process)))
+    return f"{text}; its parent has ended; since {begin}, {format_bytes(memory.private)}"
+
+
+def _program(pid: str) -> str:
     """Return what a process runs; empty where nobody knows any more."""
     child = _child_of_multiprocessing(pid)
     words = _command_line(pid)

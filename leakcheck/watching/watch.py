@@ -64,6 +64,9 @@ from lowtide.probes.originals import gc
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 
+_MOST_GENERATIONS = 4
+"""How often a process that ends while it is read may leave another one."""
+
 
 class Watch:
     """Watches one process, one test at a time.
@@ -76,8 +79,8 @@ class Watch:
         self.policy = policy = policy or Policy()
         self._segments = OwnSegments()
         self._environment = EnvironmentSetters()
-        self._tree = ProcessTree()
         self._makers = Makers()
+        self._tree = ProcessTree(self._makers.processes)
         self._orphaned_files = OrphanedFiles(
             self._tree, self._segments, self._makers, lambda: self.others.began(), alone=self.policy.driver
         )
@@ -360,16 +363,20 @@ class Watch:
         self._caches.born(self._births.born() if self._caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
         unmeasured += self._arrival.not_measured(now) + self.others.not_measured + self._device_memory.not_measured
-        if not self._suspects.find(now, ended, self._tolerance):
+        now, suspects = self._suspects_of(now, ended)
+        if not suspects:
             return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
         born = self._births.born()
         let_go()
 
         def is_clean() -> bool:
-            nonlocal now
+            nonlocal now, suspects
             now = self._host.read_trimmed(ended)
             # That one of them is still alive shows without a list of the whole heap; that nothing is left does not.
-            return not self._suspects.has_living_tensors and not self._suspects.find(now, ended, self._tolerance)
+            if self._suspects.has_living_tensors:
+                return False
+            now, suspects = self._suspects_of(now, ended)
+            return not suspects
 
         budget = Budget(self.policy.budget)
         # Young garbage first, at a hundredth of the cost of a full collection.
@@ -419,6 +426,19 @@ class Watch:
             return None
         return self._judgement.ways.to(self._suspects.living_tensors(), born)
 
+    def _suspects_of(self, now: Counters, ended: Sequence[Owner]) -> tuple[Counters, list[str]]:
+        """The counters, and what is suspect by them; read again where that is nothing but may have become something.
+
+        A process whose parent had ended, and that has ended itself since it was read, may have left another one.
+        """
+        suspects = self._suspects.find(now, ended, self._tolerance)
+        for _ in range(_MOST_GENERATIONS):
+            if suspects or not self._tree.lost_an_orphan():
+                break
+            now = self._host.read_trimmed(ended)
+            suspects = self._suspects.find(now, ended, self._tolerance)
+        return now, suspects
+
     def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:
         """The full judgement, and its end as the new baseline."""
         report_limits = self._in_use.report_limits if case.final else lambda: None
@@ -441,7 +461,9 @@ class Watch:
                 about[finding.fingerprint] |= about[part.fingerprint]
         self._adopt(self._read(), judged.heap)
         left = [self._ownership.new_items("processes", self._read(), subject, case.ended) for subject in case.subjects]
-        self.others.is_reported(int(name) for names in left if case.final for name in names)
+        reported = {int(name) for names in left if case.final for name in names}
+        self.others.is_reported(reported)
+        unmeasured = tuple(line for line in unmeasured if line.process is None or line.process.pid not in reported)
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
         # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.

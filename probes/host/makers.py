@@ -8,7 +8,7 @@ import os as os_module
 import selectors
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -125,6 +125,10 @@ class Makers:
     def of_process(self, pid: int) -> Maker | None:
         """Who started a child process; None if that was not seen."""
         return self._processes.get(pid)
+
+    def processes(self) -> Collection[int]:
+        """The numbers of the child processes that were seen to start, ended or not."""
+        return self._processes.keys()
 
     def of_descriptor(self, number: int) -> Maker | None:
         """Who made what a descriptor is open on; None if that was not seen."""

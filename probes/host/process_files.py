@@ -32,14 +32,18 @@ _LONGEST_COMMAND = 15
 _TICKS = os.sysconf("SC_CLK_TCK")
 """In a second."""
 
+_FORKED = 0x40
+"""PF_FORKNOEXEC of the kernel's include/linux/sched.h: forked, and no program started since."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
     """A line of `/proc/PID/stat`; `started` in ticks since boot.
 
     `faults` are the pages that it has touched for the first time, or written where it had them from its parent; 0 on a
-    kernel that does not count them. `layout` is where its code, its stack and its heap begin, which a fork has from its
-    parent; empty where that may not be read: another user's process.
+    kernel that does not count them. `image` is where the program's code and stack begin, at addresses drawn when the
+    program was started, and so the same in a process and its forks; empty where they may not be read. `is_fork`:
+    whether it runs no program of its own.
     """
 
     pid: int
@@ -50,7 +54,8 @@ class ProcessStat:
     started: int
     session: int
     faults: int = 0
-    layout: tuple[str, ...] = ()
+    image: tuple[int, ...] = ()
+    is_fork: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +88,11 @@ def stat(pid: int) -> ProcessStat | None:
     fields = tail.split()
     parent, group, session = map(int, fields[1:4])
     faults = int(fields[7]) + int(fields[9])
-    code, stack, heap = fields[23], fields[25], fields[44]
-    layout = (code, stack, heap) if int(stack) else ()
-    return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session, faults, layout)
+    # The kernel says 0 or 1 to whom it does not say more.
+    image = tuple(address for address in (int(fields[23]), int(fields[25])) if address > 1)
+    is_fork = bool(int(fields[6]) & _FORKED)
+    command = head.partition("(")[2]
+    return ProcessStat(pid, command, fields[0], parent, group, int(fields[19]), session, faults, image, is_fork)
 
 
 def catches(pid: int, number: int) -> bool | None:

@@ -29,6 +29,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _BLOCK = 160
 """Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
 
+_MOST_LISTS = 4
+"""How often all processes are listed at once while some of them end: on a busy host some always do."""
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _HARDLY_ANY = 1 << 20
@@ -62,13 +65,17 @@ class ProcessTree:
     """Knows this process's descendants, also those whose parent has ended.
 
     A descendant whose parent has ended is known by a mark in its environment, by having been seen in the tree before,
-    or by its process group: a fork that runs no program of its own shows the environment from before the mark, and a
-    program may have been started with an empty one.  Who has another tree's mark, or is a fork of a neighbour in the
-    group (xdist's workers are in one), is not of this tree.  Reading changes nothing; `start` sets one environment
-    variable.
+    by this process's program at the same addresses, or by its process group or session: a fork that runs no program of
+    its own shows the environment from before the mark, and a program may have been started with an empty one.  Who has
+    another tree's mark, or is a fork of a neighbour in the group (xdist's workers are in one), is not of this tree.
+    Reading changes nothing; `start` sets one environment variable.
+
+    Args:
+        started: gives the numbers of the processes that this one has started, ended or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, started: Callable[[], Collection[int]] = tuple) -> None:
+        self._started = started
         self._token = ""
         self._opened = 0
         self._seen: dict[int, int] = {}
@@ -109,16 +116,25 @@ class ProcessTree:
         """
         return sorted(self._look_for_orphans(child_processes() if children is None else children))
 
+    def lost_an_orphan(self) -> bool:
+        """Whether one of those that were there at the last look has ended since: it may have left others."""
+        return any(not lives(pid, started) for pid, started in self._orphans.items())
+
     def _look_for_orphans(self, children: list[int]) -> dict[int, int]:
-        state = (*_ended_children(), *children)
-        if self._token and state != self._state:
-            family = self._family()
-            state = (*state, *family)
-            if state != self._state:
-                self._state = state
-                self._orphans |= {process.pid: process.started for process in self._find_orphans(family)}
-                self._seen = {pid: self._seen[pid] for pid in self._seen if pid in self._orphans or pid in family}
-        self._orphans = {pid: started for pid, started in self._orphans.items() if lives(pid, started)}
+        for _ in range(_MOST_LISTS):
+            state = (*_ended_children(), *children)
+            if self._token and state != self._state:
+                family = self._family()
+                state = (*state, *family)
+                if state != self._state:
+                    self._state = state
+                    self._orphans |= {process.pid: process.started for process in self._find_orphans(family)}
+                    self._seen = {pid: self._seen[pid] for pid in self._seen if pid in self._orphans or pid in family}
+            alive = {pid: started for pid, started in self._orphans.items() if lives(pid, started)}
+            if len(alive) == len(self._orphans):
+                break
+            # One that has ended may have left others.
+            self._orphans, self._state = alive, None
         return self._orphans
 
     def adopt(self, pids: Iterable[int]) -> None:
@@ -154,16 +170,16 @@ class ProcessTree:
 
     def _find_orphans(self, family: set[int]) -> list[ProcessStat]:
         own = stat(os.getpid())
+        started = self._started()
         found = {}
-        for name in os.listdir("/proc"):
-            if not name.isdigit() or int(name) in family or int(name) == os.getpid():
-                continue
-            process = stat(int(name))
-            if process is None or process.state == "Z" or own is None or process.started < own.started:
+        for process in _all_processes():
+            if process.pid in family or process.pid == os.getpid() or own is None or process.started < own.started:
                 continue
             was_seen = self._seen.get(process.pid) == process.started
             marks = _marks_of(process.pid)
-            if was_seen or self._token in marks or self._is_left_in_group(process, own, marks, family):
+            is_known = was_seen or self._token in marks or _is_fork_of(process, own)
+            is_known = is_known or _is_in_a_session_of(process, started, marks)
+            if is_known or self._is_left_in_group(process, own, marks, family):
                 found[process.pid] = process
         return [process for process in found.values() if process.parent not in found]
 
@@ -175,10 +191,37 @@ class ProcessTree:
         parent = stat(process.parent)
         if process.parent != 1 and (parent is None or parent.command not in REAPERS):
             return False
-        if not process.layout or process.layout == own.layout:
+        if not process.image or process.image == own.image:
             return True
         neighbours = (other for other in _group_members(own.group) if other.pid not in {*family, process.pid})
-        return not marks and not any(other.layout == process.layout for other in neighbours)
+        return not marks and not any(other.image == process.image for other in neighbours)
+
+
+def _all_processes() -> list[ProcessStat]:
+    """All living processes of this host.
+
+    One that ends while they are listed may have started another one after that was passed: then they are listed again.
+    """
+    found: list[ProcessStat | None] = [None]
+    for _ in range(_MOST_LISTS):
+        found = [stat(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+        if None not in found:
+            break
+    return [process for process in found if process is not None and process.state != "Z"]
+
+
+def _is_fork_of(process: ProcessStat, own: ProcessStat) -> bool:
+    """Whether a process is a fork of this one, or of one of its forks, in whatever session it is.
+
+    Of a process that is a fork itself the forks of its parent look the same.
+    """
+    return bool(process.is_fork and process.image and process.image == own.image and not own.is_fork)
+
+
+def _is_in_a_session_of(process: ProcessStat, started: Collection[int], marks: Collection[str]) -> bool:
+    """Whether one of some processes led the session or the group of another one, and has ended."""
+    leaders = {process.session, process.group} & set(started)
+    return not marks and any(stat(leader) is None for leader in leaders)
 
 
 def _marks_of(pid: int) -> list[str]:
@@ -194,10 +237,7 @@ def _marks_of(pid: int) -> list[str]:
 
 def _group_members(group: int) -> Iterator[ProcessStat]:
     """Yield the living processes of a process group."""
-    for name in os.listdir("/proc"):
-        process = stat(int(name)) if name.isdigit() else None
-        if process is not None and process.group == group and process.state != "Z":
-            yield process
+    yield from (process for process in _all_processes() if process.group == group)
 
 
 class TreeMemory:
@@ -237,7 +277,7 @@ class TreeMemory:
         family = self._tree.descendants()
         on_cards = self._on_cards(family, ask()) if family and ask is not None else {}
         own = stat(os.getpid())
-        layouts = {} if own is None else {own.layout: start}
+        layouts = {} if own is None else {own.image: start}
         found = []
         for pid in family:
             resident, swapped = sizes(pid)
@@ -249,14 +289,14 @@ class TreeMemory:
                 private, own_bytes = None, resident + swapped
             else:
                 private = memory.private
-                forked = process.layout in layouts
-                copied = self._inherited.setdefault(pid, layouts.get(process.layout, 0))
+                forked = process.image in layouts
+                copied = self._inherited.setdefault(pid, layouts.get(process.image, 0))
                 # Of what is anonymous, pages may be shared with the parent; the rest of the private ones is its own.
                 own_bytes = max(0, memory.anonymous - copied) + max(0, private - memory.anonymous)
                 if forked:
                     own_bytes = _own_of_fork(process, memory, own_bytes)
                 own_bytes = min(private, own_bytes)
-                layouts.setdefault(process.layout, memory.anonymous)
+                layouts.setdefault(process.image, memory.anonymous)
             name = name_of(pid)
             found.append(ProcessMemory(pid, name, private, resident, own_bytes, on_cards.get(pid, {}), forked))
         self._inherited = {pid: size for pid, size in self._inherited.items() if pid in family}

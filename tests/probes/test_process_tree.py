@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import subprocess
@@ -123,6 +124,116 @@ def test_an_orphan_that_was_only_forked_is_known_by_its_group(tree: ProcessTree)
     try:
         if psutil.Process(left).ppid() != 1:
             pytest.skip("another process than number 1 takes orphans in here")
+        assert tree.orphans() == [left]
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
+def daemon() -> int:
+    """Forks twice, into a session of its own, without a program of its own; the number of the process that stays."""
+    reading, writing = os.pipe()
+    first = os.fork()
+    if not first:
+        os.setsid()
+        second = os.fork()
+        if not second:
+            # Nobody is to wait for what it has inherited.
+            os.closerange(0, 64)
+            time.sleep(60)
+            os._exit(0)
+        os.write(writing, str(second).encode())
+        os._exit(0)
+    os.waitpid(first, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return int(pipe.read(20))
+
+
+def test_a_daemon_that_was_only_forked_is_known_by_where_its_program_lies(tree: ProcessTree) -> None:
+    assert not tree.any_alive()
+    left = daemon()
+    try:
+        assert os.getsid(left) != os.getsid(0)
+        assert tree.orphans() == tree.descendants() == [left]
+        assert not tree.lost_an_orphan()
+    finally:
+        os.kill(left, signal.SIGKILL)
+    wait_until(tree.lost_an_orphan)
+    assert tree.orphans() == []
+
+
+DAEMON = f"""
+import os, signal, sys, time
+{inspect.getsource(daemon)}
+print("ready", flush=True)
+sys.stdin.readline()
+print(daemon(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_daemon_of_another_program_is_not_of_the_tree() -> None:
+    others = {name: value for name, value in os.environ.items() if name != MARK}
+    with child(DAEMON, env=others) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        tree = ProcessTree()
+        tree.start()
+        try:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            left = int(process.stdout.readline())
+            assert left not in tree.orphans()
+            os.kill(left, signal.SIGKILL)
+        finally:
+            tree.stop()
+
+
+def test_a_process_that_is_a_fork_itself_does_not_take_its_parents_forks_for_its_own() -> None:
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    process = fork.Process(target=_look_for, args=(theirs,))
+    process.start()
+    mine.recv()
+    left = daemon()
+    try:
+        mine.send(left)
+        assert mine.recv() is False
+    finally:
+        os.kill(left, signal.SIGKILL)
+    process.join()
+
+
+def _look_for(pipe: Any) -> None:
+    tree = ProcessTree()
+    tree.start()
+    pipe.send(None)
+    pipe.send(pipe.recv() in tree.orphans())
+
+
+def test_what_is_in_the_session_of_a_process_that_was_started_and_has_ended_is_known_by_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shell = subprocess.run(
+        ["sh", "-c", "sleep 60 > /dev/null & echo $! $$"], env={}, start_new_session=True, stdout=subprocess.PIPE
+    )
+    left, leader = map(int, shell.stdout.split())
+    try:
+        for started, expected in (([], False), ([leader], True)):
+            tree = ProcessTree(lambda started=started: started)  # type: ignore[misc]
+            tree.start()
+            assert (left in tree.orphans()) == expected
+            tree.stop()
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
+def test_what_an_orphan_leaves_that_ends_is_known_at_once(tree: ProcessTree) -> None:
+    # The first process is of the tree until it ends; only the last one stays.
+    code = f"import os, sys, time\n{inspect.getsource(daemon)}\nprint(os.getpid())\nprint(daemon(), flush=True)"
+    shell = subprocess.run(["sh", "-c", '"$@" &', "sh", sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    left = int(shell.stdout.split()[-1])
+    try:
         assert tree.orphans() == [left]
     finally:
         os.kill(left, signal.SIGKILL)

@@ -15,11 +15,13 @@ import mmap
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import sqlite3
 import subprocess
 import tempfile
 import threading
+import time
 from multiprocessing import shared_memory
 
 import pytest
@@ -179,9 +181,37 @@ def test_process_of_a_class(is_kept):
         process.close()
 
 
+DAEMONS = []
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_daemon(is_kept):
+    reading, writing = os.pipe()
+    first = os.fork()
+    if not first:
+        os.setsid()
+        second = os.fork()
+        if not second:
+            os.closerange(0, 64)
+            time.sleep(60)
+        else:
+            os.write(writing, str(second).encode())
+        os._exit(0)
+    os.waitpid(first, 0)
+    left = int(os.read(reading, 20))
+    os.close(reading)
+    os.close(writing)
+    if is_kept:
+        DAEMONS.append(left)
+    else:
+        os.kill(left, signal.SIGKILL)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def end_of_all():
     yield
+    for left in DAEMONS:
+        os.kill(left, signal.SIGKILL)
     for process in PAIRS["processes"]:
         process.kill()
     for segment in PAIRS["segments"]:
@@ -227,6 +257,8 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "call terminate() of each"),
         ("test_process_of_a_class[True]", "processes", "test_inner.Server.process", "(engine-core); started in test_"),
         ("test_process_of_a_class[True]", "processes", "test_inner.Server.process", "Server.process.terminate()"),
+        ("test_daemon[True]", "processes", "", "; its parent has ended; since "),
+        ("test_daemon[True]", "processes", "", "end it with that: os.kill("),
     ],
 )
 def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
@@ -252,6 +284,7 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
                 "segments",
                 "processes",
                 "process_of_a_class",
+                "daemon",
                 "socket_file",
             )
         ),
