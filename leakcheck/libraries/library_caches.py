@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.originals import loaded
+from lowtide.reports.schema import NotMeasured
+from lowtide.reports.sizes import format_amount, format_bytes
 
 
 @dataclass(frozen=True)
@@ -22,51 +25,162 @@ class LibraryCache:
 
     Attributes:
         module: the module that is there once it may have something.
+        name: whose it is, for people.
         reason: what it keeps, and why that is no leak.
-        give_back: has it give that back, on the cards with these numbers.
+        call: what has it give that back, as code.
+        held: what it keeps on a card, in words, and what to add to that behind its name; empty where that is nothing.
+        give_back: has it give that back, on the card with that number.
     """
 
     module: str
+    name: str
     reason: str
-    give_back: Callable[[Sequence[int]], None]
+    call: str
+    held: Callable[[int], tuple[str, str]]
+    give_back: Callable[[int], None]
 
 
-def _cupy(cards: Sequence[int]) -> None:
+def _cupys(card: int) -> tuple[str, str]:
     cupy: Any = loaded("cupy")
-    for card in cards:
-        # The pool of one card at a time: that of the current one.
-        with cupy.cuda.Device(card):
-            cupy.get_default_memory_pool().free_all_blocks()
+    # The pool of one card at a time: that of the current one.
+    with cupy.cuda.Device(card):
+        pool = cupy.get_default_memory_pool()
+        total, used = int(pool.total_bytes()), int(pool.used_bytes())
+    return (format_bytes(total), f", of which {format_bytes(used)} are used") if total > used else ("", "")
+
+
+def _empty_cupys(card: int) -> None:
+    cupy: Any = loaded("cupy")
+    with cupy.cuda.Device(card):
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _cupys_pinned(card: int) -> tuple[str, str]:
+    cupy: Any = loaded("cupy")
+    # There is one for all cards, and it does not say how large its blocks are.
+    free = int(cupy.get_default_pinned_memory_pool().n_free_blocks())
+    return (format_amount(free, "free blocks") if free else "", "")
+
+
+def _empty_cupys_pinned(card: int) -> None:
+    cupy: Any = loaded("cupy")
     cupy.get_default_pinned_memory_pool().free_all_blocks()
 
 
-def _numba(cards: Sequence[int]) -> None:
-    gpus: Any = loaded("numba.cuda").gpus
+def _numbas_lists(card: int) -> list[Any]:
     # `numba.cuda.current_context()` would make a context where there is none.
     used: Any = loaded("numba.cuda.cudadrv.driver").driver.devices
-    for device in list(used.values()):
-        if device.primary_context is not None:
-            # What is freed while no context is current is lost for good.
-            with gpus[device.id]:
-                # Arrays wait with the memory manager, streams and events with the context.
-                device.primary_context.memory_manager.deallocations.clear()
-                device.primary_context.deallocations.clear()
+    contexts = [device.primary_context for device in list(used.values()) if device.id == card]
+    # Arrays wait with the memory manager, streams and events with the context.
+    return [
+        waiting
+        for context in contexts
+        if context is not None
+        for waiting in (context.memory_manager.deallocations, context.deallocations)
+    ]
+
+
+def _numbas(card: int) -> tuple[str, str]:
+    waiting = sum(map(len, _numbas_lists(card)))
+    return (format_amount(waiting, "freed things") if waiting else "", "")
+
+
+def _empty_numbas(card: int) -> None:
+    lists = _numbas_lists(card)
+    if lists:
+        # What is freed while no context is current is lost for good.
+        with loaded("numba.cuda").gpus[card]:
+            for waiting in lists:
+                waiting.clear()
+
+
+def _rmms(card: int) -> tuple[str, str]:
+    memory: Any = loaded("rmm.mr")
+    resource = memory.get_per_device_resource(card)
+    size = int(resource.pool_size()) if hasattr(resource, "pool_size") else 0
+    return (format_bytes(size) if size else "", "")
+
+
+def _plans(card: int) -> tuple[str, str]:
+    plans: Any = loaded("torch").backends.cuda.cufft_plan_cache[card]
+    number = int(plans.size)
+    # A graph that was captured may run one of them.
+    return (format_amount(number, "plans") if number and not any_graph_alive() else "", "")
+
+
+def _clear_plans(card: int) -> None:
+    plans: Any = loaded("torch").backends.cuda.cufft_plan_cache[card]
+    plans.clear()
+
+
+def _keep(card: int) -> None:
+    """Give nothing back: who has memory of such a pool would lose it."""
 
 
 LIBRARY_CACHES = (
-    LibraryCache("cupy", "pools of blocks that no array uses any more, for the next array", _cupy),
-    LibraryCache("numba.cuda.cudadrv.driver", "arrays that are dead, until ten of them, or a fifth of a card", _numba),
+    LibraryCache(
+        "cupy",
+        "cupy's pool",
+        "blocks that no array uses any more, for the next array",
+        "cupy.get_default_memory_pool().free_all_blocks()",
+        _cupys,
+        _empty_cupys,
+    ),
+    LibraryCache(
+        "cupy",
+        "cupy's pool of pinned memory",
+        "blocks that no array uses any more, for the next array",
+        "cupy.get_default_pinned_memory_pool().free_all_blocks()",
+        _cupys_pinned,
+        _empty_cupys_pinned,
+    ),
+    LibraryCache(
+        "numba.cuda.cudadrv.driver",
+        "numba's list of what is to be freed",
+        "arrays that are dead, until ten of them, or a fifth of a card",
+        "numba.cuda.current_context().memory_manager.deallocations.clear()",
+        _numbas,
+        _empty_numbas,
+    ),
+    LibraryCache(
+        "rmm.mr",
+        "rmm's pool",
+        "all that it has ever taken from the card, until it is replaced",
+        "rmm.reinitialize()",
+        _rmms,
+        _keep,
+    ),
+    LibraryCache(
+        "torch.backends.cuda",
+        "torch's cache of cuFFT's plans",
+        "a plan with its tables for each shape, for the next transform",
+        "torch.backends.cuda.cufft_plan_cache.clear()",
+        _plans,
+        _clear_plans,
+    ),
 )
 """The libraries that are known to; each keeps what it has until somebody asks."""
 
 
-def empty_library_caches() -> None:
-    """Have every library that is in use give back what it only keeps; what fails is left as it is."""
+def empty_library_caches() -> tuple[NotMeasured, ...]:
+    """Have every library that is in use give back what it only keeps; what fails is left as it is.
+
+    Returns:
+        What they had, as their own public counters say it.
+    """
     torch = initialized_torch()
     if torch is None:
-        return
+        return ()
+    found: dict[NotMeasured, None] = {}
     for cache in LIBRARY_CACHES:
-        if issubclass(type(sys.modules.get(cache.module)), ModuleType):
+        if not issubclass(type(sys.modules.get(cache.module)), ModuleType):
+            continue
+        for card in range(torch.cuda.device_count()):
             # Another version, or half an import.
             with contextlib.suppress(Exception):
-                cache.give_back([card for card in range(torch.cuda.device_count()) if has_context(torch, card)])
+                amount, more = cache.held(card) if has_context(torch, card) else ("", "")
+                if amount:
+                    what = f"{amount} in {cache.name} on cuda:{card}{more}"
+                    found[NotMeasured(what=what, why=f"it keeps {cache.reason}: {cache.call}")] = None
+                    cache.give_back(card)
+    return tuple(found)

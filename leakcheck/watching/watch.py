@@ -110,6 +110,8 @@ class Watch:
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
+        # What libraries kept on cards beside torch, and have given back for the judgement.
+        self._of_caches: tuple[NotMeasured, ...] = ()
         self._in_use = OwnersInUse(self._read, self._ownership, self._stacks, self.policy.growth)
         self._attribution = Attribution(
             self._counters,
@@ -442,6 +444,7 @@ class Watch:
     def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:
         """The full judgement, and its end as the new baseline."""
         report_limits = self._in_use.report_limits if case.final else lambda: None
+        self._of_caches = ()
         judged = self._judgement(case, self._in_use.note, report_limits)
         now = self._read()
         # What a card's first use takes is known where the card was warmed up.
@@ -472,7 +475,7 @@ class Watch:
         kept = self._host.kept(share, self._read(), final=case.final)
         return Verdict(
             findings=(*findings[0], *kept),
-            not_measured=tuple(dict.fromkeys((*unmeasured, *excused, *judged.not_measured))),
+            not_measured=tuple(dict.fromkeys((*unmeasured, *excused, *judged.not_measured, *self._of_caches))),
             of_owners={owner.label: found for owner, found in zip(case.ended, findings[1:], strict=True)},
             climbed=True,
             unproven=judged.unproven[0],
@@ -494,7 +497,7 @@ class Watch:
         if not release(rung):
             return False
         if rung is Rung.EMPTY_CACHE:
-            empty_library_caches()
+            self._of_caches = empty_library_caches()
         return True
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching import watch
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.reports.schema import NotMeasured
 
 CONTEXTS = (0, 2)
 
@@ -41,8 +43,15 @@ class Cupy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept = {0: 64, 1: 64, 2: 64, "pinned": 8}
         self.current = 0
-        pool = SimpleNamespace(free_all_blocks=lambda: self.kept.update({self.current: 0}))
-        pinned = SimpleNamespace(free_all_blocks=lambda: self.kept.update({"pinned": 0}))
+        self.used = 0
+        pool = SimpleNamespace(
+            free_all_blocks=lambda: self.kept.update({self.current: self.used}),
+            total_bytes=lambda: self.kept[self.current],
+            used_bytes=lambda: self.used,
+        )
+        pinned = SimpleNamespace(
+            free_all_blocks=lambda: self.kept.update({"pinned": 0}), n_free_blocks=lambda: self.kept["pinned"]
+        )
         fake = module(
             "cupy",
             cuda=SimpleNamespace(Device=self.on),
@@ -58,6 +67,19 @@ class Cupy:
         self.current = before
 
 
+class Waiting:
+    """A list of what is to be freed."""
+
+    def __init__(self, numba: Numba) -> None:
+        self._numba = numba
+
+    def __len__(self) -> int:
+        return len(self._numba.waiting[0])
+
+    def clear(self) -> None:
+        self._numba.clear()
+
+
 class Numba:
     """Stands for numba: a list of what is to be freed for each context, which takes a current context."""
 
@@ -67,8 +89,8 @@ class Numba:
         self.entered: list[int] = []
         self.current: list[int] = []
         # Arrays wait with the memory manager of a context, its streams and events with itself.
-        streams = SimpleNamespace(clear=lambda: self.streams.clear())
-        arrays = SimpleNamespace(deallocations=SimpleNamespace(clear=self.clear))
+        streams = self.streams
+        arrays = SimpleNamespace(deallocations=Waiting(self))
         contexts = [SimpleNamespace(deallocations=streams, memory_manager=arrays), None]
         devices = {index: SimpleNamespace(id=index, primary_context=context) for index, context in enumerate(contexts)}
         driver = module("numba.cuda.cudadrv.driver", driver=SimpleNamespace(devices=devices))
@@ -88,9 +110,48 @@ class Numba:
 
 def test_cupy_gives_back_the_blocks_of_each_card_that_is_used(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     cupy = Cupy(monkeypatch)
-    empty_library_caches()
+    said = empty_library_caches()
     assert cupy.kept == {0: 0, 1: 64, 2: 0, "pinned": 0}
     assert cupy.current == 0
+    assert [line.what for line in said] == [
+        "64 B in cupy's pool on cuda:0, of which 0 B are used",
+        "64 B in cupy's pool on cuda:2, of which 0 B are used",
+        "8 free blocks in cupy's pool of pinned memory on cuda:0",
+    ]
+    assert said[0].why.endswith(": cupy.get_default_memory_pool().free_all_blocks()")
+    assert empty_library_caches() == ()
+
+
+def test_what_is_used_of_cupys_pool_is_said_with_what_is_not(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
+    cupy = Cupy(monkeypatch)
+    cupy.used = 48
+    assert empty_library_caches()[0].what == "64 B in cupy's pool on cuda:0, of which 48 B are used"
+    # All that is left is used: nothing to say.
+    assert [line.what for line in empty_library_caches()] == []
+
+
+def test_rmms_pool_is_said_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
+    pools: dict[int, Any] = {0: SimpleNamespace(pool_size=lambda: 1 << 20), 2: object()}
+    monkeypatch.setitem(sys.modules, "rmm", module("rmm"))
+    monkeypatch.setitem(sys.modules, "rmm.mr", module("rmm.mr", get_per_device_resource=pools.__getitem__))
+    (line,) = empty_library_caches()
+    assert line.what == "1.0 MiB in rmm's pool on cuda:0"
+
+
+@pytest.mark.parametrize("any_graph", [False, True])
+def test_the_plans_of_cufft_are_cleared_unless_a_graph_may_run_them(
+    monkeypatch: pytest.MonkeyPatch, card: None, *, any_graph: bool
+) -> None:
+    plans = [SimpleNamespace(size=size) for size in (2, 3, 0)]
+    for each in plans:
+        each.clear = functools.partial(setattr, each, "size", 0)
+    torch = module("torch", backends=SimpleNamespace(cuda=SimpleNamespace(cufft_plan_cache=plans)))
+    monkeypatch.setattr(library_caches, "loaded", {"torch": torch}.get)
+    monkeypatch.setitem(sys.modules, "torch.backends.cuda", module("torch.backends.cuda"))
+    monkeypatch.setattr(library_caches, "any_graph_alive", lambda: any_graph)
+    said = [line.what for line in empty_library_caches()]
+    assert said == ([] if any_graph else ["2 plans in torch's cache of cuFFT's plans on cuda:0"])
+    assert [each.size for each in plans] == ([2, 3, 0] if any_graph else [0, 3, 0])
 
 
 def test_numba_frees_what_waits_in_the_contexts_that_it_has(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
@@ -127,7 +188,13 @@ def test_without_a_card_nothing_is_asked_and_nothing_is_imported(monkeypatch: py
 def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(watch, "release", lambda rung: asked.append(rung.value) or rung is Rung.EMPTY_CACHE)
-    monkeypatch.setattr(watch, "empty_library_caches", lambda: asked.append("libraries"))
+    kept = NotMeasured(what="64 B in a pool", why="it keeps it")
+
+    def empty() -> tuple[NotMeasured, ...]:
+        asked.append("libraries")
+        return (kept,)
+
+    monkeypatch.setattr(watch, "empty_library_caches", empty)
     done = threading.Event()
     watched = Watch(Policy(card=False, settle=0.01, remedies="never"))
     watched.open()
@@ -137,7 +204,10 @@ def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.Monkey
         assert not asked
         watched.begin()
         threading.Thread(target=done.wait, daemon=True).start()
-        assert watched.end().findings
+        verdict = watched.end()
+        assert verdict.findings
+        # And what they kept is said.
+        assert kept in verdict.not_measured
     finally:
         watched.close()
         done.set()

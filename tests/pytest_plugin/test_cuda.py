@@ -233,6 +233,53 @@ def test_process_group(tmp_path):
 """
 
 
+_OF_OTHERS = """
+import pytest, torch
+import torch.multiprocessing
+
+KEPT = []
+
+def test_first_use():
+    torch.ones(8, device="cuda").sum().item()
+    torch.fft.fft(torch.rand(1 << 10, device="cuda")).abs().sum().item()
+
+def test_plans():
+    # Of a prime length: its plan has tables.
+    torch.fft.fft(torch.rand(1_000_003, device="cuda")).abs().sum().item()
+
+def test_cupys_first_use():
+    cupy = pytest.importorskip("cupy")
+    cupy.zeros(8, dtype=cupy.uint8) + 1
+
+def test_cupys_pool():
+    cupy = pytest.importorskip("cupy")
+    cupy.zeros(96 << 20, dtype=cupy.uint8)
+
+def test_cupys_array():
+    cupy = pytest.importorskip("cupy")
+    KEPT.append(cupy.zeros(32 << 20, dtype=cupy.uint8))
+
+def export(tensors, done):
+    exported = [torch.ones(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    for tensor in exported:
+        tensors.put(tensor)
+    done.wait()
+
+@pytest.fixture(scope="module")
+def exporter():
+    context = torch.multiprocessing.get_context("spawn")
+    tensors, done = context.Queue(), context.Event()
+    process = context.Process(target=export, args=(tensors, done))
+    process.start()
+    yield tensors
+    done.set()
+    process.join()
+
+def test_import_given_back(exporter): exporter.get(timeout=300)
+def test_import(exporter): KEPT.append(exporter.get(timeout=300))
+"""
+
+
 # As in a container of its own PID namespace: NVML lists processes by other numbers.
 _HIDDEN = """
 from lowtide.probes.device.driver.nvml import NvmlDriver
@@ -269,6 +316,11 @@ def leaks(tmp_path_factory: pytest.TempPathFactory, hidden: str) -> Report:
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory, hidden: str) -> Report:
     return judge(tmp_path_factory.mktemp("clean"), _CLEAN, hidden)
+
+
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory: pytest.TempPathFactory, hidden: str) -> Report:
+    return judge(tmp_path_factory.mktemp("of_others"), _OF_OTHERS, hidden)
 
 
 def subject(report: Report, name: str) -> Subject:
@@ -313,6 +365,30 @@ def test_an_array_on_the_host_is_found_below_what_a_card_s_libraries_may_take_th
     (finding,) = subject(leaks, "test_host_array").findings
     assert (finding.resource, finding.holder) == ("host-memory", "test_inner.ARRAYS['batch']")
     assert finding.bytes >= 250 << 20
+
+
+def test_what_another_process_has_exported_is_the_tensor_alone(of_others: Report) -> None:
+    (finding,) = subject(of_others, "test_import").findings
+    assert (finding.resource, finding.bytes) == ("tensors", 64 << 20)
+    assert (finding.holder or "").startswith("test_inner.KEPT[")
+    assert subject(of_others, "test_import_given_back").findings == ()
+
+
+def test_the_plans_of_cufft_are_no_leak_and_are_said(of_others: Report) -> None:
+    plans = subject(of_others, "test_plans")
+    assert plans.findings == ()
+    said = [line for line in plans.not_measured if "cuFFT" in line.what]
+    assert all("torch.backends.cuda.cufft_plan_cache.clear()" in line.why for line in said)
+
+
+def test_what_cupys_pool_keeps_is_said_and_what_an_array_holds_is_found(of_others: Report) -> None:
+    pytest.importorskip("cupy")
+    pool = subject(of_others, "test_cupys_pool")
+    assert pool.findings == ()
+    (line,) = [line for line in pool.not_measured if "cupy's pool on" in line.what]
+    assert line.what.startswith("96.0 MiB in cupy's pool on cuda:0, of which ")
+    assert "cupy.get_default_memory_pool().free_all_blocks()" in line.why
+    assert {finding.resource for finding in subject(of_others, "test_cupys_array").findings} == {"driver"}
 
 
 @pytest.mark.parametrize(
