@@ -123,7 +123,8 @@ class DeepReader:
         else:
             heap = last.heap
         explained = heap.new_on_cpu + self._named_shared_memory(now)
-        cards = self.device_memory.new_items(now, devices_of(now), {address for _, address in heap.alive})
+        storages = {**dict.fromkeys(heap.alive, 0), **{held.key: held.bytes for held in heap.held}}
+        cards = self.device_memory.new_items(now, devices_of(now), storages)
         readings: list[Reading] = []
         for subject in subjects:
             items: dict[str, Mapping[str, int]] = {}
@@ -161,7 +162,7 @@ class DeepReader:
         found = {}
         for key, names in () if owner is None else owner.items.items():
             if names and key.startswith("allocations "):
-                there = self.device_memory.all_items(now, key.partition(" ")[2], ()).get(key, {})
+                there = self.device_memory.all_items(now, key.partition(" ")[2], {}).get(key, {})
                 found[key] = {name: size for name, size in there.items() if name in names}
         return found
 

@@ -4,14 +4,15 @@ and memory that the driver counts and lists nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
-from lowtide.probes.device.allocations import AllocationsError, read_allocations, read_mappings_without_access
+from lowtide.probes.device.allocations import AllocationsError, range_at, read_allocations, read_mappings_without_access
 from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.memory.ranges import Range, common, total
+from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import NotMeasured
 
@@ -37,12 +38,14 @@ class _Card:
         unlisted: bytes that the driver counts for this process and that are neither listed nor idle in its default
             memory pool: the context, code, and memory that has no address; None where one of these is not known.
         beyond_torch: bytes that the driver counts and that torch and the arenas do not explain; None likewise.
+        imported: address and bytes of what lies under tensors and is in no list: the memory of another process.
     """
 
     items: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     allocations: tuple[Range, ...] | None = None
     unlisted: int | None = None
     beyond_torch: int | None = None
+    imported: Mapping[int, int] = field(default_factory=dict)
 
 
 class DeviceMemory:
@@ -76,27 +79,29 @@ class DeviceMemory:
         """Whether there was a reading of this card."""
         return device in self._known
 
-    def adopt(self, now: Counters, devices: Iterable[str], claimed: Collection[int]) -> None:
+    def adopt(self, now: Counters, devices: Iterable[str], storages: Mapping[Key, int]) -> None:
         """What is there now is known from here on.
 
         Args:
             now: the counters.
             devices: the cards, as `cuda:0`.
-            claimed: the addresses of all live storages.
+            storages: all live storages, with the bytes of those of which they are known.
         """
         for device in devices:
-            card = self._read(device, claimed, now)
+            card = self._read(device, storages, now)
             if self._grown(device, card) > UNLISTED_TOLERANCE:
                 self._mappings[device] = self._found_mappings(device, card)
             self._known[device] = card
         self._listed.clear()
 
-    def new_items(self, now: Counters, devices: Iterable[str], claimed: Collection[int]) -> dict[str, dict[str, int]]:
+    def new_items(
+        self, now: Counters, devices: Iterable[str], storages: Mapping[Key, int]
+    ) -> dict[str, dict[str, int]]:
         """By metric's key (`native cuda:0`, `reserved cuda:0`, …), what was not there then."""
         found: dict[str, dict[str, int]] = {}
         for device in devices:
             known = self._known.get(device, _Card())
-            card = self._read(device, claimed, now)
+            card = self._read(device, storages, now)
             for key, items in card.items.items():
                 old = known.items.get(key, {})
                 found[key] = {name: size for name, size in items.items() if name not in old}
@@ -108,9 +113,9 @@ class DeviceMemory:
                 found[f"unlisted {device}"] = {UNLISTED: max(0, grown - sum(mapped.values()))}
         return found
 
-    def all_items(self, now: Counters, device: str, claimed: Collection[int]) -> dict[str, dict[str, int]]:
+    def all_items(self, now: Counters, device: str, storages: Mapping[Key, int]) -> dict[str, dict[str, int]]:
         """As `new_items`, for one card and with what was there then."""
-        card = self._read(device, claimed, now)
+        card = self._read(device, storages, now)
         items = {key: dict(found) for key, found in card.items.items()}
         if device in self._mappings:
             items.setdefault(f"allocations {device}", {}).update(self._found_mappings(device, card))
@@ -134,7 +139,7 @@ class DeviceMemory:
             The allocations that were not known, in bytes, by name.
         """
         key = f"allocations {device}"
-        known, card = self._known[device], self._read(device, (), now)
+        known, card = self._known[device], self._read(device, {}, now)
         items = {name: size for name, size in card.items.get(key, {}).items() if name not in known.items.get(key, {})}
         self._known[device] = replace(card, items={**known.items, key: card.items.get(key, {})})
         return items
@@ -152,9 +157,15 @@ class DeviceMemory:
         return is_asked and self._known.get(device, _Card()).allocations is not None
 
     def _grown(self, device: str, card: _Card) -> int:
-        """Bytes that the driver counts more than at the last full reading, and does not list; 0 where nobody knows."""
-        known = self._known.get(device, _Card()).unlisted
-        return 0 if known is None or card.unlisted is None else card.unlisted - known
+        """Bytes that the driver counts more than at the last full reading, and does not list; 0 where nobody knows.
+
+        What tensors have imported since is judged as theirs.
+        """
+        last = self._known.get(device, _Card())
+        if last.unlisted is None or card.unlisted is None:
+            return 0
+        imported = sum(size for address, size in card.imported.items() if address not in last.imported)
+        return card.unlisted - last.unlisted - imported
 
     def _found_mappings(self, device: str, card: _Card) -> dict[str, int]:
         """The physical memory that is mapped without access, by name; none where the driver did not list it in time."""
@@ -193,9 +204,10 @@ class DeviceMemory:
             self._listed[device] = (counted - total(found), found)
         return found
 
-    def _read(self, device: str, claimed: Collection[int], now: Counters) -> _Card:
+    def _read(self, device: str, storages: Mapping[Key, int], now: Counters) -> _Card:
         index = _index(device)
         readings: dict[str, dict[str, int]] = {}
+        claimed = {address for _, address in storages}
         blocks = unexplained_blocks(index, claimed)
         if blocks is not None:
             named = {
@@ -217,7 +229,13 @@ class DeviceMemory:
         }
         counted = _counted(now, device)
         unlisted = None if counted is None else counted - total(allocations)
-        return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"))
+        sizes = {address: size for (where, address), size in storages.items() if where == device}
+        unseen = without([(address, 1) for address in sorted(sizes)], sorted([*explained, *allocations]))
+        imported: dict[int, int] = {}
+        for address, _ in unseen:
+            start, size = range_at(index, address) or (address, sizes[address])
+            imported[start] = size
+        return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"), imported)
 
 
 def allocation_name(address: int) -> str:

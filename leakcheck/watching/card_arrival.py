@@ -110,5 +110,5 @@ class CardArrival:
             owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
             # Nothing of the program is on a card that was used by nobody before.
             self._device_memory.adopt(
-                now, [device for device in devices_of(now) if not self._device_memory.knows(device)], ()
+                now, [device for device in devices_of(now) if not self._device_memory.knows(device)], {}
             )

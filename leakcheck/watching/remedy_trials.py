@@ -123,8 +123,8 @@ class RemedyTrials:
         if key.startswith(MEMORY_POOL):
             return {IDLE_POOL: now.amounts.get(key) or 0}
         # Only blocks are distinguished by what Python's tensors hold.
-        claimed = {address for _, address in live_keys()} if key.startswith(_OF_BLOCKS) else ()
-        return self._device_memory.all_items(now, device, claimed).get(key)
+        storages = dict.fromkeys(live_keys() if key.startswith(_OF_BLOCKS) else (), 0)
+        return self._device_memory.all_items(now, device, storages).get(key)
 
     def _tried_harmless(self, draft: ItemLeak, context: Context, read: Callable[[], Deep]) -> Draft:
         """The finding, or the leak with what waiting has shown, where there is more to be tried at the end."""

@@ -504,7 +504,7 @@ class Watch:
         self._seen = heap.alive
         if devices_of(now) or driver_is_open(now):
             self._first_use.adopt()
-        self._device_memory.adopt(now, devices_of(now), {address for _, address in heap.alive})
+        self._device_memory.adopt(now, devices_of(now), dict.fromkeys(heap.alive, 0))
 
     def _read(self) -> Counters:
         return self._counters.read()

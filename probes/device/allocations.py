@@ -103,6 +103,30 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
     return tuple(sorted(found.items()))
 
 
+def range_at(device_index: int, address: int) -> Range | None:
+    """Address and length of what lies at an address on a card, whoever allocated it; None where the driver cannot say.
+
+    What was imported from another process (`cudaIpcOpenMemHandle`) is in no list: the driver says the same of it as of
+    the tables that belong to kernels.
+
+    Args:
+        device_index: of the card, as torch numbers it.
+        address: there.
+    """
+    torch = initialized_torch()
+    if torch is None or torch.version.hip is not None:
+        return None
+    try:
+        ask: Any = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    except (OSError, AttributeError):
+        return None
+    start, length = ctypes.c_uint64(), ctypes.c_size_t()
+    with torch.cuda.device(device_index):
+        answer = ask(ctypes.byref(start), ctypes.byref(length), ctypes.c_uint64(address))
+    is_known = answer == 0 and start.value <= address < start.value + length.value
+    return (start.value, length.value) if is_known else None
+
+
 def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> tuple[Range, ...]:
     """Address and length of physical memory of a card that is mapped, and that no access was granted to; sorted.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,13 +25,15 @@ class FakeCard:
     context: int = 600 * MIB
     listed: dict[int, int] = field(default_factory=dict)
     mapped: dict[int, int] = field(default_factory=dict)
+    imported: dict[int, int] = field(default_factory=dict)
     created: int = 0
     idle_pool: int = 0
     searches: int = 0
     lists: int = 0
 
     def now(self) -> Counters:
-        counted = self.context + self.created + self.idle_pool + sum(self.listed.values()) + sum(self.mapped.values())
+        parts = (self.listed, self.mapped, self.imported)
+        counted = self.context + self.created + self.idle_pool + sum(sum(part.values()) for part in parts)
         amounts = {f"driver {CARD}": counted, f"reserved {CARD}": 0, f"memory-pool {CARD}": self.idle_pool}
         return Counters({}, amounts, {})
 
@@ -39,6 +41,10 @@ class FakeCard:
         self.lists += among is None
         there = self.listed.items()
         return tuple(sorted(there if among is None else (entry for entry in there if entry in among)))
+
+    def range_at(self, index: int, address: int) -> tuple[int, int] | None:
+        there = {**self.listed, **self.imported}
+        return next(((start, size) for start, size in there.items() if start <= address < start + size), None)
 
     def mappings(self, index: int, listed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         self.searches += 1
@@ -50,6 +56,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     fake = FakeCard()
     monkeypatch.setattr(cards, "read_allocations", fake.allocations)
     monkeypatch.setattr(cards, "read_mappings_without_access", fake.mappings)
+    monkeypatch.setattr(cards, "range_at", fake.range_at)
     monkeypatch.setattr(cards, "read_segments", lambda index: [])
     monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({}, {}, {}))
     monkeypatch.setattr(cards, "announced_pools", lambda: ())
@@ -60,12 +67,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
 def known(card: FakeCard) -> DeviceMemory:
     """The card as it is at first."""
     known = DeviceMemory(driver=True)
-    known.adopt(card.now(), [CARD], ())
+    known.adopt(card.now(), [CARD], {})
     return known
 
 
-def new(known: DeviceMemory, card: FakeCard) -> dict[str, dict[str, int]]:
-    return {key: items for key, items in known.new_items(card.now(), [CARD], ()).items() if any(items.values())}
+def new(
+    known: DeviceMemory, card: FakeCard, storages: Mapping[tuple[str, int], int] | None = None
+) -> dict[str, dict[str, int]]:
+    found = known.new_items(card.now(), [CARD], storages or {})
+    return {key: items for key, items in found.items() if any(items.values())}
 
 
 def test_an_allocation_is_new_by_its_address(card: FakeCard, known: DeviceMemory) -> None:
@@ -78,6 +88,40 @@ def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(
 ) -> None:
     card.created = 128 * MIB
     assert new(known, card) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
+
+
+def test_what_a_tensor_has_imported_is_the_tensors_alone_and_what_nothing_is_over_is_told(
+    card: FakeCard, known: DeviceMemory
+) -> None:
+    card.imported[0x400000] = 64 * MIB
+    assert new(known, card) == {f"unlisted {CARD}": {UNLISTED: 64 * MIB}}
+    # A tensor is a part of what was imported with it; on the host there may be anything at that address.
+    assert new(known, card, {(CARD, 0x500000): 8 * MIB, ("cpu", 0x600000): 8 * MIB}) == {}
+    assert new(known, card, {("cpu", 0x500000): 64 * MIB}) == {f"unlisted {CARD}": {UNLISTED: 64 * MIB}}
+    card.created = 128 * MIB
+    assert new(known, card, {(CARD, 0x500000): 8 * MIB}) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
+
+
+def test_what_an_earlier_tensor_has_imported_is_known(card: FakeCard, known: DeviceMemory) -> None:
+    card.imported[0x400000] = 64 * MIB
+    known.adopt(card.now(), [CARD], {(CARD, 0x400000): 0})
+    assert new(known, card, {(CARD, 0x400000): 0}) == {}
+    card.created = 128 * MIB
+    assert new(known, card, {(CARD, 0x400000): 0}) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
+
+
+def test_where_the_driver_does_not_say_what_is_imported_it_is_what_the_tensor_has(
+    card: FakeCard, known: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "range_at", lambda index, address: None)
+    card.imported[0x400000] = 64 * MIB
+    assert new(known, card, {(CARD, 0x400000): 64 * MIB}) == {}
+
+
+def test_a_tensor_over_what_is_listed_has_imported_nothing(card: FakeCard, known: DeviceMemory) -> None:
+    card.listed[0x400000], card.created = 64 * MIB, 64 * MIB
+    found = new(known, card, {(CARD, 0x500000): MIB})
+    assert found[f"unlisted {CARD}"] == {UNLISTED: 64 * MIB}
 
 
 def test_memory_that_is_mapped_without_access_is_listed_by_its_handle(card: FakeCard, known: DeviceMemory) -> None:
@@ -98,7 +142,7 @@ def test_what_a_memory_pool_keeps_is_counted_with_the_pool_alone(card: FakeCard,
 
 def test_what_was_adopted_is_known(card: FakeCard, known: DeviceMemory) -> None:
     card.created, card.mapped[0x2000], card.listed[0x1000] = 128 * MIB, 64 * MIB, MIB
-    known.adopt(card.now(), [CARD], ())
+    known.adopt(card.now(), [CARD], {})
     assert new(known, card) == {}
     card.mapped[0x8000] = 32 * MIB
     assert new(known, card) == {f"allocations {CARD}": {"mapping without access at 0x8000": 32 * MIB}}
@@ -106,7 +150,7 @@ def test_what_was_adopted_is_known(card: FakeCard, known: DeviceMemory) -> None:
 
 def test_a_card_that_shrank_is_to_be_read_again_so_that_growth_shows(card: FakeCard, known: DeviceMemory) -> None:
     card.created = 128 * MIB
-    known.adopt(card.now(), [CARD], ())
+    known.adopt(card.now(), [CARD], {})
     assert not known.has_shrunk(CARD, card.now())
     card.created = 0
     assert known.has_shrunk(CARD, card.now())
@@ -130,17 +174,17 @@ def test_allocations_that_a_library_keeps_can_be_forgotten(card: FakeCard, known
 def test_without_a_figure_of_the_driver_s_its_list_is_all_there_is(card: FakeCard) -> None:
     blind = Counters({}, {f"driver {CARD}": None, f"reserved {CARD}": 0}, {})
     known = DeviceMemory(driver=True)
-    known.adopt(blind, [CARD], ())
+    known.adopt(blind, [CARD], {})
     card.created, card.listed[0x1000] = 128 * MIB, MIB
-    assert known.new_items(blind, [CARD], ())[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
-    assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], ())
+    assert known.new_items(blind, [CARD], {})[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
+    assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], {})
 
 
 def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: DeviceMemory) -> None:
     card.created = 128 * MIB
     known.forget()
     assert not known.knows(CARD)
-    known.adopt(card.now(), [CARD], ())
+    known.adopt(card.now(), [CARD], {})
     assert new(known, card) == {}
 
 
@@ -149,7 +193,7 @@ def test_one_judgement_lists_a_card_once_as_long_as_its_figures_stay(card: FakeC
     lists = card.lists
     assert new(known, card) == new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 64 * MIB}}
     assert card.lists == lists + 1
-    known.adopt(card.now(), [CARD], ())
+    known.adopt(card.now(), [CARD], {})
     assert card.lists == lists + 1
     assert new(known, card) == {}
     assert card.lists == lists + 2
@@ -161,7 +205,7 @@ def test_what_went_in_a_judgement_is_not_reported_of_an_old_list(card: FakeCard,
     now = card.now()
     del card.listed[0x5000]
     # So small a part of the driver's step does not show in its figure.
-    found = known.new_items(now, [CARD], ())
+    found = known.new_items(now, [CARD], {})
     assert found[f"allocations {CARD}"] == {"allocation at 0x1000": 64 * MIB}
 
 
