@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.objects.passing_for import passing_for
 from lowtide.probes.originals import lines_of, loaded, os, temporary_folder, time, weakref
 from lowtide.probes.processes.neighbours import Neighbours
 

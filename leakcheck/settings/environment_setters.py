@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange
-from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.objects.passing_for import passing_for
 from lowtide.probes.objects.whose_code import is_of_python, is_of_site
 from lowtide.probes.originals import os, sys
 

@@ -91,6 +91,7 @@ _SETTERS: Mapping[str, str] = {
     "torch.set_flush_denormal": "torch.set_flush_denormal({})",
     "torch.multiprocessing.get_sharing_strategy()": "torch.multiprocessing.set_sharing_strategy({})",
     "torch.cuda.current_device()": "torch.cuda.set_device({})",
+    "torch.cuda.memory._record_memory_history": "torch.cuda.memory._record_memory_history({})",
 }
 """The code that sets a setting, with a place for what it was."""
 

@@ -8,13 +8,38 @@ from typing import Any
 
 from lowtide.probes.device.torch_allocator import Segment
 from lowtide.probes.memory.stack_frames import StackFrame
+from lowtide.probes.objects.passing_for import passing_for
 from lowtide.probes.originals import loaded
+
+_RECORD = "_record_memory_history"
+
+_OF_PROGRAM = "_lowtide_history_of_program"
+"""The attribute by which what stands in for torch's function says what the program has switched on."""
+
+
+def history_of_program(torch: Any) -> str | None:
+    """Which allocation history the program has switched on, as torch calls it; None where it has none.
+
+    While a history is recorded here, torch says that one is on, whoever's it is.
+    """
+    told = getattr(getattr(torch.cuda.memory, _RECORD, None), _OF_PROGRAM, None)
+    if told is not None:
+        kind: str | None = told()
+        return kind
+    is_on = torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
+    return "all" if is_on else None
 
 
 class CardHistory:
-    """Switches the allocation history of torch's allocator on and off, where nobody else uses it."""
+    """Switches the allocation history of torch's allocator on and off, where nobody else uses it.
+
+    From `start` to `stop` torch's function that does so is stood in for, to know what the program has switched on.
+    """
 
     def __init__(self) -> None:
+        self._original: Any = None
+        self._stand_in: Any = None
+        self._of_program: str | None = None
         self._wanted = False
         self._queued = False
         # Whether there is such a history; None until that is known.
@@ -27,6 +52,7 @@ class CardHistory:
         self._wanted = True
         if self._supported is False or not hasattr(torch._C, "_cuda_isHistoryEnabled"):  # torch for the CPU only
             return
+        self._listen(torch)
         if torch.cuda.is_initialized():
             self._switch_on(torch)
         elif not self._queued and hasattr(torch.cuda, "_lazy_call"):
@@ -41,8 +67,27 @@ class CardHistory:
             _take_from_queue(torch.cuda, self._initialized)
         # In a forked child it is not initialised, whatever it was in the parent.
         if self._ours and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled() and not _has_events(torch):
-            torch.cuda.memory._record_memory_history(None)
+            self._original(None)
         self._ours = False
+        if self._stand_in is not None and vars(torch.cuda.memory).get(_RECORD) is self._stand_in:
+            setattr(torch.cuda.memory, _RECORD, self._original)
+        self._stand_in = None
+
+    def _listen(self, torch: Any) -> None:
+        if self._stand_in is not None:
+            return
+        original = self._original = getattr(torch.cuda.memory, _RECORD)
+        self._of_program = history_of_program(torch)
+
+        @passing_for(original, torch.cuda.memory, _RECORD)
+        def ours(enabled: Any = "all", *args: Any, **kwargs: Any) -> Any:
+            result = original(enabled, *args, **kwargs)
+            self._of_program = ("all" if enabled is True else enabled) or None
+            return result
+
+        setattr(ours, _OF_PROGRAM, lambda: self._of_program)
+        self._stand_in = ours
+        setattr(torch.cuda.memory, _RECORD, ours)
 
     def _initialized(self) -> None:
         """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
@@ -56,7 +101,7 @@ class CardHistory:
                 # cudaMallocAsync and pluggable allocators have none; to try would leave a callback behind, and fail.
                 self._supported = torch.cuda.get_allocator_backend() == "native"
             if self._supported and not torch._C._cuda_isHistoryEnabled():
-                torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
+                self._original("state", context="alloc", stacks="python")
                 self._ours = True
         except Exception:  # noqa: BLE001 - whatever it is, it would fail the user's initialisation of CUDA
             self._supported = False

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.objects.passing_for import passing_for
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
 from lowtide.probes.objects.whose_code import is_library
 from lowtide.probes.originals import contents, loaded, os, sys, threading, time

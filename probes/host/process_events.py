@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.objects.passing_for import passing_for
 from lowtide.probes.originals import in_main_thread, loaded, os, time
 
 _POOLS = (

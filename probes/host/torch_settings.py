@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lowtide.probes.device.allocation_history import history_of_program
 from lowtide.probes.host.setting_values import Value, Values, is_loaded
 from lowtide.probes.objects.described import described, identified, is_tools
 from lowtide.probes.objects.foreign import type_name
@@ -229,6 +230,7 @@ def _card(torch: Any) -> list[Value]:
         Value("torch.cuda.get_per_process_memory_fraction()", fractions, str),
         Value("torch.cuda.current_device()", device),
         Value("torch.cuda.current_stream()", stream, str),
+        Value("torch.cuda.memory._record_memory_history", lambda: history_of_program(torch)),
     ]
 
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
 
 from lowtide.probes import allocation_stacks as module
 from lowtide.probes.allocation_stacks import AllocationStacks
-from lowtide.probes.device.allocation_history import parse_stacks
+from lowtide.probes.device.allocation_history import history_of_program, parse_stacks
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function, telling_frames
 from tests.loaded_modules import load_instead
 
@@ -973,6 +973,37 @@ def test_a_history_is_switched_on_once_and_off_again(monkeypatch: pytest.MonkeyP
     recording.stop()
     recording.stop()
     assert torch.calls == [OURS, (None,)]
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_what_the_program_switches_on_beside_it_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, *, initialized: bool
+) -> None:
+    torch: Any = stand_in(monkeypatch, initialized=initialized)
+    before = torch.cuda.memory._record_memory_history
+    recording = AllocationStacks()
+    recording.start()
+    torch.initialize()
+    assert (torch.calls, history_of_program(torch)) == ([OURS], None)
+    torch.cuda.memory._record_memory_history(stacks="python")
+    assert (torch.calls[1:], history_of_program(torch)) == ([("all", "all", "python")], "all")
+    torch.cuda.memory._record_memory_history(enabled="state")
+    assert history_of_program(torch) == "state"
+    torch.cuda.memory._record_memory_history(None)
+    assert history_of_program(torch) is None
+    recording.stop()
+    assert torch.cuda.memory._record_memory_history == before
+
+
+def test_what_the_program_has_switched_on_before_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch: Any = stand_in(monkeypatch)
+    torch.cuda.memory._record_memory_history("state")
+    assert history_of_program(torch) == "all"
+    recording = AllocationStacks()
+    recording.start()
+    assert history_of_program(torch) == "all"
+    recording.stop()
+    assert torch.calls == [("state", "all", "all")]
 
 
 def test_without_the_card_it_is_left_off(monkeypatch: pytest.MonkeyPatch) -> None:

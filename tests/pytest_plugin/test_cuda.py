@@ -277,6 +277,12 @@ def exporter():
 
 def test_import_given_back(exporter): exporter.get(timeout=300)
 def test_import(exporter): KEPT.append(exporter.get(timeout=300))
+
+def test_history_switched_off():
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+    torch.cuda.memory._record_memory_history(None)
+
+def test_history_left_on(): torch.cuda.memory._record_memory_history(max_entries=1000)
 """
 
 
@@ -372,6 +378,13 @@ def test_what_another_process_has_exported_is_the_tensor_alone(of_others: Report
     assert (finding.resource, finding.bytes) == ("tensors", 64 << 20)
     assert (finding.holder or "").startswith("test_inner.KEPT[")
     assert subject(of_others, "test_import_given_back").findings == ()
+
+
+def test_a_history_that_the_program_leaves_on_is_a_setting(of_others: Report) -> None:
+    (finding,) = subject(of_others, "test_history_left_on").findings
+    assert finding.resource == "globals"
+    assert "torch.cuda.memory._record_memory_history was None, is 'all'" in finding.message
+    assert subject(of_others, "test_history_switched_off").findings == ()
 
 
 def test_the_plans_of_cufft_are_no_leak_and_are_said(of_others: Report) -> None:
