@@ -64,7 +64,8 @@ _MOST_WRAPPED = 4
 _MOST_TABLES = 6
 """In how many places libraries may keep one object."""
 
-_SAYS_CACHE = re.compile(r"cache|memo", re.IGNORECASE)
+_SAYS_CACHE = re.compile(r"(?<!kv)(?<!kv_)cache|memo(?!r)", re.IGNORECASE)
+"""The names of what is kept to be computed once; the cache of an engine's keys and values is its state."""
 
 _MOST_BEHIND = 20_000
 """Objects that are looked at behind what a library keeps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -104,6 +105,8 @@ class Model:
 _PLANS = {}
 _RANKS_CACHE = {}
 _REGISTERED = []
+_KV_CACHE = {}
+_MEMORY = {}
 
 class Mesh:
     def __init__(self, size=64):
@@ -147,7 +150,7 @@ class Process:
 
     def _storages(self) -> dict[tuple[str, int], int]:
         found: dict[tuple[str, int], int] = {}
-        tables = [vars(self.library)[name] for name in ("_PLANS", "_RANKS_CACHE", "_REGISTERED")]
+        tables = [vars(self.library)[name] for name in vars(self.library) if re.fullmatch("_[A-Z]+(_[A-Z]+)?", name)]
         for entries in (*map(cache_entries, self._caches()), tables):
             reached, _ = reach(entries)
             tensors = [item for item in reached if isinstance(item, torch.Tensor)]
@@ -257,6 +260,8 @@ class OwnMesh:
 
 TOLD = {
     "what a library was given": lambda library: library._REGISTERED.append(torch.zeros(64)),
+    "an engine's cache": lambda library: library._KV_CACHE.update({0: torch.zeros(64)}),
+    "a memory that is no memo": lambda library: library._MEMORY.update({0: torch.zeros(64)}),
     "an object that can be ended": lambda library: library._PLANS.update({8: library.Server()}),
     "an object of the program's on the way": lambda library: library._PLANS.update({8: library.Plan(OwnMesh())}),
     "a key of the program's": lambda library: library._PLANS.update({OwnMesh: library.Mesh()}),
