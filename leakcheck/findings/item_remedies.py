@@ -19,6 +19,7 @@ from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_c
 from lowtide.leakcheck.judging.budget import Budget, untried
 from lowtide.leakcheck.judging.items import FROZEN
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
+from lowtide.leakcheck.libraries.library_caches import changes_on
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
@@ -53,6 +54,8 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
     if resource == "lru-cache":
         by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
         return [_clearing(item, walk) for item in by_cache.values()]
+    if leak.key.startswith("allocations "):
+        return changes_on(int(leak.finding.device.partition(":")[2]))
     if leak.key.startswith(MEMORY_POOL):
         return _trimming(int(leak.finding.device.partition(":")[2]))
     if resource == "globals":

@@ -6,12 +6,14 @@ A library counts only if the program has imported it and used a card with it; no
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.originals import loaded
@@ -30,6 +32,7 @@ class LibraryCache:
         call: what has it give that back, as code.
         held: what it keeps on a card, in words, and what to add to that behind its name; empty where that is nothing.
         give_back: has it give that back, on the card with that number.
+        in_graphs: whether a captured graph may use it, so that it is kept while one is alive.
     """
 
     module: str
@@ -38,6 +41,7 @@ class LibraryCache:
     call: str
     held: Callable[[int], tuple[str, str]]
     give_back: Callable[[int], None]
+    in_graphs: bool = False
 
 
 def _cupys(card: int) -> tuple[str, str]:
@@ -104,8 +108,7 @@ def _rmms(card: int) -> tuple[str, str]:
 def _plans(card: int) -> tuple[str, str]:
     plans: Any = loaded("torch").backends.cuda.cufft_plan_cache[card]
     number = int(plans.size)
-    # A graph that was captured may run one of them.
-    return (format_amount(number, "plans") if number and not any_graph_alive() else "", "")
+    return (format_amount(number, "plans") if number else "", "")
 
 
 def _clear_plans(card: int) -> None:
@@ -157,6 +160,7 @@ LIBRARY_CACHES = (
         "torch.backends.cuda.cufft_plan_cache.clear()",
         _plans,
         _clear_plans,
+        in_graphs=True,
     ),
 )
 """The libraries that are known to; each keeps what it has until somebody asks."""
@@ -168,19 +172,32 @@ def empty_library_caches() -> tuple[NotMeasured, ...]:
     Returns:
         What they had, as their own public counters say it.
     """
-    torch = initialized_torch()
-    if torch is None:
-        return ()
     found: dict[NotMeasured, None] = {}
-    for cache in LIBRARY_CACHES:
-        if not issubclass(type(sys.modules.get(cache.module)), ModuleType):
-            continue
-        for card in range(torch.cuda.device_count()):
-            # Another version, or half an import.
+    torch = initialized_torch()
+    for card in range(torch.cuda.device_count()) if torch is not None else ():
+        for cache, what in _holding(torch, card):
+            if cache.in_graphs and any_graph_alive():
+                continue
             with contextlib.suppress(Exception):
-                amount, more = cache.held(card) if has_context(torch, card) else ("", "")
-                if amount:
-                    what = f"{amount} in {cache.name} on cuda:{card}{more}"
-                    found[NotMeasured(what=what, why=f"it keeps {cache.reason}: {cache.call}")] = None
-                    cache.give_back(card)
+                cache.give_back(card)
+                found[NotMeasured(what=what, why=f"it keeps {cache.reason}: {cache.call}")] = None
     return tuple(found)
+
+
+def changes_on(card: int) -> list[Change]:
+    """What gives memory on a card back that a library keeps, to be tried when no test follows."""
+    torch = initialized_torch()
+    caches = [] if torch is None else [cache for cache, _ in _holding(torch, card) if cache.give_back is not _keep]
+    return [Change(cache.call, "", functools.partial(cache.give_back, card)) for cache in caches]
+
+
+def _holding(torch: Any, card: int) -> Iterator[tuple[LibraryCache, str]]:
+    """The libraries that keep something on a card, with what."""
+    for cache in LIBRARY_CACHES:
+        amount = more = ""
+        # Another version, or half an import.
+        with contextlib.suppress(Exception):
+            if issubclass(type(sys.modules.get(cache.module)), ModuleType) and has_context(torch, card):
+                amount, more = cache.held(card)
+        if amount:
+            yield cache, f"{amount} in {cache.name} on cuda:{card}{more}"

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from lowtide.leakcheck.findings.item_remedies import actions_for
 from lowtide.leakcheck.libraries import library_caches
-from lowtide.leakcheck.libraries.library_caches import LIBRARY_CACHES, empty_library_caches
+from lowtide.leakcheck.libraries.library_caches import LIBRARY_CACHES, changes_on, empty_library_caches
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching import watch
 from lowtide.leakcheck.watching.verdict import Policy
@@ -115,8 +116,8 @@ def test_cupy_gives_back_the_blocks_of_each_card_that_is_used(monkeypatch: pytes
     assert cupy.current == 0
     assert [line.what for line in said] == [
         "64 B in cupy's pool on cuda:0, of which 0 B are used",
-        "64 B in cupy's pool on cuda:2, of which 0 B are used",
         "8 free blocks in cupy's pool of pinned memory on cuda:0",
+        "64 B in cupy's pool on cuda:2, of which 0 B are used",
     ]
     assert said[0].why.endswith(": cupy.get_default_memory_pool().free_all_blocks()")
     assert empty_library_caches() == ()
@@ -136,6 +137,7 @@ def test_rmms_pool_is_said_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setitem(sys.modules, "rmm.mr", module("rmm.mr", get_per_device_resource=pools.__getitem__))
     (line,) = empty_library_caches()
     assert line.what == "1.0 MiB in rmm's pool on cuda:0"
+    assert changes_on(0) == []
 
 
 @pytest.mark.parametrize("any_graph", [False, True])
@@ -152,6 +154,13 @@ def test_the_plans_of_cufft_are_cleared_unless_a_graph_may_run_them(
     said = [line.what for line in empty_library_caches()]
     assert said == ([] if any_graph else ["2 plans in torch's cache of cuFFT's plans on cuda:0"])
     assert [each.size for each in plans] == ([2, 3, 0] if any_graph else [0, 3, 0])
+    # Once nothing runs any more, it is tried whether they are what is left.
+    finding = SimpleNamespace(resource="driver", device="cuda:0")
+    leak: Any = SimpleNamespace(key="allocations cuda:0", finding=finding)
+    for change in actions_for(leak, 1.0, may_unfreeze=False):
+        assert change.code == "torch.backends.cuda.cufft_plan_cache.clear()"
+        change.apply()
+    assert [each.size for each in plans] == [0, 3, 0]
 
 
 def test_numba_frees_what_waits_in_the_contexts_that_it_has(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
@@ -180,7 +189,8 @@ def test_without_a_card_nothing_is_asked_and_nothing_is_imported(monkeypatch: py
     names = {cache.module for cache in LIBRARY_CACHES}
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(library_caches, "initialized_torch", lambda: SimpleNamespace())
+    torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: 1))
+    monkeypatch.setattr(library_caches, "initialized_torch", lambda: torch)
     empty_library_caches()
     assert not names & sys.modules.keys()
 
