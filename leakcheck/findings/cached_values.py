@@ -28,7 +28,7 @@ from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.caches import BEYOND_CACHES, cache_entries
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Link
-from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.heap.reach import led_to, module_namespaces, reach
 from lowtide.probes.memory.tensors import survey_storages, torch_member
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
@@ -41,7 +41,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.objects.listed import Census
-from lowtide.probes.objects.whose_code import is_library, library_globals
+from lowtide.probes.objects.whose_code import is_library, library_globals, program_namespaces
 from lowtide.probes.originals import gc, loaded, weakref
 from lowtide.probes.references.definitions import is_dict_of_cache
 from lowtide.reports.schema import NotMeasured
@@ -327,20 +327,29 @@ def _tables_with(new: Mapping[Key, int], memos: Sequence[_Memo], walk: SharedWal
     """
     known = storage_keys(item for memo in memos for item in memo.tensors)
     small = [key for key, size in new.items() if size <= MOST_ADDED and key not in known]
+    if small and (walk is None or not walk.is_made):
+        # Most leaks are the program's, and that shows without a walk.
+        near = tensors_over(small)
+        small = list(
+            storage_keys(item for item, led in zip(near, led_to(near, program_namespaces()), strict=True) if not led)
+        )
+        del near
     tensors = tensors_over(small, walk) if small else []
     tables: dict[str, _Table] = {}
     # By the first of them that leads to a tensor.
     groups: dict[int, list[_Table]] = {}
+    reached: set[int] = set()
     # One library may keep the same object in several places: the next way to it is behind those that are known.
     for _ in range(_MOST_TABLES if tensors else 0):
         with trace(tensors, ignore={id(table.holder) for table in tables.values()}, walk=walk) as found:
             ways = [_table_of(item, place, found) for place, item in enumerate(tensors)]
+            reached |= {id(item) for place, item in enumerate(tensors) if found.reaches(place)}
         for item, table in zip(tensors, ways, strict=True):
             if table is not None:
                 groups.setdefault(id(item), []).append(tables.setdefault(table.name, table))
         if not any(ways):
             break
-    lost = [item for item in tensors if id(item) not in groups]
+    lost = [item for item in tensors if id(item) not in reached]
     with trace(lost, walk=walk, thorough=True) as found:
         for place, item in enumerate(lost):
             if (table := _native_table_of(item, place, found)) is not None:

@@ -19,7 +19,7 @@ from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.library_items import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
-from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
@@ -96,12 +96,15 @@ class FullReadings:
         seen: Collection[Key],
         note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
         last: Deep | None = None,
+        known: SharedWalk | None = None,
     ) -> Deep:
         """A full reading, without what libraries are excused for; that is settled with the first of a judgement."""
         with sharing_walk() as walk:
             deep = self._reader(subjects, ended, seen, note, walk, last)
             if self.distinguished is None:
-                self.values = self._cached_values.sort(deep.heap.held, self._caches.known(), self._subject, walk)
+                self.values = self._cached_values.sort(
+                    deep.heap.held, self._caches.known(), self._subject, known or walk
+                )
         now = self._read()
         if self.distinguished is None:
             new = {
@@ -124,6 +127,7 @@ class FullReadings:
         may_thaw: bool,
         give_back: Callable[[Rung], bool],
         diagnoses: bool,
+        known: SharedWalk | None,
     ) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
         """The readings after each rung that a plain test may have to climb; everything has been collected by now.
 
@@ -139,8 +143,9 @@ class FullReadings:
             may_thaw: whether a freeze that was done since the baseline may be undone: not that of an owner that lives.
             give_back: does what a rung does; False where there is nothing to act on.
             diagnoses: whether it is to be known at which rung something comes back that is a leak in any case.
+            known: a walk of all that leads to what is left, if one has been made.
         """
-        first = self.read(subjects, ended, seen, note)
+        first = self.read(subjects, ended, seen, note, known=known)
         if self._tries_blas_handles(first):
             first = self.read(subjects, ended, seen)
         frozen_before = self._ownership.baseline.amounts.get("gc-frozen") or 0

@@ -178,7 +178,7 @@ class WatchJudge:
         metrics = plain_metrics(["cpu", *devices_of(self._read())], case.tolerance)
         context = self._context(case)
 
-        def climb() -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
+        def climb(known: SharedWalk | None) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
             return self._readings.climb(
                 case.subjects,
                 case.ended,
@@ -189,14 +189,15 @@ class WatchJudge:
                 may_thaw=case.final and not owners_froze(self._ownership),
                 give_back=self._give_back,
                 diagnoses=self._policy.explain,
+                known=known,
             )
 
-        steps, frozen = climb()
+        steps, frozen = climb(case.known)
         if case.known is not None and not _suffices(case.known, _above(metrics, steps[0].reading), steps[0].reading):
             # There is more, of which a collection may give back some.
             case.known.close()
             collect()
-            steps, frozen = climb()
+            steps, frozen = climb(None)
         climbed()
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)

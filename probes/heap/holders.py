@@ -58,6 +58,11 @@ class SharedWalk:
         self._graph = graph
         self._lost: set[int] = set()
 
+    @property
+    def is_made(self) -> bool:
+        """Whether somebody has asked already, so that asking costs little."""
+        return self._graph is not None
+
     def graph(self, needed: Sequence[object] = ()) -> Graph:
         """The heap.
 

@@ -52,6 +52,12 @@ def program_modules() -> list[ModuleType]:
     return [module for module, file in _files() if not is_library(file) and not module.__name__.startswith("lowtide.")]
 
 
+def program_namespaces() -> frozenset[int]:
+    """Identities of the dicts that hold the globals of all modules but libraries'."""
+    files = {id(module): file for module, file in _files()}
+    return frozenset(id(vars(module)) for module in _modules() if not is_library(files.get(id(module), "")))
+
+
 def library_globals() -> frozenset[int]:
     """Identities of what the globals of the libraries' modules are bound to."""
     libraries = [module for module, file in _files() if is_library(file)]
@@ -59,6 +65,9 @@ def library_globals() -> frozenset[int]:
 
 
 def _files() -> list[tuple[ModuleType, str]]:
-    loaded = [module for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)]
-    files = [(module, vars(module).get("__file__")) for module in loaded]
+    files = [(module, vars(module).get("__file__")) for module in _modules()]
     return [(module, file) for module, file in files if type(file) is str]
+
+
+def _modules() -> list[ModuleType]:
+    return [module for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.probes.heap.reach import reach
+from lowtide.probes.heap.reach import led_to, reach
 
 
 class Thing:
@@ -200,3 +200,42 @@ def test_what_arrays_hold_is_reached_and_so_is_what_untracked_containers_do() ->
     found, _ = reach([engine, [table]])
     assert any(held is view.base for held in found)
     assert any(held is item for held in found)
+
+
+class TestLedTo:
+    """From the objects back to a dict."""
+
+    @pytest.mark.parametrize(
+        "hold",
+        [
+            lambda thing: thing,
+            lambda thing: [thing],
+            lambda thing: {"a": [thing]},
+            lambda thing: types.SimpleNamespace(held=[thing]),
+            lambda thing: functools.partial(print, [thing]),
+        ],
+    )
+    def test_what_leads_to_an_object_is_found(self, hold: Callable[[Thing], object]) -> None:
+        thing, other = Thing(), Thing()
+        namespace, elsewhere = {"name": hold(thing)}, {"name": [other]}
+        assert led_to([other, thing], {id(namespace)}) == [False, True]
+        assert led_to([other, thing], {id(namespace), id(elsewhere)}) == [True, True]
+
+    def test_one_that_holds_both_leads_to_both(self) -> None:
+        things = [Thing(), Thing()]
+        namespace = {"name": {"first": things[0], "rest": (things[1],)}}
+        assert led_to(things, {id(namespace)}) == [True, True]
+
+    def test_what_is_far_away_or_held_by_too_much_is_not_looked_for(self) -> None:
+        far, near = Thing(), Thing()
+        namespace = {"far": [[[[[far]]]]], "near": [near]}
+        assert led_to([far, near], {id(namespace)}) == [False, True]
+        crowd = [[near] for _ in range(600)]
+        assert led_to([near], {id({}), id(crowd)}) == [False]
+
+    def test_it_keeps_nothing_alive(self) -> None:
+        thing = Thing()
+        namespace = {"name": [thing]}
+        before = sys.getrefcount(thing)
+        led_to([thing], {id(namespace)})
+        assert sys.getrefcount(thing) == before
