@@ -38,7 +38,7 @@ from lowtide.pytest_plugin.session_watch import SessionWatch, count_workers, ins
 from lowtide.pytest_plugin.settings import Settings, read_markers
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.stage_records import StageRecords
-from lowtide.reports.outcomes import judged_as
+from lowtide.reports.outcomes import judged_as, tries_as_one
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 from lowtide.reports.sizes import first_of
 
@@ -118,6 +118,7 @@ class Checker:
             self._config.workeroutput["lowtide_spent"] = self._spent.both()  # type: ignore[attr-defined]
             return
         self._results.retell(proven)
+        self._results.tell_causes_once()
         if self._results.find_problems() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.settings.action == "fail" and session.exitstatus == pytest.ExitCode.OK and self._results.leaks():
@@ -139,7 +140,7 @@ class Checker:
         """One line per leak."""
         results = self._results
         settings = replace(self.settings, report=None) if results.unwritten else self.settings
-        terminal.summary(terminalreporter, results.subjects, settings, results.problems, self._spent)
+        terminal.summary(terminalreporter, tries_as_one(results.subjects), settings, results.problems, self._spent)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:

@@ -20,7 +20,9 @@ from lowtide.probes.originals import time
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings, usage_error
+from lowtide.reports.causes import seen_before
 from lowtide.reports.folder import UnfinishedReport, write_folder
+from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject
 from lowtide.reports.whole_texts import json_bytes
 
@@ -100,6 +102,23 @@ class Results:
             retell(reporter.stats, texts)
         self.subjects = subjects
 
+    def tell_causes_once(self) -> None:
+        """Shorten what the terminal has still to show of a cause that was seen before: after the last `retell`."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None:
+            return
+        verbosity = self._config.get_verbosity()
+        texts: dict[str, str] = {}
+        for subject, again in zip(self.subjects, seen_before(self.subjects), strict=True):
+            # Of a test that is run again, pytest may show the last try alone.
+            before = {
+                place: seen for place, seen in again.items() if seen.subject.id != subject.id or seen.subject is subject
+            }
+            if is_bad(subject):
+                texts.setdefault(terminal.details(subject, verbosity), terminal.details(subject, verbosity, before))
+                texts.setdefault(terminal.headline(subject), terminal.headline(subject, before))
+        retell(reporter.stats, texts)
+
     def as_output(self) -> dict[str, object]:
         """What an xdist worker sends of them, for `add_output`: what was judged outside of tests, and what it used."""
         return {"lowtide": _encode(self.subjects), "lowtide_used": sorted(self._used)}
@@ -136,7 +155,7 @@ class Results:
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 command=" ".join(["pytest", *self._config.invocation_params.args]),
                 machine=this_machine(driver),
-                subjects=tuple(subjects),
+                subjects=tuple(tries_as_one(subjects)),
                 settings=self._settings.as_texts(),
             )
         finally:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
-from lowtide.leakcheck.resources.names import without_numbers
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
+from lowtide.reports.causes import Sighting, causes_of
 from lowtide.reports.escaping import one_line
-from lowtide.reports.finding_lines import amount, first_line, holder_text, terminal_lines
+from lowtide.reports.finding_lines import amount, first_line, holder_text, lines_again, terminal_lines
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.outcomes import held_by_process
 from lowtide.reports.schema import Finding, NotMeasured, Subject
-from lowtide.reports.sizes import first_of, format_amount, format_bytes
+from lowtide.reports.sizes import format_amount, format_bytes
 
 MOST_NOT_MEASURED = 5
 """How many lines say what could not be judged; the others are in a report."""
 
-_OTHER_TESTS = 3
-"""How many tests the line of a cause names besides the first one that it was seen in."""
+NOTHING_BEFORE: Mapping[int, Sighting] = {}
+"""Of a subject that none of whose causes was seen before."""
 
 
 def header(settings: Settings, *, shares_card: bool) -> list[str]:
@@ -87,8 +87,10 @@ def summary(
     for subject in subjects:
         if subject.outcome == "error":
             write(f"ERROR {subject.id}: {subject.reason}", red=True)
-    for known, text in _causes(subjects):
+    for cause in causes_of(subjects):
+        known = cause.first.finding.suppressed_by is not None
         word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
+        text = line(cause.first.subject, cause.first.finding) + cause.elsewhere
         write(f"{word} {text}", yellow=known, red=not known)
     for problem in problems:
         write(f"SUPPRESSION {problem}", red=True)
@@ -151,48 +153,46 @@ def _other_processes(subjects: Sequence[Subject]) -> Iterator[str]:
         yield f"not judged in {format_amount(tests, 'tests')}: {largest.what}{others}; {why}"
 
 
-def _causes(subjects: Sequence[Subject]) -> Iterator[tuple[bool, str]]:
-    """Yield a line for each cause, with the other tests that it was seen in, and whether it is known."""
-    causes: dict[tuple[bool, str, str], list[tuple[Subject, Finding]]] = {}
-    for subject in subjects:
-        for finding in subject.findings:
-            known = finding.suppressed_by is not None
-            # A fingerprint goes without who holds a descriptor.
-            cause = (known, finding.fingerprint, without_numbers(finding.holder or ""))
-            causes.setdefault(cause, []).append((subject, finding))
-    for (known, _, _), seen in causes.items():
-        names = list(dict.fromkeys(subject.id for subject, _ in seen))
-        more = f"; {len(seen)} times" if len(seen) > len(names) else ""
-        if len(names) > 1:
-            more += f"; also in {first_of(names[1:], _OTHER_TESTS)}"
-        yield known, line(*seen[0]) + more
-
-
 def line(subject: Subject, finding: Finding) -> str:
     """One leak on one line: test, resource, bytes, holder."""
     said = f"{subject.id} {finding.resource}/{finding.cause} {amount(finding)} {holder_text(finding)}"
     return one_line(said.rstrip())
 
 
-def headline(subject: Subject) -> str:
-    """What stands behind FAILED in pytest's summary."""
+def headline(subject: Subject, before: Mapping[int, Sighting] = NOTHING_BEFORE) -> str:
+    """Return what stands behind FAILED in pytest's summary.
+
+    Args:
+        subject: what left something.
+        before: by their places those of its findings whose causes were seen before, and where.
+    """
     if subject.outcome == "error":
         return one_line(subject.reason)
-    first = next(finding for finding in subject.findings if finding.suppressed_by is None)
+    found = [(turn, finding) for turn, finding in enumerate(subject.findings) if finding.suppressed_by is None]
+    turn, first = min(found, key=lambda item: item[0] in before)
     others = len(subject.findings) - 1
     more = f" (and {others} more)" if others else ""
-    return one_line(f"leak: {first.resource}/{first.cause}: {first.message}{more}")
+    same = f"as in {before[turn].subject.id}: " if turn in before else ""
+    return one_line(f"leak: {same}{first.resource}/{first.cause}: {first.message}{more}")
 
 
-def details(subject: Subject, verbosity: int) -> str:
-    """Everything about a subject's leaks; paths and stacks in full with `-v`."""
+def details(subject: Subject, verbosity: int, before: Mapping[int, Sighting] = NOTHING_BEFORE) -> str:
+    """Return everything about a subject's leaks; paths and stacks in full with `-v`.
+
+    Args:
+        subject: what left something.
+        verbosity: pytest's.
+        before: see `headline`; of these nothing is told again.
+    """
     if subject.outcome == "error":
         return one_line(f"{subject.id}: {subject.reason}")
     lines = [f"{subject.id} left something behind:"]
-    for finding in subject.findings:
+    for turn, finding in enumerate(subject.findings):
         if finding.suppressed_by is not None:
             continue
         lines.append(f"  {finding.resource}/{finding.cause}: {first_line(finding)}")
         shown = terminal_lines(finding, "with -v", whole=verbosity > 0)
+        if turn in before:
+            shown = lines_again(finding, before[turn], subject)
         lines += [f"    {detail.text}" for detail in shown]
     return "\n".join(map(one_line, lines))

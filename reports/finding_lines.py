@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowtide.reports.causes import Sighting
 from lowtide.reports.escaping import escape_toml
-from lowtide.reports.schema import Finding, Hop, Remedy, TypeGrowth
+from lowtide.reports.schema import Finding, Hop, Remedy, Subject, TypeGrowth
 from lowtide.reports.sizes import format_amount, format_bytes
 
 SHOWN_HOPS = 12
@@ -107,6 +108,21 @@ def _short_lines(finding: Finding, rest: str, hops: int, frames: int) -> list[De
     lines += [DetailLine(text) for text in _after_path(finding, most=2)]
     lines.append(DetailLine(f"fingerprint {finding.fingerprint}", quiet=True))
     return lines
+
+
+def lines_again(finding: Finding, first: Sighting, subject: Subject) -> list[DetailLine]:
+    """Return what is said of a finding below its first line where all else was said of its cause before.
+
+    Args:
+        finding: the finding.
+        first: where its cause was seen first.
+        subject: whose finding it is.
+    """
+    where = "above" if first.subject.id == subject.id else f"in {first.subject.id}"
+    return [
+        DetailLine(f"the same cause as {where}"),
+        DetailLine(f"fingerprint {finding.fingerprint}", quiet=True),
+    ]
 
 
 def first_line(finding: Finding) -> str:
@@ -257,7 +273,7 @@ def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
         [f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding)], most
     )
     yield from _at_most([f"changed by trying: {change}" for change in finding.changed], most)
-    parts = [f"part of it: {part.resource}/{part.cause}: {part.message}" for part in finding.parts]
+    parts = [f"part of it: {part.resource}/{part.cause}: {first_line(part)}" for part in finding.parts]
     yield from _at_most(parts, most and most + 1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import first_line
-from lowtide.reports.markdown import open_findings, render_markdown
+from lowtide.reports.markdown import open_causes, render_markdown
 from lowtide.reports.schema import Report, ReportError
 from lowtide.reports.source_places import SourcePlace, SourcePlaces
 from lowtide.reports.whole_texts import whole_text
@@ -56,10 +56,11 @@ def append_summary(report: Report, environment: Mapping[str, str]) -> None:
 
 
 def _annotations(report: Report, places: SourcePlaces) -> Iterator[str]:
-    leaks = sorted(open_findings(report.subjects), key=lambda leak: leak[1].bytes, reverse=True)
-    for subject, finding in leaks:
+    for cause in open_causes(report.subjects):
+        subject, finding, *_ = cause.first
         title = f"{finding.resource}/{finding.cause}"
-        yield _command(places.find(subject, finding), title, f"{subject.id}: {first_line(finding)}")
+        message = f"{subject.id}: {first_line(finding)}{cause.elsewhere}"
+        yield _command(places.find(subject, finding), title, message)
     for subject in report.subjects:
         if subject.outcome in ("error", "unsupported"):
             yield _command(None, "not measured", f"{subject.id}: {subject.reason or subject.outcome}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
+from lowtide.reports.causes import Sighting, seen_before
 from lowtide.reports.escaping import one_line
-from lowtide.reports.finding_lines import advice_text, amount, finding_lines
+from lowtide.reports.finding_lines import advice_text, amount, finding_lines, lines_again
 from lowtide.reports.markdown import count_outcomes, not_measured
 from lowtide.reports.schema import Finding, Report, Subject
 
@@ -31,28 +32,28 @@ def render_junit(report: Report) -> str:
     if _is_time(report.created):
         suite.set("timestamp", one_line(report.created))
     _add_properties(suite, _run_properties(report))
-    for subject in report.subjects:
-        _add_case(suite, subject)
+    for subject, before in zip(report.subjects, seen_before(report.subjects), strict=True):
+        _add_case(suite, subject, before)
     ElementTree.indent(root)
     # Not ElementTree's own declaration: for text that would name the locale's encoding.
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
 
-def _add_case(suite: Element, subject: Subject) -> None:
+def _add_case(suite: Element, subject: Subject, before: Mapping[int, Sighting]) -> None:
     group, name = _split_id(subject.id)
     names = {"classname": one_line(group), "name": one_line(name)}
     case = SubElement(suite, "testcase", names, time=f"{_seconds(subject):.3f}")
     properties = [pair for turn, finding in enumerate(subject.findings, 1) for pair in _facts(turn, finding)]
     _add_properties(case, properties)
     if subject.outcome == "leak":
-        _add_failure(case, subject)
+        _add_failure(case, subject, before)
     elif subject.outcome == "error":
-        SubElement(case, "error", type="error", message=one_line(subject.reason)).text = _details(subject)
+        SubElement(case, "error", type="error", message=one_line(subject.reason)).text = _details(subject, before)
     elif subject.outcome != "clean":
         SubElement(case, "skipped", type=subject.outcome, message=one_line(subject.reason))
 
 
-def _add_failure(case: Element, subject: Subject) -> None:
+def _add_failure(case: Element, subject: Subject, before: Mapping[int, Sighting]) -> None:
     # One failure per case is all that most readers accept: it names the first leak that counts, and its text has all.
     counted = [finding for finding in subject.findings if finding.suppressed_by is None]
     kind, message = "leak", subject.reason
@@ -60,7 +61,7 @@ def _add_failure(case: Element, subject: Subject) -> None:
         kind, message = f"{counted[0].resource}/{counted[0].cause}", counted[0].message
     if len(counted) > 1:
         message += f" (and {len(counted) - 1} more)"
-    SubElement(case, "failure", type=kind, message=one_line(message)).text = _details(subject)
+    SubElement(case, "failure", type=kind, message=one_line(message)).text = _details(subject, before)
 
 
 def _add_properties(parent: Element, pairs: Sequence[tuple[str, str]]) -> None:
@@ -110,16 +111,15 @@ def _facts(turn: int, finding: Finding) -> Iterator[tuple[str, str]]:
     return ((f"leakcheck.{turn}.{name}", value) for name, value in facts.items() if value is not None)
 
 
-def _details(subject: Subject) -> str:
+def _details(subject: Subject, before: Mapping[int, Sighting]) -> str:
     lines = [subject.reason] if subject.reason else []
-    for finding in subject.findings:
-        lines += _finding_lines(finding)
+    for place, finding in enumerate(subject.findings):
+        known = lines_again(finding, before[place], subject) if place in before else finding_lines(finding)
+        lines.append(
+            f"{finding.resource}/{finding.cause} ({amount(finding)}, since {finding.stage}): {finding.message}"
+        )
+        lines += [f"  {line.text}" for line in known]
     return "\n".join(map(one_line, lines))
-
-
-def _finding_lines(finding: Finding) -> Iterator[str]:
-    yield f"{finding.resource}/{finding.cause} ({amount(finding)}, since {finding.stage}): {finding.message}"
-    yield from (f"  {line.text}" for line in finding_lines(finding))
 
 
 def _split_id(subject_id: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
+from lowtide.reports.causes import Cause, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
@@ -53,10 +54,10 @@ _GROWTH_HEAD = (f"| subject | {' | '.join(GROWTH_HEAD)} |", "|---|---|---:|---:|
 
 def render_markdown(report: Report) -> str:
     """Verdict, counts, the largest leaks, who holds them, and what was not measured."""
-    leaks = sorted(open_findings(report.subjects), key=lambda leak: leak[1].bytes, reverse=True)
+    leaks = open_causes(report.subjects)
     parts = ["## lowtide", f"**{verdict(report)}**", _counts(report)]
     if leaks:
-        parts.append("\n".join([*_TABLE_HEAD, *(_row(subject, finding) for subject, finding in leaks[:MOST])]))
+        parts.append("\n".join([*_TABLE_HEAD, *map(_row, leaks[:MOST])]))
         parts += _rest(len(leaks), "leak(s)")
     parts += _details(leaks)
     parts += _growth(report)
@@ -100,10 +101,10 @@ def count_outcomes(report: Report) -> dict[Outcome, int]:
     return {outcome: counts[outcome] for outcome in get_args(Outcome)}
 
 
-def open_findings(subjects: Iterable[Subject]) -> Iterator[tuple[Subject, Finding]]:
-    """The findings that no suppression covers, each with its subject."""
-    for subject in subjects:
-        yield from ((subject, finding) for finding in subject.findings if finding.suppressed_by is None)
+def open_causes(subjects: Iterable[Subject]) -> list[Cause]:
+    """Return the causes of the findings that no suppression covers, that of the largest one first."""
+    found = (cause.by_largest() for cause in causes_of(subjects) if cause.first.finding.suppressed_by is None)
+    return sorted(found, key=lambda cause: cause.first.finding.bytes, reverse=True)
 
 
 def not_measured(subjects: Iterable[Subject]) -> dict[NotMeasured, int]:
@@ -124,13 +125,14 @@ def _counts(report: Report) -> str:
     return " · ".join(counts) or "0 subjects"
 
 
-def _row(subject: Subject, finding: Finding) -> str:
+def _row(cause: Cause) -> str:
+    finding = cause.first.finding
     remedy = as_text(advice_text(finding))
     if finding.remedy is not None:
         remedy = f"{as_code(finding.remedy.action)} {remedy_effect(finding.remedy, finding)}"
     holder = as_code(finding.holder) if finding.holder else ""
     cells = (
-        as_code(subject.id),
+        _seen_in(cause),
         finding.resource,
         finding.cause,
         amount(finding),
@@ -141,14 +143,20 @@ def _row(subject: Subject, finding: Finding) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _details(leaks: Sequence[tuple[Subject, Finding]]) -> Iterator[str]:
+def _seen_in(cause: Cause) -> str:
+    """Return where a cause was seen first, how often, and where else."""
+    return as_code(cause.first.subject.id) + as_text(cause.elsewhere)
+
+
+def _details(leaks: Sequence[Cause]) -> Iterator[str]:
     """A list for each of the largest leaks of which more is known than its row says."""
-    detailed = [leak for leak in leaks if _has_details(leak[1])]
+    detailed = [leak for leak in leaks if _has_details(leak.first.finding)]
     if detailed:
         yield "### Who holds it"
-    for subject, finding in detailed[:MOST_DETAILED]:
+    for cause in detailed[:MOST_DETAILED]:
+        finding = cause.first.finding
         lines = finding_lines(finding, whole=False, rest="in leakcheck.json")
-        yield f"{as_code(subject.id)}: {finding.resource}/{finding.cause}, {amount(finding)}"
+        yield f"{_seen_in(cause)}: {finding.resource}/{finding.cause}, {amount(finding)}"
         yield "\n".join(f"- {_detail(line)}" for line in lines)
     if len(detailed) > MOST_DETAILED:
         yield f"… and {len(detailed) - MOST_DETAILED} more; all are in `leakcheck.json`"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from lowtide.reports.schema import NotMeasured, Outcome
+import msgspec
+
+from lowtide.reports.schema import NotMeasured, Outcome, Subject
 
 _SHOWN = 3
+
+_WORST_FIRST = ("leak", "error", "unsupported", "clean", "skipped")
 
 
 def judged_as(outcome: Outcome, not_measured: Sequence[NotMeasured]) -> tuple[Outcome, str]:
@@ -23,6 +27,30 @@ def judged_as(outcome: Outcome, not_measured: Sequence[NotMeasured]) -> tuple[Ou
     shown = "; ".join(missing.what for missing in others[:_SHOWN])
     more = f"; and of {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     return "unsupported", f"not judged: {shown}{more}; {others[0].why}"
+
+
+def tries_as_one(subjects: Iterable[Subject]) -> list[Subject]:
+    """Return the subjects, the tries of a test that was run again as one: what any of them left, and the worst outcome.
+
+    What was read from stage to stage is that of the last one.
+    """
+    tries: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        tries.setdefault(subject.id, []).append(subject)
+    return [_as_one(same) for same in tries.values()]
+
+
+def _as_one(tries: Sequence[Subject]) -> Subject:
+    if len(tries) == 1:
+        return tries[0]
+    worst = min(tries, key=lambda each: _WORST_FIRST.index(each.outcome))
+    return msgspec.structs.replace(
+        tries[-1],
+        outcome=worst.outcome,
+        reason=worst.reason,
+        findings=tuple(finding for each in tries for finding in each.findings),
+        not_measured=tuple(dict.fromkeys(missing for each in tries for missing in each.not_measured)),
+    )
 
 
 def largest_of_each(not_measured: Iterable[NotMeasured]) -> tuple[NotMeasured, ...]:

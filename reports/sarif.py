@@ -1,4 +1,4 @@
-"""A report as SARIF 2.1.0 (OASIS), which code scanning reads: a result per finding, at the line of its holder."""
+"""A report as SARIF 2.1.0 (OASIS), which code scanning reads: a result per cause, at the line of its holder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from urllib.parse import quote
 
 import msgspec
 
+from lowtide.reports.causes import Cause, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import finding_lines, first_line
 from lowtide.reports.markdown import not_measured
-from lowtide.reports.schema import Finding, Report, Subject
+from lowtide.reports.schema import Finding, Report
 from lowtide.reports.source_places import SourcePlace, SourcePlaces
 from lowtide.reports.whole_texts import json_bytes
 
@@ -21,9 +22,12 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sa
 _LONGEST = 4000
 """Characters of one text."""
 
+_MOST_SUBJECTS = 100
+"""Subjects that a result names: GitHub refuses files of more than 10 MB."""
+
 
 def render_sarif(report: Report, root: Path | None = None) -> str:
-    """One run with a result per finding; suppressed findings carry their suppression.
+    """One run with a result per cause of findings; suppressed ones carry their suppression.
 
     Args:
         report: the report.
@@ -31,9 +35,7 @@ def render_sarif(report: Report, root: Path | None = None) -> str:
     """
     places = SourcePlaces(root)
     results = [
-        _result(subject, finding, places.find(subject, finding))
-        for subject in report.subjects
-        for finding in subject.findings
+        _result(cause, places.find(cause.first.subject, cause.first.finding)) for cause in causes_of(report.subjects)
     ]
     run = {
         "tool": {
@@ -55,8 +57,9 @@ def _rules(report: Report) -> Iterator[Mapping[str, Any]]:
         yield {"id": f"{resource}/{cause}", "shortDescription": {"text": text}, "properties": {"tags": ["memory-leak"]}}
 
 
-def _result(subject: Subject, finding: Finding, place: SourcePlace | None) -> dict[str, Any]:
-    lines = [f"{subject.id}: {first_line(finding)}", *(line.text for line in finding_lines(finding))]
+def _result(cause: Cause, place: SourcePlace | None) -> dict[str, Any]:
+    subject, finding, *_ = cause.first
+    lines = [f"{subject.id}: {first_line(finding)}{cause.elsewhere}", *(line.text for line in finding_lines(finding))]
     marks = {"lowtideFingerprint/v1": finding.fingerprint}
     if place is not None:
         # GitHub follows a result by this name alone; without it, it hashes the line, which moves.
@@ -75,6 +78,9 @@ def _result(subject: Subject, finding: Finding, place: SourcePlace | None) -> di
             "count": finding.count,
         },
     }
+    if cause.again:
+        result["occurrenceCount"] = 1 + len(cause.again)
+        result["properties"]["subjects"] = [_text(name) for name in cause.subjects[:_MOST_SUBJECTS]]
     if finding.allocated_at:
         frames = [
             {

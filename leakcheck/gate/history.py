@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy import (
     BigInteger,
@@ -28,6 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 
+from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Report, Subject, encode
 
 METADATA = MetaData(
@@ -281,15 +283,15 @@ def add_report(engine: Engine, report: Report, commit: str) -> int | None:
             return None
         run = _add_run(connection, report, commit, key)
         # The same name twice, as of a test that is repeated, is one subject: what is worst counts.
-        subjects: dict[str, list[Subject]] = {}
-        for subject in report.subjects:
-            subjects.setdefault(_text(subject.id), []).append(subject)
+        named = (msgspec.structs.replace(subject, id=_text(subject.id)) for subject in report.subjects)
+        subjects = {subject.id: subject for subject in tries_as_one(named)}
         places = _subject_places(connection, list(subjects))
         verdicts = [
-            {"run_id": run, "subject_id": places[name], "outcome": _worst(same)} for name, same in subjects.items()
+            {"run_id": run, "subject_id": places[name], "outcome": subject.outcome}
+            for name, subject in subjects.items()
         ]
         _insert(connection, VERDICTS, verdicts)
-        _add_residues(connection, run, {places[name]: same for name, same in subjects.items()})
+        _add_residues(connection, run, {places[name]: subject for name, subject in subjects.items()})
     return run
 
 
@@ -362,10 +364,10 @@ def _known_subjects(connection: Connection, names: Sequence[str]) -> dict[str, i
     return found
 
 
-def _add_residues(connection: Connection, run: int, subjects: dict[int, list[Subject]]) -> None:
+def _add_residues(connection: Connection, run: int, subjects: dict[int, Subject]) -> None:
     sums: dict[tuple[int, SeriesKey], list[int]] = {}
-    for place, same in subjects.items():
-        for residue in (each for subject in same for each in residues(subject)):
+    for place, subject in subjects.items():
+        for residue in residues(subject):
             total = sums.setdefault((place, residue.series), [0, 0])
             total[0] += residue.size
             total[1] += residue.things
@@ -393,12 +395,6 @@ def _known_series(connection: Connection, subjects: Sequence[int]) -> dict[tuple
 def _insert(connection: Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
     if rows:
         connection.execute(table.insert(), rows)
-
-
-def _worst(subjects: Iterable[Subject]) -> str:
-    outcomes = {subject.outcome for subject in subjects}
-    order = ("leak", "error", "unsupported", "clean", "skipped")
-    return next(outcome for outcome in order if outcome in outcomes)
 
 
 def _text(text: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from typing import NamedTuple
@@ -211,7 +211,17 @@ def read_trends(engine: Engine, subjects: str = "*", last: int = 400) -> list[Tr
             trend = _trend(names[place], key, hardware, some, values[number])
             if trend is not None:
                 trends.append(trend)
-    return sorted(trends, key=_urgency)
+    return sorted(_one_of_each(trends), key=_urgency)
+
+
+def _one_of_each(trends: Iterable[Trend]) -> Iterator[Trend]:
+    """Yield the trends, those of one leak that several subjects have, as much of it in each run, as one."""
+    found: dict[Hashable, list[Trend]] = {}
+    for trend in trends:
+        same = (trend.series, trend.hardware, tuple(trend.values), tuple(run.id for run in trend.runs))
+        found.setdefault(same if trend.series.kind == "finding" else id(trend), []).append(trend)
+    for trend, *others in found.values():
+        yield replace(trend, subject=f"{trend.subject} and {len(others)} more") if others else trend
 
 
 def _runs(connection: Connection, last: int) -> dict[int, Run]:

@@ -5,9 +5,10 @@ What findings hold is drawn as trees, by the stack that allocated it and by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lowtide.reports.causes import Cause, Sighting, causes_of
 from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text, remedy_effect
 from lowtide.reports.html.entries import filterable
 from lowtide.reports.html.jinja_environment import environment
@@ -125,15 +126,11 @@ def holder_tree(report: Report) -> Node | None:
     return _grown(([hop.edge or hop.type for hop in finding.path], finding.bytes) for finding in distinct(report))
 
 
-def distinct(report: Report) -> Iterable[Finding]:
-    """The findings that are no suppression's: of one leak in several subjects the largest one."""
-    largest: dict[str, Finding] = {}
-    for subject in report.subjects:
-        for finding in subject.findings:
-            known = largest.get(finding.fingerprint)
-            if finding.suppressed_by is None and (known is None or known.bytes < finding.bytes):
-                largest[finding.fingerprint] = finding
-    return largest.values()
+def distinct(report: Report) -> Iterator[Finding]:
+    """The findings that are no suppression's: of one cause that was seen several times the largest one."""
+    for cause in causes_of(report.subjects):
+        if cause.first.finding.suppressed_by is None:
+            yield cause.by_largest().first.finding
 
 
 def _grown(ways: Iterable[tuple[Sequence[str], int]]) -> Node | None:
@@ -241,7 +238,7 @@ def render_html(report: Report, *, served: bool = False) -> str:
         "stage_table": stage_table,
         "ledger_tables": ledger_tables,
         "remedy_effect": remedy_effect,
-        "occurrences": _occurrences(numbered),
+        "places": _Places(ordered),
         "advice_text": advice_text,
         "growth_title": GROWTH_TITLE,
         "growth_head": GROWTH_HEAD,
@@ -309,16 +306,27 @@ def _filterable(
     return filterable(numbered, write)
 
 
-def _occurrences(numbered: Sequence[tuple[int, Subject]]) -> Callable[[Finding, str], list[tuple[str, str]]]:
-    """What gives the other places of a finding on the page, with their subjects: those of the same fingerprint."""
-    places: dict[str, list[tuple[str, str]]] = {}
-    for turn, subject in numbered:
-        for place, finding in enumerate(subject.findings):
-            places.setdefault(finding.fingerprint, []).append((f"s{turn}f{place}", subject.id))
+class _Places:
+    """Where else on the page the cause of a finding is.
 
-    def elsewhere(finding: Finding, place: str) -> list[tuple[str, str]]:
-        # One more than are shown, which may be this one: thousands of tests may have the same leak.
-        first = places[finding.fingerprint][: MOST_OCCURRENCES + 1]
-        return [(other, name) for other, name in first if other != place][:MOST_OCCURRENCES]
+    Args:
+        subjects: in the order of their anchors.
+    """
 
-    return elsewhere
+    def __init__(self, subjects: Sequence[Subject]) -> None:
+        self._causes: dict[str, Cause] = {}
+        for cause in causes_of(subjects):
+            self._causes.update((_anchor(seen), cause) for seen in (cause.first, *cause.again))
+
+    def first(self, place: str) -> tuple[str, str] | None:
+        """Return the anchor at which all is said of the cause, with its subject; None if it is this one."""
+        first = self._causes[place].first
+        return None if _anchor(first) == place else (_anchor(first), first.subject.id)
+
+    def again(self, place: str) -> list[tuple[str, str]]:
+        """Return the anchors at which it was seen again, with their subjects: thousands of tests may have one leak."""
+        return [(_anchor(seen), seen.subject.id) for seen in self._causes[place].again[:MOST_OCCURRENCES]]
+
+
+def _anchor(seen: Sighting) -> str:
+    return f"s{seen.turn}f{seen.place}"

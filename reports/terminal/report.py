@@ -6,7 +6,7 @@ A table of figures is cut down to the columns that say most, where not all of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.reports.causes import Cause, Sighting, causes_of, seen_before
 from lowtide.reports.escaping import one_line
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.finding_lines import (
@@ -22,6 +23,7 @@ from lowtide.reports.finding_lines import (
     DetailLine,
     first_line,
     growth_cells,
+    lines_again,
     terminal_lines,
 )
 from lowtide.reports.hanging_text import HangingText, Parts
@@ -92,6 +94,8 @@ MOST_SHOWN = 20
 _MOST_STAGES = 60
 """Of a life that is shown in part: the last ones."""
 
+_NOTHING: Mapping[int, Sighting] = {}
+
 _OUTCOMES = ("leak", "error", "unsupported")
 """Of subjects that a report in part shows, the worst first."""
 
@@ -105,8 +109,10 @@ def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
         wide: whether tables have all their columns, instead of the most telling ones that fit.
     """
     parts: list[RenderableType] = [_machine_lines(report)]
-    for subject in report.subjects:
-        parts += render_subject(subject, wide=wide)
+    for subject, before in zip(report.subjects, seen_before(report.subjects), strict=True):
+        if len(report.subjects) > 1:
+            parts.append(HangingText(subject.id, style="bold"))
+        parts += [*_stage_tables(subject.stages, wide=wide), *verdict_lines(subject, before)]
     end = len(parts) - 1 if report.subjects else len(parts)
     parts[end:end] = [HangingText(note) for note in notes]
     return Group(*parts)
@@ -130,17 +136,23 @@ def render_worst(report: Report, rest: str, *, wide: bool = False) -> Renderable
     if len(report.subjects) == 1:
         parts += _stage_tables(report.subjects[0].stages[-_MOST_STAGES:], wide=wide)
     subjects = [each for each in report.subjects if each.findings or each.outcome in _OUTCOMES]
+    subjects.sort(key=_badness)
+    causes = [list[Cause]() for _ in subjects]
+    for cause in (each.by_largest() for each in causes_of(subjects)):
+        causes[cause.first.turn].append(cause)
     room, more = MOST_SHOWN, Counter[str]()
-    for subject in sorted(subjects, key=_badness):
-        findings = sorted(subject.findings, key=_smallness)[:room]
+    for subject, own in zip(subjects, causes, strict=True):
+        if subject.findings and not own:
+            continue  # with the subject that its causes were seen in first
+        shown = sorted(own, key=_smallness)[:room]
         if room:
             reason = f": {subject.reason}" if subject.reason else ""
             parts.append(HangingText(f"{subject.id}{reason}", style="bold"))
-            parts += map(finding_text, findings)
-            room -= max(1, len(findings))
+            parts += [finding_text(cause.first.finding, more=cause.elsewhere) for cause in shown]
+            room -= max(1, len(shown))
         elif not subject.findings:
             more["subjects that were not judged"] += 1
-        more["findings"] += len(subject.findings) - len(findings)
+        more["findings"] += len(own) - len(shown)
     if len(report.subjects) == 1:
         more["earlier stages"] = max(0, len(report.subjects[0].stages) - _MOST_STAGES)
     counted = [format_amount(count, what) for what, count in more.items() if count]
@@ -156,7 +168,8 @@ def _badness(subject: Subject) -> tuple[int, int]:
     return order, -max((finding.bytes for finding in subject.findings if finding.suppressed_by is None), default=0)
 
 
-def _smallness(finding: Finding) -> tuple[bool, int, int]:
+def _smallness(cause: Cause) -> tuple[bool, int, int]:
+    finding = cause.first.finding
     return finding.suppressed_by is not None, -finding.bytes, -finding.count
 
 
@@ -182,8 +195,13 @@ def _stage_tables(stages: Sequence[Stage], *, wide: bool) -> list[RenderableType
     return [*(tables if wide else map(TellingTable, tables))]
 
 
-def verdict_lines(subject: Subject) -> list[RenderableType]:
-    """What came back and where, what did not, what could not be judged, and the outcome in one line."""
+def verdict_lines(subject: Subject, before: Mapping[int, Sighting] = _NOTHING) -> list[RenderableType]:
+    """What came back and where, what did not, what could not be judged, and the outcome in one line.
+
+    Args:
+        subject: what was judged.
+        before: by their places those of its findings whose causes were seen before, and where.
+    """
     lines: list[RenderableType] = []
     for item in subject.returns:
         what = f"{item.resource} on {item.device}" if item.device else item.resource
@@ -194,7 +212,10 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
     # A reason that names other processes says all of them.
     missed = [missing for missing in subject.not_measured if missing.process is None or not subject.reason]
     lines += map(not_judged_text, missed)
-    lines += map(finding_text, subject.findings)
+    lines += [
+        finding_text(finding, lines_again(finding, before[place], subject) if place in before else None)
+        for place, finding in enumerate(subject.findings)
+    ]
     if subject.type_growth:
         lines.append(growth_table(subject.type_growth))
     if subject.reason:
@@ -209,15 +230,23 @@ def not_judged_text(missing: NotMeasured) -> HangingText:
     return HangingText(f"not judged: {missing.what}{why}", style="yellow")
 
 
-def finding_text(finding: Finding) -> HangingText:
-    """One finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm."""
+def finding_text(finding: Finding, details: Sequence[DetailLine] | None = None, more: str = "") -> HangingText:
+    """One finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm.
+
+    Args:
+        finding: the finding.
+        details: what is said below the first line, if that is not all that is known.
+        more: what follows on the first line.
+    """
     known = finding.suppressed_by is not None
     first = [
         ("known " if known else "", "yellow"),
         (f"{finding.resource}/{finding.cause}", "yellow" if known else "bold red"),
-        (f" {first_line(finding)}", ""),
+        (f" {first_line(finding)}{more}", ""),
     ]
-    return HangingText(first, *map(_detail_parts, terminal_lines(finding, "in the report (--report DIR)")))
+    if details is None:
+        details = terminal_lines(finding, "in the report (--report DIR)")
+    return HangingText(first, *map(_detail_parts, details))
 
 
 def _detail_parts(line: DetailLine) -> Parts:

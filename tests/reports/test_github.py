@@ -35,7 +35,10 @@ def test_what_could_not_be_judged_is_an_error_too() -> None:
 
 
 def test_the_largest_ten_are_shown_and_the_last_says_how_many_more_there_are() -> None:
-    leaks = [subject(finding(bytes=turn << 20), name=f"life {turn}") for turn in range(1, MOST_ANNOTATIONS + 5)]
+    leaks = [
+        subject(finding(bytes=turn << 20, fingerprint=f"{turn}"), name=f"life {turn}")
+        for turn in range(1, MOST_ANNOTATIONS + 5)
+    ]
     lines = render_annotations(report(*leaks)).splitlines()
     assert len(lines) == MOST_ANNOTATIONS
     assert "::life 14: " in lines[0]

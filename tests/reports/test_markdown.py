@@ -9,7 +9,12 @@ from lowtide.reports import schema
 from lowtide.reports.markdown import MOST_DETAILED, render_markdown, verdict
 
 
-def finding(holder: str | None = "cache", size: int = 1 << 20, suppressed_by: str | None = None) -> schema.Finding:
+def finding(
+    holder: str | None = "cache",
+    size: int = 1 << 20,
+    suppressed_by: str | None = None,
+    fingerprint: str = "0123456789abcdef",
+) -> schema.Finding:
     return schema.Finding(
         resource="tensors",
         cause="lru-cache",
@@ -18,7 +23,7 @@ def finding(holder: str | None = "cache", size: int = 1 << 20, suppressed_by: st
         device="cpu",
         stage="shutdown",
         message="did not come back",
-        fingerprint="0123456789abcdef",
+        fingerprint=fingerprint,
         holder=holder,
         remedy=schema.Remedy(action="cache.cache_clear()", returns_bytes=size),
         suppressed_by=suppressed_by,
@@ -122,7 +127,7 @@ def test_what_could_not_be_judged_is_listed_with_its_reason(outcome: schema.Outc
 
 
 def test_of_many_leaks_the_largest_hundred_are_shown_and_the_rest_is_counted() -> None:
-    text = render_markdown(report(leaking(*(finding(size=size) for size in range(1, 151)))))
+    text = render_markdown(report(leaking(*(finding(size=size, fingerprint=f"{size}") for size in range(1, 151)))))
     assert len(rows(text)) == 100
     assert "| 150 B |" in rows(text)[0]
     assert "… and 50 more leak(s)" in text
@@ -188,7 +193,8 @@ def test_any_one_thing_that_is_known_is_listed(known: str) -> None:
 
 def test_a_long_path_is_cut_and_only_the_largest_leaks_are_listed() -> None:
     long = msgspec.structs.replace(TOLD, path=TOLD.path * 20)
-    text = render_markdown(report(leaking(*[long] * (MOST_DETAILED + 5))))
+    each = (msgspec.structs.replace(long, fingerprint=f"{turn}") for turn in range(MOST_DETAILED + 5))
+    text = render_markdown(report(leaking(*each)))
     assert text.count("- path:") == MOST_DETAILED
     assert "more in leakcheck.json" in text
     assert "… and 5 more; all are in `leakcheck.json`" in text

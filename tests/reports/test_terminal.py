@@ -109,9 +109,14 @@ def worst_of(*subjects: schema.Subject) -> list[str]:
 
 
 def test_of_a_long_report_the_worst_findings_are_shown_and_the_rest_is_counted() -> None:
-    small = [subject(finding(bytes=turn, message=f"{turn} B"), name=f"small[{turn}]") for turn in range(30)]
+    small = [
+        subject(finding(bytes=turn, message=f"{turn} B", fingerprint=f"{turn}"), name=f"small[{turn}]")
+        for turn in range(30)
+    ]
     known = subject(finding(bytes=1 << 40, message="known", suppressed_by="a reason"), name="known")
-    large = subject(finding(bytes=1, message="1 B"), finding(bytes=1 << 30, message="1 GiB"), name="[red]\x1blarge")
+    large = subject(
+        finding(bytes=1, message="1 B", fingerprint="f"), finding(bytes=1 << 30, message="1 GiB"), name="[red]\x1blarge"
+    )
     unjudged = [schema.Subject(id=f"error[{turn}]", outcome="error", reason="why") for turn in range(2)]
     shown = worst_of(known, *unjudged, *small, subject(name="clean"), large)
     assert shown[:3] == [
