@@ -232,6 +232,7 @@ def first_holders(
     living: bool = False,
     roots: Sequence[tuple[str, object]] = (),
     not_roots: Collection[int] = (),
+    names: Names | None = None,
     walk: SharedWalk | None = None,
 ) -> list[Holder | None]:
     """For each of `targets` what holds it of the program; None where only the system or a running frame does.
@@ -245,11 +246,13 @@ def first_holders(
 
     not_roots = {*map(id, targets), *not_roots}
     with trace(targets, ignore=ignore, roots=roots, not_roots=not_roots, walk=walk) as found:
-        return [_first_holder(found, place, inspect) for place in range(len(targets))]
+        return [_first_holder(found, place, inspect, names) for place in range(len(targets))]
 
 
-def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | None:
+def _first_holder(found: Traces, place: int, inspect: Inspector, names: Names | None) -> Holder | None:
     path = found.path(place, inspect)
+    if path is not None and names is not None and names.by_source:
+        path = _with_declared(path, [found.link(place, turn) for turn in range(len(path.steps))], names)
     if path is None or not path.steps or path.root_kind not in ("module", "object", "interpreter", "context"):
         return None
     first, _ = suspect_steps(path.steps)

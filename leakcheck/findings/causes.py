@@ -19,7 +19,7 @@ from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of
 from lowtide.leakcheck.findings.grouping import BELONGING, CommonCause, graph_parts
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
-from lowtide.leakcheck.findings.storage_holders import Context, older_than
+from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
@@ -86,7 +86,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
                 apart = [part]
             drafts += [_with_places(each, context) if isinstance(each, ItemLeak) else each for each in apart]
             causes += [cause] * len(apart)
-    causes = _with_changes(drafts, _with_losses(drafts, causes))
+    causes = _with_tensors(drafts, _with_changes(drafts, _with_losses(drafts, causes)))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
 
 
@@ -277,6 +277,7 @@ def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Nam
         objects,
         ignore={id(objects), id(owners)},
         innocent=older_than(context),
+        names=names_known(context),
         roots=context.roots,
         living=context.living,
         # A thread that runs on has what its object has, which the program can end.
@@ -392,6 +393,34 @@ def _with_losses(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) 
             cause = graphs.get(min(ways)) if ways <= graphs.keys() else None
         found.append(cause)
     return found
+
+
+def _with_tensors(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
+    """And what has no bytes and hangs on the same edge as tensors: the thread and the sockets of a kept engine.
+
+    One change lets go of both.
+    """
+    found = list(causes)
+    edges = {
+        edge: turn
+        for turn, draft in reversed([*enumerate(drafts)])
+        if isinstance(draft, TensorLeak)
+        for explanation in draft.explanations.values()
+        if (edge := _suspect_edge(explanation.path))
+    }
+    for turn, (draft, cause) in enumerate(zip(drafts, causes, strict=True)):
+        if not isinstance(draft, ItemLeak) or draft.finding.bytes:
+            continue
+        of = edges.get(_suspect_edge(draft.finding.path or (() if cause is None else cause.path)))
+        if of is not None:
+            found[turn] = found[of] = found[of] or CommonCause(("tensors", of))
+    return found
+
+
+def _suspect_edge(path: Sequence[Hop]) -> tuple[str, ...]:
+    """Return the edges of a path up to that which should be gone; none where no edge of it is known to be."""
+    first = next((turn for turn, hop in enumerate(path) if hop.suspect), None)
+    return () if first is None else tuple(hop.edge for hop in path[: first + 1])
 
 
 def _with_threads(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:

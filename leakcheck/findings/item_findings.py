@@ -222,7 +222,9 @@ def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
         allocated_in=allocating_function(_stack(leak.finding)),
         module=leak.module,
     )
-    former = fingerprint(resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",))
+    former = fingerprint(
+        resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",), by_phase=True
+    )
     return restated(
         leak.finding,
         {

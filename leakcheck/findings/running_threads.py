@@ -13,7 +13,7 @@ from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.storage_holders import Context, older_than
+from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.heap.roots import is_library
@@ -81,6 +81,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
         targets,
         ignore={id(targets), id(running), id(owners), *map(id, owners)},
         innocent=older_than(context),
+        names=names_known(context),
         roots=context.roots,
         living=context.living,
         not_roots=set(map(id, running)),

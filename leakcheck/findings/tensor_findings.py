@@ -122,10 +122,11 @@ def tensor_leaks(
             )
         )
     sizes = {storage.key: storage.bytes for storage in held[0]}
-    groups: dict[_Marks, list[_Row]] = {}
+    groups: dict[str, tuple[_Marks, list[_Row]]] = {}
     for edge in _by_edge(rows):
-        groups.setdefault(_fingerprint(edge, context.module), []).extend(edge)
-    leaks = [_leak(mark, group, explained, advised, sizes, context) for mark, group in groups.items()]
+        marks = _fingerprint(edge, context.module)
+        groups.setdefault(marks.now, (marks, []))[1].extend(edge)
+    leaks = [_leak(marks, group, explained, advised, sizes, context) for marks, group in groups.values()]
     return sorted(leaks, key=lambda leak: -leak.finding.bytes)
 
 
@@ -134,7 +135,7 @@ def with_stage(finding: Finding, stage: str) -> Finding:
     if finding.stage == stage:
         return msgspec.structs.replace(finding, former_fingerprint=finding.former_fingerprint or finding.fingerprint)
     parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
-    former = fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts)
+    former = fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts, by_phase=True)
     return restated(finding, {"stage": stage, "former_fingerprint": former}, is_since=True)
 
 
@@ -207,11 +208,12 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
         suspects=suspects,
         allocated_in=allocating_function(row.stack),
     )
+    former = mark(by_phase=True)
     if explanation is not None and explanation.path:
-        return _Marks(mark(), "")
+        return _Marks(mark(), former if former != mark() else "")
     # Nothing names it: by its data type and its number of dimensions.
     dtype, _, shape = row.held.text.partition(" ")
-    return _Marks(mark(kind=f"{dtype} {without_numbers(shape)}", module=module), mark())
+    return _Marks(mark(kind=f"{dtype} {without_numbers(shape)}", module=module), former)
 
 
 def _leak(
@@ -228,11 +230,13 @@ def _leak(
     size = sum(row.held.bytes for row in group)
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
+    others = dict.fromkeys(row.held.stage for row in group if row.held.stage != stage)
+    since = f"; some of it since {', '.join(others)}" if others else ""
     statement = Statement(
         amount=f"{format_bytes(size)} in {things} on {device}",
         came="",
         is_since=True,
-        notes=(Note(f" ({largest.held.text})"),),
+        notes=(Note(f" ({largest.held.text}{since})"),),
     )
     explanation = _whole(largest, group)
     finding: Finding = StatedFinding(

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.names import Name, without_numbers
 
+_PHASES = re.compile(r"^(setup|teardown|setup of .*)$", re.DOTALL)
+"""The stages in which what a test or a fixture leaves appears, beside its call."""
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -84,11 +87,13 @@ def fingerprint(
     allocated_in: str = "",
     kind: str = "",
     module: str = "",
+    by_phase: bool = False,
 ) -> str:
     """Sixteen hex digits over what identifies a leak.
 
     The device's index is left out (the same leak on another card is the same leak), and so is every number in the
-    suspect edges: which layer or which entry it was this time says nothing.
+    suspect edges: which layer or which entry it was this time says nothing. Nor does the phase of a test: what leaks
+    does so in a test as in a fixture's setup.
 
     Args:
         resource: the finding's.
@@ -98,7 +103,9 @@ def fingerprint(
         allocated_in: the function that allocated it.
         kind: of what has no name, its type.
         module: of what has no name, the test module in which it leaked.
+        by_phase: whether the phase counts all the same, as it did in lowtide 0.1.
     """
+    stage = stage if by_phase else _PHASES.sub("call", stage)
     parts = [resource, device.split(":")[0], stage, allocated_in, *(re.sub(r"\d+", "*", edge) for edge in suspects)]
     parts += [f"{word} {text}" for word, text in (("kind", kind), ("module", module)) if text]
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:16]

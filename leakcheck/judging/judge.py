@@ -201,8 +201,10 @@ def _finding(
 
 def _fingerprints(metric: Metric[Any], stage: str, cause: Cause, new: Sequence[str]) -> tuple[str, str]:
     """A finding's fingerprint, and the one without the names of its items."""
-    former = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
-    mark = former
+    mark = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
+    former = fingerprint(
+        resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause), by_phase=True
+    )
     if new:
         mark = fingerprint_of_items(
             metric.resource,

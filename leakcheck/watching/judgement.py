@@ -237,13 +237,18 @@ class WatchJudge:
         context: Context,
     ) -> tuple[list[list[Draft]], list[list[CommonCause | None]], list[DeferredRemedies], list[frozenset[Thing]]]:
         """What each subject has left, explained, with the remedies tried for which now is the time."""
-        left = {held.key for held in steps[-1].reading.heap.held}
+        left = {held.key: held.owner for held in steps[-1].reading.heap.held if self._policy.explain}
         causes: list[list[CommonCause | None]] = [[] for _ in case.subjects]
         puts_off = case.final and self._policy.remedies == "later"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with contextlib.closing(case.known or SharedWalk()) as walk:
             asking = replace(context, walk=walk)
-            explained = marked_as_frozen(explain_storages(left if self._policy.explain else (), asking), frozen)
+            # What the setup of a fixture has made was there before the test that its end is judged with.
+            of_owners = replace(asking, born=None)
+            explained = [
+                marked_as_frozen(explain_storages([key for key in left if (left[key] is None) is of_test], of), frozen)
+                for of_test, of in ((True, asking), (False, of_owners))
+            ]
             drafts = [
                 self._drafting.findings(
                     subject,
@@ -252,8 +257,8 @@ class WatchJudge:
                     metrics=metrics,
                     steps=steps,
                     stage=case.stage,
-                    explained=explained,
-                    context=asking,
+                    explained=explained[subject is not None],
+                    context=asking if subject is None else of_owners,
                     distinguished=self._readings.distinguished,
                     module=case.module,
                 )
@@ -264,7 +269,7 @@ class WatchJudge:
             drafts = [with_free_memory_beside(drafted) for drafted in drafts]
             if self._policy.explain:
                 for turn, drafted in enumerate(drafts):
-                    drafts[turn], causes[turn] = with_causes(drafted, asking)
+                    drafts[turn], causes[turn] = with_causes(drafted, of_owners if turn else asking)
             watches = watches_of(drafts, walk) if puts_off else {}
         things = [things_of(draft) for draft in drafts[0]]
         for owner, of_owner in zip(case.ended, drafts[1:], strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +106,13 @@ def test_numbers_in_edges_do_not_count() -> None:
         fingerprint(resource="tensors", device="", stage="", suspects=(f"list [{place}]",)) for place in (0, 7, 4711)
     }
     assert len(marks) == 1
+
+
+@pytest.mark.parametrize("stage", ["setup", "teardown", "setup of module fixture 'engine'"])
+def test_the_phase_of_a_test_says_nothing_but_in_former_fingerprints(stage: str) -> None:
+    def mark(since: str, **more: Any) -> str:
+        return fingerprint(resource="tensors", device="cpu", stage=since, suspects=("lru-cache",), **more)
+
+    assert mark(stage) == mark("call")
+    assert mark(stage, by_phase=True) != mark("call", by_phase=True) == mark("call")
+    assert len({mark(since) for since in ("call", "create", "sleep", "setup_weights")}) == 4

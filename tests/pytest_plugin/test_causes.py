@@ -11,7 +11,7 @@ from tests.pytest_plugin.conftest import InnerRun, RunInner
 KEPT = """
 import threading
 
-POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS = [], [], [], [], [], []
+POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS, ENGINES = [], [], [], [], [], [], []
 TIMERS, QUEUES, WORKERS, CONNECTIONS, ENDS = [], [], [], {}, []
 RELEASE = threading.Event()
 """
@@ -217,6 +217,49 @@ def test_thread_of_an_object_with_tensors():
     threading.Thread(target=Engine().serve, daemon=True).start()
 
 
+class Served(Engine):
+    def __init__(self):
+        super().__init__()
+        self.socket = socket.socket()
+        self.ended = threading.Event()
+        threading.Thread(target=self.ended.wait, name="serving", daemon=True).start()
+
+
+def keep_an_engine():
+    kept.ENGINES.append(Served())
+
+
+@pytest.fixture
+def engine():
+    keep_an_engine()
+
+
+@pytest.fixture(scope="class")
+def engine_of_a_class():
+    keep_an_engine()
+
+
+def test_engine():
+    keep_an_engine()
+
+
+def test_engine_of_a_fixture(engine):
+    pass
+
+
+def test_engine_of_a_fixture_and_of_the_test(engine):
+    keep_an_engine()
+
+
+class TestEngine:
+    def test_engine_of_a_class(self, engine_of_a_class):
+        pass
+
+
+def test_tensor_and_descriptor_in_one_list():
+    kept.SHARED += [torch.ones(300), open(os.devnull)]
+
+
 class Nameless(threading.Thread):
     @property
     def name(self):
@@ -287,7 +330,7 @@ def test_handler_and_another_tensor():
 
 def test_two_settings_and_a_tensor():
     held = torch.ones(300)
-    signal.signal(signal.SIGUSR2, lambda *heard: held)
+    signal.signal(signal.SIGHUP, lambda *heard: held)
     sys.setrecursionlimit(sys.getrecursionlimit() + 1)
 
 
@@ -314,6 +357,8 @@ def test_ends_what_others_left():
         waiting.set()
     for end in kept.ENDS:
         end()
+    for engine in kept.ENGINES:
+        engine.ended.set()
     for thread in threading.enumerate():
         if type(thread) is threading.Timer and thread not in kept.TIMERS:
             thread.cancel()
@@ -512,3 +557,31 @@ def test_an_event_loop_that_was_set_is_called_by_what_gives_it(run: InnerRun) ->
     (finding,) = run.subject("test_causes.py::test_event_loop").findings
     assert finding.holder == "asyncio.get_event_loop()"
     assert finding.advice == "end asyncio.get_event_loop() where its owner ends: asyncio.get_event_loop().close()"
+
+
+ENGINE = ["tensors", "threads", "file-descriptors"]
+
+
+@pytest.mark.parametrize("name", ["test_engine", "test_engine_of_a_fixture"])
+def test_what_a_kept_engine_has_open_is_a_part_of_its_tensors(run: InnerRun, name: str) -> None:
+    assert found(run, name) == [ENGINE]
+
+
+def test_so_it_is_of_a_fixture_at_its_end(run: InnerRun) -> None:
+    (finding,) = run.subject("class fixture 'engine_of_a_class'").findings
+    assert [finding.resource, *(part.resource for part in finding.parts)] == ENGINE
+    assert finding.holder is not None
+    assert finding.holder.startswith("kept.ENGINES[")
+
+
+def test_one_cause_has_one_fingerprint_in_every_phase_and_scope(run: InnerRun) -> None:
+    names = ["test_engine", "test_engine_of_a_fixture", "test_engine_of_a_fixture_and_of_the_test"]
+    subjects = [run.subject(f"test_causes.py::{name}") for name in names]
+    subjects.append(run.subject("class fixture 'engine_of_a_class'"))
+    assert len({finding.fingerprint for subject in subjects for finding in subject.findings}) == 1
+    lines = [line for line in run.out.splitlines() if line.startswith("LEAK ") and "kept.ENGINES" in line]
+    assert len(lines) == 1
+
+
+def test_two_things_in_one_list_that_is_meant_to_live_are_two_findings(run: InnerRun) -> None:
+    assert sorted(found(run, "test_tensor_and_descriptor_in_one_list")) == [["file-descriptors"], ["tensors"]]
