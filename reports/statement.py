@@ -36,6 +36,7 @@ class Statement(msgspec.Struct, frozen=True):
         is_since: whether it is there since the finding's stage; else it did not come back at that.
         things: what it is, each by its name.
         most: how many of these are named.
+        names: what each of several settings is called, all of them.
         notes: what more is known, in this order.
         process: the process that it is in, where that is another one than the checked one.
     """
@@ -47,6 +48,7 @@ class Statement(msgspec.Struct, frozen=True):
     is_since: bool = False
     things: tuple[str, ...] = ()
     most: int | None = None
+    names: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     process: str = ""
 

@@ -114,16 +114,18 @@ def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Cal
         place_of: where a setting was set last, by its name; empty where that is not known.
     """
     told = sentences(changes, {change.name: place_of(change.name) for change in changes})
+    names = tuple(dict.fromkeys(name for name, _ in told))
     finding = restated(
         leak.finding,
         {
-            "holder": first_of(tuple(dict.fromkeys(name for name, _ in told)), _SHOWN_SETTINGS),
+            "holder": first_of(names, _SHOWN_SETTINGS),
             "advice": advice(changes),
         },
         amount=format_amount(len(changes), "process-wide settings"),
         is_since=False,
         things=tuple(sentence for _, sentence in told),
         most=_TOLD_SETTINGS,
+        names=names,
     )
     return replace(leak, finding=finding, changes=tuple(changes))
 

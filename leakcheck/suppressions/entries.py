@@ -28,8 +28,9 @@ from lowtide.leakcheck.suppressions.toml import (
 )
 from lowtide.probes.objects.described import constant_text
 from lowtide.reports.outcomes import judged_as
-from lowtide.reports.schema import Cause, Finding, ResourceName, Subject
+from lowtide.reports.schema import Cause, Finding, ResourceName, Subject, as_written
 from lowtide.reports.sizes import first_of
+from lowtide.reports.statement import StatedFinding
 
 KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires", "when")
 """What an entry may say; the shipped list also has `evidence`."""
@@ -136,14 +137,27 @@ class Suppressions:
 
 def _marked(finding: Finding, in_force: Sequence[Suppression], used: set[str]) -> Finding:
     """Mark a finding with why it is known, and its parts; what is known of a part says nothing of the rest."""
-    matching = [entry for entry in in_force if finding.suppressed_by is None and entry.matches(finding)]
+    open_to = in_force if finding.suppressed_by is None else ()
+    matching = [[entry for entry in open_to if entry.matches(each)] for each in _each_of(finding)]
     # Not only the first: an entry that another one hides is still one that matches something.
-    used.update(entry.id for entry in matching)
-    note = matching[0].note if matching else finding.suppressed_by
+    used.update(entry.id for entries in matching for entry in entries)
+    note = matching[0][0].note if all(matching) else finding.suppressed_by
     parts = [_marked(part, in_force, used) for part in finding.parts]
     if note is not None:
         parts = [msgspec.structs.replace(part, suppressed_by=part.suppressed_by or note) for part in parts]
     return msgspec.structs.replace(finding, suppressed_by=note, parts=tuple(parts))
+
+
+def _each_of(finding: Finding) -> list[Finding]:
+    """Return a finding about several settings as one about each: what is known of one says nothing of the others."""
+    if finding.resource != "globals" or finding.count < 2:
+        return [finding]
+    names: Sequence[str] = finding.statement.names if isinstance(finding, StatedFinding) else ()
+    if not names:
+        names = (finding.holder or "").split(", ")
+        # Where not all are named, or one has a comma in its name, no pattern is known to fit them all.
+        names += [] if len(names) == finding.count else [""]
+    return [msgspec.structs.replace(as_written(finding), holder=name, path=()) for name in names]
 
 
 def problems(

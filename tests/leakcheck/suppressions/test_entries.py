@@ -14,6 +14,7 @@ import pytest
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.suppressions.toml import SuppressionError
 from lowtide.reports.schema import Finding, Hop, Outcome, Subject
+from lowtide.reports.statement import restated
 
 TODAY = date(2027, 1, 31)
 
@@ -127,6 +128,30 @@ def test_the_first_entry_that_matches_gives_the_reason_and_all_that_match_are_us
     applied = load(written(tmp_path, text)).apply([LEAK], TODAY)
     assert applied.findings[0].suppressed_by == "lowtide.toml:1: one"
     assert applied.used == {"lowtide.toml:1", "lowtide.toml:4"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "known"),
+    [(["*ONE*"], False), (["*ONE*", "*TWO*"], False), (["*ONE*", "*TWO*", "*THREE*"], True), (["*"], True)],
+)
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_what_is_known_of_one_setting_hides_no_other_one(
+    tmp_path: Path, patterns: list[str], known: bool, is_stated: bool
+) -> None:
+    names = tuple(f"os.environ['{name}']" for name in ("ONE", "TWO", "THREE"))
+    left: Finding = msgspec.structs.replace(LEAK, resource="globals", count=3, path=(), holder=", ".join(names))
+    if is_stated:
+        left = restated(msgspec.structs.replace(left, holder=f"{names[0]} and 2 more"), names=names)
+    lines = [f'[[suppressions]]\npath = "{pattern}"\nreason = "it may"' for pattern in patterns]
+    applied = load(written(tmp_path, "\n".join(lines))).apply([left], date.max)
+    assert (applied.findings[0].suppressed_by is not None) is known
+    assert len(applied.used) == len(patterns)
+
+
+def test_settings_that_are_not_all_named_are_hidden_by_no_pattern_for_one(tmp_path: Path) -> None:
+    left = msgspec.structs.replace(LEAK, resource="globals", count=3, path=(), holder="ONE and 2 more")
+    assert not suppressed(entry(tmp_path, 'path = "*ONE*"'), left)
+    assert suppressed(entry(tmp_path, f'fingerprint = "{left.fingerprint}"'), left)
 
 
 def with_parts() -> Finding:
