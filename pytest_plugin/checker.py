@@ -399,19 +399,22 @@ class Checker:
         grown = self._session.engines.take(verdict.findings)
         if self._session.failure:
             return [self._not_judged(item)]
+        later = sum(
+            (verdict.unproven_of_owners.get(owner.label, DeferredRemedies()) for owner in own_setup), verdict.unproven
+        )
+        module = item.nodeid.partition("::")[0]
         if excused or self._debugged:
             reason = excused or "a debugger was entered, which holds the test's frames"
             own = Subject(id=item.nodeid, outcome="skipped", reason=reason)
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             missing = self._checked.missing_from(verdict)
-            own = self._results.subject(item.nodeid, [*verdict.findings, *of_setup, *missing, *dangling, *grown])
+            held = [*verdict.findings, *of_setup]
+            held = self._deferred.news(held, later, f"in {item.nodeid}", module, self._session.watch.tolerance)
+            own = self._results.subject(item.nodeid, [*held, *missing, *dangling, *grown])
             outcome, reason = judged_as(own.outcome, not_measured)
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
-        later = sum(
-            (verdict.unproven_of_owners.get(owner.label, DeferredRemedies()) for owner in own_setup), verdict.unproven
-        )
-        self._deferred.add(own, later)
+        self._deferred.add(own, later, module)
         if self._records is not None:
             not_measured = (*not_measured, *self._records.not_measured())
             own = msgspec.structs.replace(own, stages=tuple(self._records.stages))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.reports.schema import Finding, Subject, as_written
 from lowtide.reports.statement import reworded
@@ -31,35 +31,86 @@ class Proven(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "findings", written)
 
 
+class _Unproven(NamedTuple):
+    """What is to be tried for a subject; its test module is empty for one that is no test."""
+
+    id: str
+    module: str
+    later: DeferredRemedies
+
+
 class DeferredProofs:
     """What is tried at the end of the session, when no test follows."""
 
     def __init__(self) -> None:
-        self._unproven: list[tuple[str, DeferredRemedies]] = []
+        self._unproven: list[_Unproven] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to try."""
         return not self._unproven
 
-    def add(self, subject: Subject, unproven: DeferredRemedies) -> None:
-        """Remember what is to be tried: for what fails or warns, and for nothing that is known."""
+    def add(self, subject: Subject, unproven: DeferredRemedies, module: str = "") -> None:
+        """Remember what is to be tried: for what fails or warns, and for nothing that is known.
+
+        Args:
+            subject: what left it.
+            unproven: what is to be tried.
+            module: the test module, if the subject is a test.
+        """
         findings = [part for item in subject.findings for part in (item, *item.parts)]
         later = unproven.only(frozenset(part.fingerprint for part in findings if part.suppressed_by is None))
         if later.tensors or later.items:
-            self._unproven.append((subject.id, later))
+            self._unproven.append(_Unproven(subject.id, module, later))
+
+    def news(
+        self, findings: Sequence[Finding], unproven: DeferredRemedies, when: str, module: str, tolerance: int
+    ) -> list[Finding]:
+        """Return the findings without those of what only takes the place of what an earlier test left.
+
+        As in `LAST["engine"] = Engine()` in each test: what is held there is one engine, and that is told once in each
+        test module. What takes more room than what was told is growth.
+
+        Args:
+            findings: of one test.
+            unproven: what is to be tried for them.
+            when: what was noted of a leak that came back in this test.
+            module: the test's.
+            tolerance: bytes that it may leave.
+        """
+        new = {leak.finding.fingerprint: leak for leak in unproven.tensors}
+        told: set[str] = set()
+        gone: dict[str, list[UnprovenLeak]] = {}
+        for each in self._unproven if new else ():
+            for leak in each.later.tensors:
+                mark = leak.finding.fingerprint
+                if each.module == module:
+                    told.add(mark)
+                if leak.came_back == when:
+                    gone.setdefault(mark, []).append(leak)
+        found = []
+        for finding in findings:
+            mark = finding.fingerprint
+            before, now = gone.get(mark, []) if mark in told else [], new.get(mark)
+            room = sum(leak.finding.bytes for leak in before) + tolerance
+            # Of what has other parts, such as a thread, it is not known here that these are gone.
+            if now is not None and before and finding.path and not finding.parts and finding.bytes <= room:
+                before[0].supersede(now)
+            else:
+                found.append(finding)
+        return found
 
     def note(self, when: str) -> None:
         """Note which leaks the program itself has given back since this was called last."""
-        for _, later in self._unproven:
-            for leak in later.tensors:
+        for each in self._unproven:
+            for leak in each.later.tensors:
                 leak.note(when)
 
     def prove(self, watch: Watch) -> list[Proven]:
         """Try it, once; by subject, what is known then."""
         unproven, self._unproven = self._unproven, []
-        found = watch.prove([later for _, later in unproven])
-        return [Proven(name, findings) for (name, _), findings in zip(unproven, found, strict=False)]
+        found = watch.prove([each.later for each in unproven])
+        return [Proven(each.id, findings) for each, findings in zip(unproven, found, strict=False)]
 
 
 def proven_as_json(proven: Sequence[Proven]) -> str:
@@ -109,6 +160,7 @@ def _with_remedy(finding: Finding, proven: Mapping[str, Finding]) -> Finding:
         tried=known.tried,
         changed=known.changed,
         advice=known.advice or finding.advice,
+        trend=known.trend,
         parts=parts,
     )
 

@@ -23,6 +23,7 @@ from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.items import FROZEN
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.reports.schema import Finding
+from lowtide.reports.sizes import format_amount
 from lowtide.reports.statement import noted
 
 _NO_HOLDERS = ("threads", "globals")
@@ -43,6 +44,7 @@ class UnprovenLeak:
         watch: reports which of the storages are freed.
         change: code that lets go of it, as the program says; empty where there is none.
         came_back: when all of it was given back, by no trial; empty where it was not.
+        replaced: in how many later tests something else of its kind, and no more of it, took its place.
     """
 
     finding: Finding
@@ -51,6 +53,13 @@ class UnprovenLeak:
     watch: StorageWatch
     change: str = ""
     came_back: str = ""
+    replaced: int = 0
+
+    def supersede(self, later: UnprovenLeak) -> None:
+        """Stand from now on for what has taken its place, of which nothing is said."""
+        self.sizes, self.new, self.watch, self.change = later.sizes, later.new, later.watch, later.change
+        self.came_back = ""
+        self.replaced += 1
 
     def note(self, when: str) -> None:
         """Note that the program itself has given it back by now, where it has.
@@ -234,7 +243,10 @@ def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Ke
 
 
 def _with_return(finding: Finding, leak: UnprovenLeak) -> Finding:
-    """A finding, with when the program itself gave back what it is about: nothing was left to try."""
+    """A finding, with what took its place, and when the program itself gave that back: nothing was left to try."""
+    if leak.replaced:
+        tests = format_amount(leak.replaced, "later tests")
+        finding = noted(finding, f"; replaced in {tests}", trend="bounded")
     if not leak.came_back:
         return finding
     change = f"in the test itself: {leak.change}" if leak.change else None

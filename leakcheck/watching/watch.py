@@ -73,6 +73,9 @@ class Watch:
 
     Args:
         policy: how strictly.
+
+    Attributes:
+        tolerance: bytes that the test of now may leave.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -106,7 +109,7 @@ class Watch:
         asks, clears = policy.processes, policy.remedies != "never"
         self.others = OtherProcesses(self._tree, ask, asks=asks, clears=clears, tolerance=policy.tolerance)
         self._events = ProcessEvents(self.others.look, self._orphaned_files.note_ended)
-        self._tolerance = self.policy.tolerance
+        self.tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
@@ -213,8 +216,8 @@ class Watch:
             with self._births.forgetting():
                 gc.collect(1)
         self._arrival.queue()
-        self._tolerance = self.policy.tolerance if tolerance is None else tolerance
-        self._in_use.begin(self._tolerance)
+        self.tolerance = self.policy.tolerance if tolerance is None else tolerance
+        self._in_use.begin(self.tolerance)
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
         self._attribution.begin(stage)
@@ -397,7 +400,7 @@ class Watch:
             self._read,
             self._ownership,
             ended,
-            slack=lambda key: self._suspects.slack(key, self._tolerance),
+            slack=lambda key: self._suspects.slack(key, self.tolerance),
             let_go=let_go,
             settle=self.policy.settle,
         )
@@ -410,7 +413,7 @@ class Watch:
             turns=self._attribution.turns,
             module=self._module,
             namespaces=self._namespaces,
-            tolerance=self._tolerance,
+            tolerance=self.tolerance,
             seen=self._seen,
             grown=self._in_use.grown,
             budget=budget,
@@ -422,7 +425,7 @@ class Watch:
         """A walk of the ways to what was explained before, if nothing is suspect but tensors at the end of these."""
         if any(owner.storages for owner in ended):
             return None
-        suspects = set(self._suspects.find(now, ended, self._tolerance))
+        suspects = set(self._suspects.find(now, ended, self.tolerance))
         # Whether the tensors explain what the process has more, their full reading shows.
         if suspects - {"host-memory"} != {"tensors"}:
             return None
@@ -433,12 +436,12 @@ class Watch:
 
         A process whose parent had ended, and that has ended itself since it was read, may have left another one.
         """
-        suspects = self._suspects.find(now, ended, self._tolerance)
+        suspects = self._suspects.find(now, ended, self.tolerance)
         for _ in range(_MOST_GENERATIONS):
             if suspects or not self._tree.lost_an_orphan():
                 break
             now = self._host.read_trimmed(ended)
-            suspects = self._suspects.find(now, ended, self._tolerance)
+            suspects = self._suspects.find(now, ended, self.tolerance)
         return now, suspects
 
     def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:

@@ -221,3 +221,124 @@ def test_what_has_come_back_in_part_is_tried_for_the_rest(run: InnerRun) -> None
     assert "came back" not in finding.message
     assert finding.remedy is not None
     assert (finding.bytes, finding.remedy.returns_bytes) == (3 << 20, 1 << 20)
+
+
+HELD = """
+import collections
+import contextvars
+
+BY_NAME, OTHERS, ENGINES, SIZED, NEW = {}, {}, {}, {}, {}
+ONE = None
+ITEMS, TWO = [None], collections.deque(maxlen=2)
+VALUE = contextvars.ContextVar("value")
+"""
+
+SLOTS = """
+import threading
+import held
+import pytest
+import torch
+
+
+class Manager:
+    last = None
+
+    def __init__(self, size=20):
+        self.table = torch.zeros(size)
+
+
+class Engine(Manager):
+    def __init__(self):
+        super().__init__()
+        self.ended = threading.Event()
+        threading.Thread(target=self.ended.wait, daemon=True).start()
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_slots(turn):
+    held.BY_NAME["last"], held.ONE, Manager.last, held.ITEMS[0] = Manager(21), Manager(22), Manager(23), Manager(24)
+    held.VALUE.set(Manager(25))
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_queue(turn):
+    held.TWO.append(Manager())
+
+
+@pytest.mark.parametrize("size", [20, 10, 20, 30, 30])
+def test_size(size):
+    held.SIZED["last"] = Manager(size)
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_engine(turn):
+    held.ENGINES["last"] = Engine()
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_another_key(turn):
+    held.NEW[f"key {turn}"] = Manager()
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_cleared_between(turn):
+    held.OTHERS.clear()
+    if turn != 1:
+        held.OTHERS["last"] = Manager()
+"""
+
+SLOTS_ELSEWHERE = """
+import pytest
+import test_slots as slots
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_elsewhere(turn):
+    slots.held.BY_NAME["last"] = slots.Manager(21)
+"""
+
+
+@pytest.fixture(scope="module")
+def slots(run_inner: RunInner) -> InnerRun:
+    files = {"held.py": HELD, "test_slots.py": SLOTS, "test_slots_elsewhere.py": SLOTS_ELSEWHERE}
+    return run_inner(files)
+
+
+def red(run: InnerRun, name: str) -> list[str]:
+    """The parameters with which a test left something that is reported."""
+    assert run.report is not None
+    names = [subject.id for subject in run.report.subjects if subject.findings and f"::{name}[" in subject.id]
+    return [each.rpartition("[")[2].rstrip("]") for each in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("test_slots", ["0"]),
+        # Until it is full it grows.
+        ("test_queue", ["0", "1"]),
+        ("test_size", ["20_0", "30_0"]),
+        # Each of these leaves a thread.
+        ("test_engine", ["0", "1"]),
+        ("test_another_key", ["0", "1"]),
+        ("test_cleared_between", ["0", "2"]),
+        ("test_elsewhere", ["0"]),
+    ],
+)
+def test_what_only_replaces_what_an_earlier_test_left_is_told_once_in_a_module(
+    slots: InnerRun, name: str, turns: list[str]
+) -> None:
+    assert red(slots, name) == turns
+
+
+def test_the_first_says_in_how_many_tests_it_was_replaced_and_what_gives_back_the_last(slots: InnerRun) -> None:
+    findings = slots.subject("test_slots.py::test_slots[0]").findings
+    assert len(findings) == 5
+    told = {finding.holder: finding for finding in findings}
+    item = told["held.ITEMS[0].table"]
+    assert item.message.endswith("; del held.ITEMS[0] returns 96 B; replaced in 2 later tests")
+    assert item.trend == "bounded"
+    # In the other module it was told again, and stands for itself.
+    assert "; replaced in 2 later tests" in told["held.BY_NAME['last'].table"].message
+    (elsewhere,) = slots.subject("test_slots_elsewhere.py::test_elsewhere[0]").findings
+    assert elsewhere.message.endswith("; replaced in 1 later test")
