@@ -29,14 +29,19 @@ def judged_as(outcome: Outcome, not_measured: Sequence[NotMeasured]) -> tuple[Ou
     return "unsupported", f"not judged: {shown}{more}; {others[0].why}"
 
 
-def tries_as_one(subjects: Iterable[Subject]) -> list[Subject]:
+def tries_as_one(subjects: Iterable[Subject], *, of_all: bool = False) -> list[Subject]:
     """Return the subjects, the tries of a test that was run again as one: what any of them left, and the worst outcome.
 
     What was read from stage to stage is that of the last one.
+
+    Args:
+        subjects: in their order.
+        of_all: whether whatever else has one name is one, too, as a fixture that was set up for each parameter.
     """
-    tries: dict[str, list[Subject]] = {}
-    for subject in subjects:
-        tries.setdefault(subject.id, []).append(subject)
+    tries: dict[object, list[Subject]] = {}
+    for turn, subject in enumerate(subjects):
+        is_test = "::" in subject.id
+        tries.setdefault(subject.id if is_test or of_all else turn, []).append(subject)
     return [_as_one(same) for same in tries.values()]
 
 

@@ -284,7 +284,7 @@ def add_report(engine: Engine, report: Report, commit: str) -> int | None:
         run = _add_run(connection, report, commit, key)
         # The same name twice, as of a test that is repeated, is one subject: what is worst counts.
         named = (msgspec.structs.replace(subject, id=_text(subject.id)) for subject in report.subjects)
-        subjects = {subject.id: subject for subject in tries_as_one(named)}
+        subjects = {subject.id: subject for subject in tries_as_one(named, of_all=True)}
         places = _subject_places(connection, list(subjects))
         verdicts = [
             {"run_id": run, "subject_id": places[name], "outcome": subject.outcome}

@@ -110,9 +110,16 @@ def test_each_case_of_junit_fails_with_its_own_amount() -> None:
 
 
 def test_tries_of_a_test_are_one_subject_with_all_that_they_left() -> None:
-    clean = schema.Subject(id="test_b", outcome="clean", reason="a note")
-    leaks = [schema.Subject(id="test_b", outcome="leak", findings=(kept(turn),)) for turn in range(2)]
-    other = schema.Subject(id="test_c", outcome="clean")
+    name = "test_a.py::test_b"
+    clean = schema.Subject(id=name, outcome="clean", reason="a note")
+    leaks = [schema.Subject(id=name, outcome="leak", findings=(kept(turn),)) for turn in range(2)]
+    other = schema.Subject(id="test_a.py::test_c", outcome="clean")
     first, second = tries_as_one([*leaks, other, clean])
-    assert (first.id, first.outcome, first.reason, len(first.findings)) == ("test_b", "leak", "", 2)
+    assert (first.id, first.outcome, first.reason, len(first.findings)) == (name, "leak", "", 2)
     assert second is other
+
+
+def test_a_fixture_that_is_set_up_for_each_parameter_is_several_subjects() -> None:
+    each = [schema.Subject(id="module fixture 'served'", outcome=outcome) for outcome in ("leak", "skipped")]
+    assert tries_as_one(each) == each
+    assert [subject.outcome for subject in tries_as_one(each, of_all=True)] == ["leak"]
