@@ -14,6 +14,7 @@ import pytest
 from lowtide.leakcheck.baseline.owner_levels import ANYTHING
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.processes.process_exit import awaited
 from lowtide.leakcheck.watching.verdict import Verdict
 from lowtide.probes.originals import weakref
@@ -69,6 +70,7 @@ class Checker:
         self._owns_protocol = False
         self._fixtures = WiderFixtures()
         self._debugged = False
+        self._cycles: int | None = None
         self._setup: Owner | None = None
         self._records: StageRecords | None = None
         self._raised: list[BaseException] = []
@@ -209,15 +211,18 @@ class Checker:
         card = self.settings.device != "cpu"
         self._records = StageRecords(card=card, others=others) if self.settings.report is not None else None
         wrong = ""
-        tolerance, judged = None, True
+        tolerance, judged, self._cycles = None, True, self.settings.cycles
         try:
             markers = read_markers(item)
             judged = not markers.excused
             tolerance = None if self.settings.tolerance_is_final else markers.tolerance
+            if markers.cycles is not None and self._config.getoption("leakcheck_cycles") is None:
+                self._cycles = markers.cycles
         except pytest.UsageError as error:
             wrong = str(error)
         with self._session.guarded():
             module = item.nodeid.partition("::")[0]
+            self._session.watch.collected = COLLECTED if self._cycles is None else self._cycles
             self._session.watch.begin(
                 "setup", tolerance, module=module, subject=item.nodeid, judged=judged, follows=self._has_judged
             )
@@ -411,8 +416,12 @@ class Checker:
             missing = self._checked.missing_from(verdict)
             held = [*verdict.findings, *of_setup]
             held = self._deferred.news(held, later, f"in {item.nodeid}", module, self._session.watch.tolerance)
-            own = self._results.subject(item.nodeid, [*held, *missing, *dangling, *grown])
+            back = verdict.collected
+            told = [] if back is None or self._cycles is None else [back]
+            own = self._results.subject(item.nodeid, [*held, *missing, *dangling, *grown, *told])
             outcome, reason = judged_as(own.outcome, not_measured)
+            if outcome == "clean" and back is not None and not told:
+                reason = back.message
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
         self._deferred.add(own, later, module)
         if self._records is not None:

@@ -35,6 +35,12 @@ _SETTINGS = (
         "(default: when the fixture ends)",
     ),
     (
+        "cycles",
+        "SIZE",
+        "report what comes back only when Python's collector runs as a leak, where it is this much and more (default: "
+        "16 MiB and more are noted)",
+    ),
+    (
         "processes",
         "auto|off",
         "judge what tests leave in the program's other processes too, by a thread in each of them (default: auto)",
@@ -65,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, and the checker if it is asked for."""
-    config.addinivalue_line("markers", "leakcheck(tolerance): how much this test may leave, such as '1MiB'")
+    config.addinivalue_line("markers", "leakcheck(tolerance, cycles): how much this test may leave, such as '1MiB'")
     config.addinivalue_line("markers", "no_leakcheck(reason): what this test leaves is not judged; say why")
     if config.getoption("leakcheck"):
         from lowtide.pytest_plugin.settings import read_settings

@@ -46,6 +46,7 @@ class Settings:
         stacks: whose memory's allocation is recorded with its stack.
         remedies: whether to try what would give a leak back.
         warmup: whether a card is used once before a test uses it.
+        cycles: bytes from which on what comes back only by a collection is a leak; None: it is noted.
         growth: bytes by which a fixture of a wider scope may grow, test after test, before that is reported at once;
             None: when its scope ends.
         processes: whether what tests leave in other processes is judged, by agents in these.
@@ -63,6 +64,7 @@ class Settings:
     remedies: bool
     warmup: bool = True
     growth: int | None = None
+    cycles: int | None = None
     processes: bool = True
     budget: float = 30.0
 
@@ -100,6 +102,7 @@ def read_settings(config: pytest.Config) -> Settings:
         remedies=_read(config, "remedies", _one_of("on", "off"), "on") == "on",
         warmup=_read(config, "warmup", _one_of("on", "off"), "on") == "on",
         growth=_read(config, "growth", _size, None),
+        cycles=_read(config, "cycles", _size, None),
         processes=_read(config, "processes", _one_of("auto", "off"), "auto") == "auto",
         budget=_read(config, "budget", _seconds, 30.0),
     )
@@ -111,12 +114,14 @@ class TestSettings:
 
     Attributes:
         tolerance: bytes it may leave; None: as the run says.
+        cycles: bytes from which on it may leave nothing to the collector; None: as the run says.
         excused: why it is not judged; empty: it is.
     """
 
     __test__ = False
 
     tolerance: int | None = None
+    cycles: int | None = None
     excused: str = ""
 
 
@@ -126,22 +131,21 @@ def read_markers(item: pytest.Item) -> TestSettings:
     Raises:
         pytest.UsageError: a marker has arguments that make no sense; the message names the test.
     """
-    tolerance: int | None = None
+    sizes: dict[str, int] = {}
     marker = item.get_closest_marker("leakcheck")
     if marker is not None:
-        unknown = set(marker.kwargs) - {"tolerance"}
-        if marker.args or unknown or "tolerance" not in marker.kwargs:
-            raise usage_error(
-                f"{item.nodeid}: @pytest.mark.leakcheck takes one argument, tolerance=SIZE, such as tolerance='1MiB'"
-            )
-        try:
-            tolerance = parse_bytes(marker.kwargs["tolerance"])
-        except ValueError as error:
-            raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck(tolerance=…): {error}") from None
+        if marker.args or not marker.kwargs or set(marker.kwargs) - {"tolerance", "cycles"}:
+            known = "arguments tolerance=SIZE and cycles=SIZE, such as tolerance='1MiB'"
+            raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck takes {known}")
+        for name, size in marker.kwargs.items():
+            try:
+                sizes[name] = parse_bytes(size)
+            except ValueError as error:
+                raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck({name}=…): {error}") from None
     excused = excuse_of(item)
     if excused is None:
         raise usage_error(f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'")
-    return TestSettings(tolerance, excused)
+    return TestSettings(sizes.get("tolerance"), sizes.get("cycles"), excused)
 
 
 def excuse_of(node: pytest.Item | pytest.Collector) -> str | None:
@@ -191,6 +195,7 @@ def _own_table(root: Path) -> dict[str, Any]:
         "remedies",
         "warmup",
         "growth",
+        "cycles",
         "processes",
         "suppressions",
     )

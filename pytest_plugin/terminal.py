@@ -23,6 +23,9 @@ from lowtide.reports.sizes import format_amount, format_bytes
 MOST_NOT_MEASURED = 5
 """How many lines say what could not be judged; the others are in a report."""
 
+_MOST_NOTES = 5
+"""Lines that say what a clean test did, the first ones; the others are in a report."""
+
 NOTHING_BEFORE: Mapping[int, Sighting] = {}
 """Of a subject that none of whose causes was seen before."""
 
@@ -92,6 +95,11 @@ def summary(
         word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
         text = line(cause.first.subject, cause.first.finding) + cause.elsewhere
         write(f"{word} {text}", yellow=known, red=not known)
+    notes = [subject for subject in subjects if subject.outcome == "clean" and subject.reason]
+    for subject in notes[:_MOST_NOTES]:
+        write(f"note {subject.id}: {subject.reason}", yellow=True)
+    if len(notes) > _MOST_NOTES:
+        write(f"{format_amount(len(notes) - _MOST_NOTES, 'more notes')}: a report (--leakcheck-report) lists them")
     for problem in problems:
         write(f"SUPPRESSION {problem}", red=True)
     left_out = sum(UNTRIED in (finding.advice or "") for subject in subjects for finding in subject.findings)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, within
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, tensors_over, within
+from lowtide.leakcheck.findings.collected import Collected
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.fingerprints import fingerprint
@@ -85,6 +86,20 @@ class SleptTensors:
             self._look()
             self._made |= self._now.keys() - _unchanged(self._begun, self._now)
             self._is_in = False
+
+    def only_collected(self, stage: str) -> list[Finding]:
+        """Find what was there when the sleep began and comes back only when Python's collector runs.
+
+        Args:
+            stage: the sleep that ends.
+        """
+        self.end()
+        if sum(self._before[key].bytes for key in self._kept) < LEAST:
+            return []
+        collected = Collected.before(tensors_over(self._kept), LEAST)
+        self._collect()
+        finding = None if collected is None else collected.finding(stage, came=f", at the end of {stage}")
+        return [] if finding is None or finding.bytes < LEAST else [finding]
 
     def kept_asleep(self) -> tuple[int, int] | None:
         """Return the bytes held when the sleep began, and those of them that stay; None where most came back."""

@@ -189,6 +189,9 @@ _OF_DEVICES = (
 RULES = (*_HELD, *(resource.rule for resource in RESOURCES), *_OF_PROCESS, *_OF_DEVICES)
 """All that must come back, in the order in which it is judged and reported."""
 
+COLLECTED = 16 * MIB
+"""Bytes of tensors that a test may leave to the collector before that is noted: nobody knows when they come back."""
+
 _BY_KEY = {rule.key: rule for rule in RULES}
 
 

@@ -126,6 +126,7 @@ class LifeChecks:
     def _check_slept(self, level: int) -> None:
         """Judge what an engine without arenas has given back in a sleep of a level."""
         stage = f"sleep({level})"
+        self._raise(self._slept.only_collected(stage))
         sizes = self._slept.kept_asleep()
         if sizes is not None and level in self._capabilities.emptying_levels:
             holders = self._slept.explain_kept(stage, self._context())

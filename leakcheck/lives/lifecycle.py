@@ -297,16 +297,17 @@ class LifecycleRun:
 
     def _kept_asleep(self, slept: SleptTensors, stage: str, engine: object) -> list[Finding]:
         """Report what an engine of this process holds asleep, if most of what it held; note it if nobody forbids it."""
+        collected = slept.only_collected(stage)
         sizes = slept.kept_asleep()
         if sizes is None:
-            return []
+            return collected
         # On a card each sleep gives up what it keeps on the host.
         if not self._indices and stage not in self._emptying:
             missing = not_judged(stage, sizes, slept.kind)
             self._record.not_measured[missing.what] = missing
-            return []
+            return collected
         holders = slept.explain_kept(stage, self._leftovers.context(engine))
-        return [explain_kept(stage, self._device, sizes, None, {}, holders)]
+        return [*collected, explain_kept(stage, self._device, sizes, None, {}, holders)]
 
     def _infer_again(self, life: Life, cycle: int, times: int) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show."""

@@ -90,6 +90,7 @@ class SleepWatch:
         if stage.startswith("wake"):
             self._findings += self._slept.more_awake(stage, lambda: Context(roots=[(ENGINE, self.engine)], living=True))
             return
+        self._findings += self._slept.only_collected(stage)
         sizes = self._slept.kept_asleep()
         # Tensors that are none of the engine's are held, too.
         if sizes is not None and sizes[0] - sizes[1] < LEAST and not self._elsewhere():

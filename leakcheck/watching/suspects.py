@@ -17,6 +17,7 @@ from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor
+from lowtide.leakcheck.findings.collected import Collected
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
 from lowtide.leakcheck.resources.rule import Rung
@@ -60,6 +61,11 @@ class Suspects:
         """The identities of those of them that are alive, the oldest first; none where one of them cannot be told."""
         found = (tensor() for tensor in self._tensors_left if self._knows_all)
         return [id(tensor) for tensor in found if tensor is not None]
+
+    def before_collecting(self, least: int) -> Collected | None:
+        """Read the tensors that seemed to be left, before anything is collected; None where they are few."""
+        tensors = [item for reference in self._tensors_left if (item := reference()) is not None]
+        return Collected.before(tensors, least)
 
     def forget(self) -> None:
         """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""

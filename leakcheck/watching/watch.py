@@ -32,6 +32,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
+from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries
 from lowtide.leakcheck.libraries.library_caches import empty_library_caches
@@ -76,6 +77,7 @@ class Watch:
 
     Attributes:
         tolerance: bytes that the test of now may leave.
+        collected: bytes that it may leave to the collector before that is told.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -110,6 +112,7 @@ class Watch:
         self.others = OtherProcesses(self._tree, ask, asks=asks, clears=clears, tolerance=policy.tolerance)
         self._events = ProcessEvents(self.others.look, self._orphaned_files.note_ended)
         self.tolerance = self.policy.tolerance
+        self.collected = COLLECTED
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
@@ -384,16 +387,23 @@ class Watch:
             return not suspects
 
         budget = Budget(self.policy.budget)
+        left = self._suspects.before_collecting(self.collected)
+
+        def collected() -> Finding | None:
+            found = None if left is None else left.finding(stage)
+            return found if found is not None and found.bytes >= self.collected else None
+
         # Young garbage first, at a hundredth of the cost of a full collection.
         gc.collect(1)
         if is_clean():
-            return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
+            kept = self._host.kept_in_all(now, ended, final=final)
+            return Verdict(not_measured=unmeasured, findings=kept, collected=collected())
         known = self._known_ways(now, ended, born)
         if known is None:
             collect(is_clean)
             if is_clean():
                 kept = self._host.kept_in_all(now, ended, final=final)
-                return Verdict(not_measured=unmeasured, findings=kept, climbed=True)
+                return Verdict(not_measured=unmeasured, findings=kept, climbed=True, collected=collected())
         self._suspects.forget()
         share = self._host.share(now, ended)
         wait_for_return(
@@ -419,7 +429,8 @@ class Watch:
             budget=budget,
             known=known,
         )
-        return self._concluded(case, unmeasured, share)
+        back = collected()
+        return replace(self._concluded(case, unmeasured, share), collected=back)
 
     def _known_ways(self, now: Counters, ended: Sequence[Owner], born: Collection[int] | None) -> SharedWalk | None:
         """A walk of the ways to what was explained before, if nothing is suspect but tensors at the end of these."""

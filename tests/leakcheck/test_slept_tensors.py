@@ -168,3 +168,36 @@ def test_nothing_is_read_of_other_stages_and_of_a_wake_without_a_sleep() -> None
         slept.end()
         assert slept.kept_asleep() is None
         assert slept.more_awake(stage, Context) == []
+
+
+class Request:
+    def __init__(self, engine: Engine) -> None:
+        self.data = self
+        self.kv = engine.kv
+
+
+class LeavesRequests(Engine):
+    def sleep(self) -> None:
+        Request(self)
+        super().sleep()
+
+
+def test_what_only_the_collector_gives_back_of_a_sleep_is_told_with_its_cycle() -> None:
+    slept, engine = SleptTensors("cpu"), LeavesRequests()
+    slept.begin("sleep")
+    engine.sleep()
+    (finding,) = slept.only_collected("sleep")
+    assert (finding.bytes, finding.cause, finding.holder, finding.stage) == (8 * MIB, "cycle", "Request.data", "sleep")
+    assert finding.message == (
+        "8.0 MiB on cpu came back only when the collector ran, at the end of sleep, in a cycle through Request.data"
+    )
+    assert finding.advice == "break the cycle where its owner ends: set Request.data to None"
+    assert slept.only_collected("sleep") == []
+
+
+@pytest.mark.parametrize("kind", [Engine, KeepsInAList])
+def test_of_what_a_sleep_gives_back_at_once_or_keeps_nothing_is_said(kind: type[Engine]) -> None:
+    slept, engine = SleptTensors("cpu"), kind()
+    slept.begin("sleep")
+    engine.sleep()
+    assert slept.only_collected("sleep") == []
