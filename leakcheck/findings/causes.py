@@ -6,12 +6,12 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Union
 
-from lowtide.leakcheck.explaining.cut import Cut
+from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
 from lowtide.leakcheck.explaining.path_names import way_text
@@ -65,7 +65,8 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     By one walk over the heap, and none where nothing could share a cause.
     """
     leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in BELONGING]
-    shared = _causes_of_things(leaks, context) if {leak.key for leak in leaks} - {"threads"} else {}
+    edges = _edges_of_tensors(found)
+    shared = _causes_of_things(leaks, context, edges) if {leak.key for leak in leaks} - {"threads"} else {}
     mapped = _mapped_files(found)
     shared.update((("file-descriptors", name), CommonCause(("tensors", turn))) for name, turn in mapped.items())
     by_setting = _held_by_settings(found)
@@ -86,7 +87,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
                 apart = [part]
             drafts += [_with_places(each, context) if isinstance(each, ItemLeak) else each for each in apart]
             causes += [cause] * len(apart)
-    causes = _with_tensors(drafts, _with_changes(drafts, _with_losses(drafts, causes)))
+    causes = _with_edges(drafts, _with_changes(drafts, _with_losses(drafts, causes)))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
 
 
@@ -94,17 +95,24 @@ _Named = tuple[str, str]
 """A thing by its resource and its name."""
 
 
-def _causes_of_things(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, CommonCause]:
+def _causes_of_things(
+    leaks: Sequence[ItemLeak], context: Context, edges: Collection[tuple[str, ...]]
+) -> dict[_Named, CommonCause]:
     """Return the cause of each thing that has a holder in the program, or parts: a process the pipe of its end.
 
     Things with one holder have one cause, of whatever resource they are, and so do those that each are held by an entry
     of one container.
+
+    Args:
+        leaks: the things.
+        context: what is known around them.
+        edges: those that tensors hang on: what else does is a part of theirs.
     """
     names: dict[str, list[str]] = {}
     for leak in leaks:
         names.setdefault(leak.key, []).extend(leak.names)
     owners = _stand_ins(names, context)
-    holders = _causes_by_name(owners, context)
+    holders = _causes_by_name(owners, context, names_known(context))
     things: dict[Hashable, list[_Named]] = {}
     for key, own in names.items():
         for name in own:
@@ -136,6 +144,31 @@ def _causes_of_things(leaks: Sequence[ItemLeak], context: Context) -> dict[_Name
             if any(of != "threads" for of, _ in held[mark]):
                 cause = replace(holder, key=("held", mark)) if whole is None else replace(whole, key=("held", main))
                 causes.update(dict.fromkeys(held[mark], cause))
+        if whole is None and main == "file-descriptors":
+            apart = [(each, held[mark]) for mark, each in by_holder.items() if _suspect_edge(each.path) not in edges]
+            causes.update(_of_one_maker(apart, context))
+    return causes
+
+
+def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context: Context) -> dict[_Named, CommonCause]:
+    """Return the cause of descriptors that one line has made for several holders, with what holds all of these.
+
+    Where nothing does, the first holder stands for the others.
+    """
+    made: dict[str, list[tuple[CommonCause, Sequence[_Named]]]] = {}
+    for holder, members in held:
+        places = {context.made_at(of, name) for of, name in members}
+        made.setdefault(places.pop() if len(places) == 1 else "", []).append((holder, members))
+    causes: dict[_Named, CommonCause] = {}
+    for place, some in made.items():
+        if place and len(some) > 1:
+            holders = [holder for holder, _ in some]
+            first, more = holders[0], f" (and {len(some) - 1} more)"
+            each = f": {first.ending}" if first.ending else ""
+            advice = f"end each where its owner ends{each}"
+            alone = replace(first, holder=first.holder + more, path=(), advice=advice)
+            cause = replace(_container_of(holders) or alone, key=("made", place))
+            causes.update(dict.fromkeys(chain(*(members for _, members in some)), cause))
     return causes
 
 
@@ -270,14 +303,22 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
     return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds where its owner ends{each}")
 
 
-def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, CommonCause]:
-    """What the things that an object stands for are held by."""
+def _causes_by_name(
+    owners: Mapping[_Named, Any], context: Context, names: Names | None = None
+) -> dict[_Named, CommonCause]:
+    """What the things that an object stands for are held by.
+
+    Args:
+        owners: these objects.
+        context: what is known around them.
+        names: what is known of the program before the leak.
+    """
     objects = list({id(item): item for item in owners.values()}.values())
     holders = first_holders(
         objects,
         ignore={id(objects), id(owners)},
         innocent=older_than(context),
-        names=names_known(context),
+        names=names,
         roots=context.roots,
         living=context.living,
         # A thread that runs on has what its object has, which the program can end.
@@ -395,26 +436,32 @@ def _with_losses(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) 
     return found
 
 
-def _with_tensors(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
-    """And what has no bytes and hangs on the same edge as tensors: the thread and the sockets of a kept engine.
+def _with_edges(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
+    """And what has no bytes and hangs on the same edge as tensors or each other: an engine's thread and its sockets.
 
-    One change lets go of both.
+    One change lets go of all of them.
     """
     found = list(causes)
-    edges = {
+    edges = _edges_of_tensors(drafts)
+    for turn, (draft, cause) in enumerate(zip(drafts, causes, strict=True)):
+        if not isinstance(draft, ItemLeak) or draft.finding.bytes:
+            continue
+        edge = _suspect_edge(draft.finding.path or (() if cause is None else cause.path))
+        of = edges.setdefault(edge, turn) if edge else turn
+        if of != turn:
+            found[turn] = found[of] = found[of] or found[turn] or CommonCause(("edge", of))
+    return found
+
+
+def _edges_of_tensors(drafts: Sequence[Draft]) -> dict[tuple[str, ...], int]:
+    """Return the edges that tensors hang on, as those of `_suspect_edge`, with the places of their findings."""
+    return {
         edge: turn
         for turn, draft in reversed([*enumerate(drafts)])
         if isinstance(draft, TensorLeak)
         for explanation in draft.explanations.values()
         if (edge := _suspect_edge(explanation.path))
     }
-    for turn, (draft, cause) in enumerate(zip(drafts, causes, strict=True)):
-        if not isinstance(draft, ItemLeak) or draft.finding.bytes:
-            continue
-        of = edges.get(_suspect_edge(draft.finding.path or (() if cause is None else cause.path)))
-        if of is not None:
-            found[turn] = found[of] = found[of] or CommonCause(("tensors", of))
-    return found
 
 
 def _suspect_edge(path: Sequence[Hop]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lowtide.probes.objects.passing_for import passing_for
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
-from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.objects.whose_code import is_library, is_of_site
 from lowtide.probes.originals import contents, loaded, os, sys, threading, time
 
 _PLUMBING = frozenset(
@@ -49,7 +49,8 @@ class Maker:
         modules: the library's modules whose functions were running, the innermost first; empty if the program's own
             code made it, and not a library that it called.
         identity: distinguishes a descriptor from another one that gets its number later.
-        place: the program's line that made it, or that called the library: `function, file.py:12`; empty if none did.
+        place: the line that made it, `function, file.py:12`: not of Python's own library, but of whoever called that;
+            where it is an installed package's, with the program's that called it, if one did; empty if nobody did.
         thread: the thread in which it was made; empty for the main one.
         line: the first of the threads of which each started the next one, up to `thread`; empty for the main one.
     """
@@ -188,7 +189,7 @@ class Makers:
         return self.of_descriptor(int(number)) or gone
 
     def place_of(self, key: str, name: str) -> str:
-        """Return the program's line that made something: `function, file.py:12`; empty where that is not known.
+        """Return the line that made something, as `Maker.place`; empty where that is not known.
 
         Args:
             key: its resource, as for `of_item`.
@@ -297,20 +298,29 @@ def _leads_to(number: int, target: str) -> bool:
 
 
 def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
-    """The library's modules from a frame outwards, up to the program's own code, and the line of that."""
+    """The library's modules from a frame outwards, up to the program's own code, and the line of that.
+
+    Where an installed package is what made it, its line comes first, and then the program's that called it.
+    """
     found: dict[str, None] = {}
+    made = ""
     for caller in _callers(frame):
         code, module = caller.f_code, dict.get(caller.f_globals, "__name__")
         if type(module) is str and module.startswith(_CHECKER):  # another one notes it, too, or somebody is told of it
             continue
         if not is_library(code.co_filename):
-            # Python 3.10 knows no more than the last part of it.
-            name = getattr(code, "co_qualname", code.co_name)
-            place = f"{name}, {os.path.basename(code.co_filename)}:{caller.f_lineno}"
-            return tuple(found), place
+            return tuple(found), f"{made}, called in {_place(caller)}" if made else _place(caller)
+        made = made or (_place(caller) if is_of_site(code.co_filename) else "")
         if type(module) is str and module not in _PLUMBING:
             found[module] = None
-    return tuple(found), ""
+    return tuple(found), made
+
+
+def _place(frame: FrameType) -> str:
+    code = frame.f_code
+    # Python 3.10 knows no more than the last part of it.
+    name = getattr(code, "co_qualname", code.co_name)
+    return f"{name}, {os.path.basename(code.co_filename)}:{frame.f_lineno}"
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +120,67 @@ def test_a_library_that_binds_in_c_is_heard_once_it_was_imported(
         assert makers.closed_sockets().keys() == {f"{tmp_path}/socket"}
     finally:
         makers.stop()
+
+
+OF_A_PACKAGE = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+
+class Engine:
+    def __init__(self, target):
+        self._begin(target)
+
+    def _begin(self, target):
+        self.thread = threading.Thread(target=target, daemon=True)
+        self.thread.start()
+
+
+def submit(target):
+    pool = ThreadPoolExecutor(1)
+    pool.submit(target)
+    return pool
+"""
+
+
+@pytest.fixture
+def package() -> dict[str, Any]:
+    """The names of a package that is installed."""
+    file = f"{sysconfig.get_path('purelib')}/anengine/engine.py"
+    names: dict[str, Any] = {"__name__": "anengine.engine"}
+    # So its code has that file, without being installed.
+    exec(compile(OF_A_PACKAGE, file, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("start", "line"),
+    [
+        (lambda package, target: package["Engine"](target), "Engine._begin, engine.py:12"),
+        (lambda package, target: package["submit"](target), "submit, engine.py:17"),
+        (lambda package, target: threading.Thread(target=target, daemon=True).start(), ""),
+        (lambda package, target: asyncio.run(asyncio.to_thread(target)), ""),
+    ],
+    ids=["a package's", "its executor's", "the program's own", "asyncio's"],
+)
+def test_a_threads_start_is_the_line_that_calls_it_and_not_who_called_the_package(
+    package: dict[str, Any], start: Callable[[dict[str, Any], Callable[[], object]], Any], line: str
+) -> None:
+    makers, names = Makers(), list[str]()
+    began = threading.Event()
+
+    def run() -> None:
+        names.append(thread_key(threading.current_thread()))
+        began.set()
+
+    makers.start()
+    try:
+        kept = start(package, run)
+        assert began.wait(HANG_S)
+        place = makers.place_of("threads", names[0])
+    finally:
+        makers.stop()
+    del kept
+    own = "<lambda>, test_makers.py:"
+    assert place.startswith(f"{line}, called in " if line else own)
+    assert own in place

@@ -12,12 +12,12 @@ KEPT = """
 import threading
 
 POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS, ENGINES = [], [], [], [], [], [], []
-TIMERS, QUEUES, WORKERS, CONNECTIONS, ENDS = [], [], [], {}, []
+TIMERS, QUEUES, WORKERS, CONNECTIONS, ENDS, SERVERS, OWNERS = [], [], [], {}, [], [], {}
 RELEASE = threading.Event()
 """
 
 CASES = """
-import asyncio, functools, multiprocessing, os, queue, signal, socket, sys, threading
+import asyncio, functools, multiprocessing, os, queue, signal, socket, socketserver, sys, threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import kept
 import pytest
@@ -260,6 +260,33 @@ def test_tensor_and_descriptor_in_one_list():
     kept.SHARED += [torch.ones(300), open(os.devnull)]
 
 
+def test_server():
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    kept.SERVERS.append(server)
+
+
+class Owner:
+    def __init__(self):
+        self.socket = socket.socket()
+
+
+def test_sockets_of_one_maker():
+    for turn in range(7):
+        kept.OWNERS[f"owner {turn}"] = Owner()
+
+
+def test_sockets_of_one_maker_and_several_holders():
+    kept.LOSSES.append(Owner())
+    kept.OWNERS["beside"] = Owner()
+
+
+def test_sockets_of_two_makers():
+    kept.OWNERS["first"], kept.OWNERS["second"] = Owner(), Owner()
+    kept.OWNERS["second"].socket.close()
+    kept.OWNERS["second"].socket = socket.socket()
+
+
 class Nameless(threading.Thread):
     @property
     def name(self):
@@ -359,6 +386,8 @@ def test_ends_what_others_left():
         end()
     for engine in kept.ENGINES:
         engine.ended.set()
+    for server in kept.SERVERS:
+        server.shutdown()
     for thread in threading.enumerate():
         if type(thread) is threading.Timer and thread not in kept.TIMERS:
             thread.cancel()
@@ -404,6 +433,10 @@ POOL = ["processes", "threads", "file-descriptors"]
         ("test_cache", [["tensors", "lru-cache"]]),
         ("test_thread_of_an_object_with_tensors", [["tensors", "threads"]]),
         ("test_thread_that_cannot_be_asked_its_name", [["threads"]]),
+        ("test_server", [["threads", "file-descriptors"]]),
+        ("test_sockets_of_one_maker", [["file-descriptors"]]),
+        ("test_sockets_of_one_maker_and_several_holders", [["file-descriptors"]]),
+        ("test_sockets_of_two_makers", [["file-descriptors"], ["file-descriptors"]]),
         ("test_two_caches", [["tensors", "lru-cache"], ["lru-cache"]]),
         ("test_handler_with_a_tensor", [["tensors", "globals"]]),
         ("test_hook_with_a_tensor", [["tensors", "globals"]]),
@@ -585,3 +618,13 @@ def test_one_cause_has_one_fingerprint_in_every_phase_and_scope(run: InnerRun) -
 
 def test_two_things_in_one_list_that_is_meant_to_live_are_two_findings(run: InnerRun) -> None:
     assert sorted(found(run, "test_tensor_and_descriptor_in_one_list")) == [["file-descriptors"], ["tensors"]]
+
+
+def test_sockets_of_one_maker_name_it_and_what_holds_them(run: InnerRun) -> None:
+    (of_one,) = run.subject("test_causes.py::test_sockets_of_one_maker").findings
+    assert (of_one.count, of_one.holder) == (7, "kept.OWNERS")
+    assert "; made in Owner.__init__, test_causes.py:" in of_one.message
+    (of_several,) = run.subject("test_causes.py::test_sockets_of_one_maker_and_several_holders").findings
+    assert of_several.count == 2
+    assert of_several.holder is not None
+    assert of_several.holder.endswith(" (and 1 more)")
