@@ -11,13 +11,18 @@ import msgspec
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
+from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
+from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_bytes
-from lowtide.reports.statement import HolderFacts, Note, with_holder
+from lowtide.reports.statement import HolderFacts, Note, noted, restated, with_holder
 
 _NEAR = 0.1
 """By what share the arrays may differ from the host memory that they are said to be."""
+
+_TELLING_PART = 0.25
+"""The part of the memory that must be free in a heap to be worth saying."""
 
 _MOST = 64
 """How many of the largest are looked at."""
@@ -46,7 +51,7 @@ class _Held:
 
 
 def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
-    """For host memory: the arrays that are as large, and their holder.
+    """For host memory: the arrays that are as large, and their holder; without any, what of it is free in the heaps.
 
     When they were made is unknown, since Python does not track them: the evidence is their size, that of one alone, of
     all in one container, or of the last in a list.  The message says no more than that they are there.
@@ -59,10 +64,21 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
         return leak
     found = held_by_arrays(leak.finding.bytes, context)
     if found is None:
-        return leak
+        return replace(leak, finding=with_fragments(leak.finding))
     facts, explanation = found
     finding = msgspec.structs.replace(with_holder(leak.finding, facts), former_fingerprint=leak.finding.fingerprint)
     return with_fingerprint(replace(leak, finding=finding, explanation=explanation), leak.module)
+
+
+def with_fragments(finding: Finding) -> Finding:
+    """Say of host memory how much of it is free, where that is a good part, and what is in use around it."""
+    parts = [each for each in fragments() if each.bytes >= finding.bytes * _TELLING_PART]
+    for heap, size, blocks in parts:
+        finding = noted(finding, f"; up to {format_bytes(size)} of {heap} are free between {blocks:,} blocks in use")
+    if parts and not finding.advice:
+        changes = {"advice": "make what is to stay before what is temporary, so that it lies in memory of its own"}
+        finding = restated(finding, changes)
+    return finding
 
 
 def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
