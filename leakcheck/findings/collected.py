@@ -5,8 +5,9 @@ Python's collector counts objects, not bytes: a few objects in cycles keep gigab
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.leakcheck.baseline.storages import Key
@@ -34,11 +35,20 @@ class Collected:
         sizes: bytes of each.
         watch: reports which of them are freed.
         cycles: of the largest, the cycle that each hangs on.
+        let_go: those that went in `released`.
     """
 
     sizes: Mapping[Key, int]
     watch: StorageWatch
     cycles: Mapping[Key, Sequence[CycleEdge]]
+    let_go: set[Key] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """In the block something is let go: what goes there was in no cycle."""
+        before = self.watch.gone()
+        yield
+        self.let_go.update(self.watch.gone() - before)
 
     @classmethod
     def before(cls, tensors: Sequence[Any], least: int = COLLECTED, ignore: Collection[int] = ()) -> Collected | None:
@@ -68,7 +78,7 @@ class Collected:
             stage: since when they were there.
             came: when they came back, beside that it was when the collector ran.
         """
-        gone = self.watch.gone()
+        gone = self.watch.gone() - self.let_go
         size = sum(self.sizes[key] for key in gone)
         if not size:
             return None

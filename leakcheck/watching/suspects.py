@@ -21,7 +21,7 @@ from lowtide.leakcheck.findings.collected import Collected
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.probes.heap.births import Births
+from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import hold_memory
@@ -63,9 +63,21 @@ class Suspects:
         return [id(tensor) for tensor in found if tensor is not None]
 
     def before_collecting(self, least: int) -> Collected | None:
-        """Read the tensors that seemed to be left, before anything is collected; None where they are few."""
-        tensors = [item for reference in self._tensors_left if (item := reference()) is not None]
-        return Collected.before(tensors, least)
+        """Read the tensors that seem to be left, before anything is collected; None where they are few."""
+        _, left = self._survivors()
+        return Collected.before(left, least) if left else None
+
+    def _survivors(self) -> tuple[list[Newborn], list[Any]]:
+        """Return what was born and is there, and of that the tensors that belong to no owner that is alive."""
+        survivors = self._births.survivors()
+        tensors = [born for born in survivors if is_tensor(born.item)]
+        # There is a live owner for every import: they are gone through only where there is a tensor.
+        live = {owner.label for owner in self._ownership.live} if tensors else ()
+        left = [born.item for born in tensors if born.label not in live]
+        # Compilers leave many that hold nothing, in garbage that only a full collection would end.
+        if left:
+            left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
+        return survivors, left
 
     def forget(self) -> None:
         """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""
@@ -85,16 +97,9 @@ class Suspects:
                 key
             ):
                 suspects.append(key)
-        survivors = self._births.survivors()
+        survivors, left = self._survivors()
         if any(owner.storages for owner in ended) or self._births.froze_until_last_look:
             suspects.append("tensors")
-        tensors = [born for born in survivors if is_tensor(born.item)]
-        # There is a live owner for every import: they are gone through only where there is a tensor.
-        live = {owner.label for owner in self._ownership.live} if tensors else ()
-        left = [born.item for born in tensors if born.label not in live]
-        # Compilers leave many that hold nothing, in garbage that only a full collection would end.
-        if left:
-            left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._tensors_left = _weakly(left)
         self._knows_all = len(self._tensors_left) == len(left)

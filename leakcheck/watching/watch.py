@@ -8,6 +8,7 @@ appears while a module is imported belongs to the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -361,6 +362,13 @@ class Watch:
         self, ended: list[Owner], let_go: Callable[[], None], hints: Sequence[tuple[str, object]], *, final: bool
     ) -> Verdict:
         stage = self._births.label
+        # First of all: what is read here may be what makes Python collect.
+        left = self._suspects.before_collecting(self.collected)
+
+        def collected() -> Finding | None:
+            found = None if left is None else left.finding(stage)
+            return found if found is not None and found.bytes >= self.collected else None
+
         now = self._host.read_trimmed(ended)
         self._ownership.attribute(stage, now)
         if final:
@@ -373,9 +381,11 @@ class Watch:
         unmeasured += self._arrival.not_measured(now) + self.others.not_measured + self._device_memory.not_measured
         now, suspects = self._suspects_of(now, ended)
         if not suspects:
-            return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
+            kept = self._host.kept_in_all(now, ended, final=final)
+            return Verdict(not_measured=unmeasured, findings=kept, collected=collected())
         born = self._births.born()
-        let_go()
+        with nullcontext() if left is None else left.released():
+            let_go()
 
         def is_clean() -> bool:
             nonlocal now, suspects
@@ -387,12 +397,6 @@ class Watch:
             return not suspects
 
         budget = Budget(self.policy.budget)
-        left = self._suspects.before_collecting(self.collected)
-
-        def collected() -> Finding | None:
-            found = None if left is None else left.finding(stage)
-            return found if found is not None and found.bytes >= self.collected else None
-
         # Young garbage first, at a hundredth of the cost of a full collection.
         gc.collect(1)
         if is_clean():

@@ -1,0 +1,51 @@
+"""Of tensors that were there before a collection those are told that it alone gave back, with their cycle."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from lowtide.leakcheck.findings.collected import Collected
+
+MIB = 1 << 20
+
+
+class Request:
+    def __init__(self, mib: int) -> None:
+        self.data = self
+        self.table = torch.zeros(mib * MIB, dtype=torch.uint8)
+
+
+def before(*requests: Request, least: int = MIB) -> Collected:
+    found = Collected.before([request.table for request in requests], least)
+    assert found is not None
+    return found
+
+
+def test_what_the_collector_alone_gives_back_is_told() -> None:
+    kept, dropped = Request(2), Request(4)
+    collected = before(kept, dropped)
+    del dropped
+    assert collected.finding("call") is None
+    gc.collect()
+    finding = collected.finding("call")
+    assert finding is not None
+    assert (finding.bytes, finding.count, finding.holder) == (4 * MIB, 1, "Request.data")
+    del kept
+
+
+def test_what_is_let_go_meanwhile_is_not_told() -> None:
+    held = Request(4)
+    held.data = None  # type: ignore[assignment]
+    collected = before(held)
+    with collected.released():
+        del held
+    gc.collect()
+    assert collected.finding("call") is None
+
+
+def test_what_is_less_than_a_limit_is_not_looked_at() -> None:
+    kept = Request(1)
+    assert Collected.before([kept.table], 2 * MIB) is None
+    assert Collected.before([kept.table], MIB) is not None
