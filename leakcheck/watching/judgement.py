@@ -264,7 +264,8 @@ class WatchJudge:
                 )
                 for turn, subject in enumerate(case.subjects)
             ]
-            self.ways.note(explained.by_key.values())
+            for part in explained:
+                self.ways.note(part.by_key.values())
             del explained
             drafts = [with_free_memory_beside(drafted) for drafted in drafts]
             if self._policy.explain:
