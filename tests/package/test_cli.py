@@ -548,7 +548,8 @@ def test_where_the_report_cannot_be_written_the_verdict_is_shown_first(
 
 
 def test_a_terminal_gets_the_worst_of_a_long_report_and_all_else_the_whole(tmp_path: Path) -> None:
-    write_report(tmp_path, *(msgspec.structs.replace(LEAK, bytes=turn, message=f"{turn} B") for turn in range(50)))
+    each = [{"bytes": turn, "message": f"{turn} B", "fingerprint": f"{turn}"} for turn in range(50)]
+    write_report(tmp_path, *(msgspec.structs.replace(LEAK, **fields) for fields in each))
     arguments = ["-m", "lowtide", "report", str(tmp_path)]
     code, sent = sent_to_terminal(100, arguments, ROOT)
     lines = [line.strip() for line in lines_of(sent)]
