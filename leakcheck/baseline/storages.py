@@ -14,7 +14,7 @@ from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.memory.ranges import merge, total
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
-from lowtide.probes.objects.foreign import mro_of, type_name
+from lowtide.probes.objects.foreign import is_a, mro_of, type_name
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, loaded
 from lowtide.probes.stages import PoolReading
@@ -278,6 +278,12 @@ def is_tensor(item: object) -> bool:
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return False
     return any(base is torch.Tensor or base is torch.UntypedStorage for base in mro_of(type(item)))
+
+
+def is_storage(item: object) -> bool:
+    """Tell whether an object is a storage, by its real type."""
+    torch: Any = loaded("torch")
+    return torch is not None and is_a(item, getattr(torch, "UntypedStorage", type(None)))
 
 
 def storage_keys(items: Iterable[Any]) -> set[Key]:

@@ -16,7 +16,7 @@ from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.storages import is_tensor
+from lowtide.leakcheck.baseline.storages import is_storage, is_tensor
 from lowtide.leakcheck.findings.collected import Collected
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
@@ -24,7 +24,7 @@ from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.memory.tensors import hold_memory
+from lowtide.probes.memory.tensors import hold_memory, keys_of_each
 from lowtide.probes.originals import weakref
 
 LONGEST_WAIT = 60.0
@@ -58,9 +58,19 @@ class Suspects:
         return any(tensor() is not None for tensor in self._tensors_left)
 
     def living_tensors(self) -> list[int]:
-        """The identities of those of them that are alive, the oldest first; none where one of them cannot be told."""
-        found = (tensor() for tensor in self._tensors_left if self._knows_all)
-        return [id(tensor) for tensor in found if tensor is not None]
+        """Return the identities of those of them that are alive, the oldest first; none where one cannot be told.
+
+        Not those of storages that a tensor among them has: who asks for a storage makes an object that C++ holds then.
+        """
+        left = [tensor() for tensor in self._tensors_left if self._knows_all]
+        found = [item for item in left if item is not None]
+        keys = keys_of_each(found)
+        of_tensors = frozenset().union(*(each for item, each in zip(found, keys, strict=True) if not is_storage(item)))
+        return [
+            id(item)
+            for item, each in zip(found, keys, strict=True)
+            if not (is_storage(item) and each and each <= of_tensors)
+        ]
 
     def before_collecting(self, least: int) -> Collected | None:
         """Read the tensors that seem to be left, before anything is collected; None where they are few."""
