@@ -39,9 +39,11 @@ OTHERS := tests/pytest_plugin/test_leaks.py \
 	$(filter-out tests/pytest_plugin/test_leaks.py $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
 # Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take 40 % of the time of all
 # tests: `make test-all` runs them, every night.
-NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py tests/probes/test_kernels.py \
-	tests/reports/test_page_in_a_browser.py \
-	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py core_interrupts.py cores_that_stay.py) \
+NIGHTLY := $(addprefix tests/package/test_, cli.py colors.py examples.py extras.py install.py printed_names.py) \
+	tests/probes/test_buffers.py tests/probes/test_kernels.py \
+	$(addprefix tests/reports/test_, damaged_reports.py page_in_a_browser.py perfetto.py running_life.py) \
+	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py rank_life.py core_interrupts.py \
+	cores_that_stay.py) \
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
@@ -52,8 +54,8 @@ NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/packag
 	target_life.py witness.py) \
 	$(addprefix tests/leakcheck/targets/test_, damaged_shards.py transformers_target.py) \
 	tests/leakcheck/watching/test_notebook_cells.py \
-	$(addprefix tests/leakcheck/test_, check.py compiled_values.py engine_processes.py filled_caches.py growing_processes.py leftovers.py \
-	library_items.py owner_growth.py remains.py unseen.py)
+	$(addprefix tests/leakcheck/test_, cached_values.py check.py compiled_values.py engine_processes.py filled_caches.py growing_processes.py \
+	known_ways.py left_in_a_process.py leftovers.py library_items.py owner_growth.py remains.py unseen.py)
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS))
