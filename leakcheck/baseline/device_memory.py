@@ -39,6 +39,7 @@ class _Card:
             memory pool: the context, code, and memory that has no address; None where one of these is not known.
         beyond_torch: bytes that the driver counts and that torch and the arenas do not explain; None likewise.
         imported: address and bytes of what lies under tensors and is in no list: the memory of another process.
+        counted: those of them that the driver counts for this process: once the other one has ended, or from the first.
     """
 
     items: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class _Card:
     unlisted: int | None = None
     beyond_torch: int | None = None
     imported: Mapping[int, int] = field(default_factory=dict)
+    counted: frozenset[int] = frozenset()
 
 
 class DeviceMemory:
@@ -91,7 +93,7 @@ class DeviceMemory:
             card = self._read(device, storages, now)
             if self._grown(device, card) > UNLISTED_TOLERANCE:
                 self._mappings[device] = self._found_mappings(device, card)
-            self._known[device] = card
+            self._known[device] = replace(card, counted=self._counted(device, card))
         self._listed.clear()
 
     def new_items(
@@ -159,13 +161,24 @@ class DeviceMemory:
     def _grown(self, device: str, card: _Card) -> int:
         """Bytes that the driver counts more than at the last full reading, and does not list; 0 where nobody knows.
 
-        What tensors have imported since is judged as theirs.
+        What tensors have imported is judged as theirs, once the driver counts it here.
         """
+        counted = self._counted(device, card) - self._known.get(device, _Card()).counted
+        return self._more(device, card) - sum(card.imported[address] for address in counted)
+
+    def _more(self, device: str, card: _Card) -> int:
         last = self._known.get(device, _Card())
-        if last.unlisted is None or card.unlisted is None:
-            return 0
-        imported = sum(size for address, size in card.imported.items() if address not in last.imported)
-        return card.unlisted - last.unlisted - imported
+        return 0 if last.unlisted is None or card.unlisted is None else card.unlisted - last.unlisted
+
+    def _counted(self, device: str, card: _Card) -> frozenset[int]:
+        """Return the imports that the driver counts for this process by now: as many as its figure has grown by."""
+        last, more = self._known.get(device, _Card()), self._more(device, card)
+        found = set(last.counted & card.imported.keys())
+        for address in sorted(card.imported.keys() - found, key=lambda address: -card.imported[address]):
+            if card.imported[address] <= more:
+                more -= card.imported[address]
+                found.add(address)
+        return frozenset(found)
 
     def _found_mappings(self, device: str, card: _Card) -> dict[str, int]:
         """The physical memory that is mapped without access, by name; none where the driver did not list it in time."""

@@ -95,7 +95,10 @@ class Ownership:
         for key, names in now.items.items():
             known = before.items.get(key, {})
             if names is not known and names.keys() != known.keys():
-                self._since.update(dict.fromkeys(((key, name) for name in names.keys() - known.keys()), stage))
+                fresh = names.keys() - known.keys()
+                self._since.update(dict.fromkeys(((key, name) for name in fresh), stage))
+                if key == "shared-memory":
+                    self._leave_to_processes(fresh)
         if now.settings is not before.settings:
             for change in changes_between(before.settings, now.settings):
                 self._since[("globals", change.setting)] = self._unread or stage
@@ -280,6 +283,19 @@ class Ownership:
     def _is_librarys(self, change: SettingChange) -> bool:
         """Whether a library has set a variable of the environment that nobody had set, or deleted one."""
         return ABSENT in (change.before, change.now) and self._environment.is_librarys(change.name)
+
+    def _leave_to_processes(self, names: Collection[str]) -> None:
+        """Take new entries of /dev/shm for those of living owners whose processes have made them, and not this one.
+
+        torch counts in one what another process has of the tensors that it has exported, as long as it lives.
+        """
+        for owner in self.live:
+            started = set(map(int, owner.items.get("processes", ())))
+            family = {pid for start in started for pid in (start, *descendants_of(start))}
+            theirs = {name for name in names if set(map(str, family)) & set(re.findall(r"\d+", name))}
+            theirs |= set(names) & mapped_shared_memory(family) if family else set()
+            if theirs:
+                owner.items.setdefault("shared-memory", set()).update(theirs - mapped_shared_memory([os.getpid()]))
 
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those entries of /dev/shm that this process has to answer for, with their bytes.

@@ -26,6 +26,11 @@ _WITH_DESCRIPTORS = r"lib(nccl|rccl|nvshmem\w*)\b.*"
 _FIRST_USE_BYTES = 256 << 10
 """Code that must newly be in memory: the kernel brings in 64 KiB around every page that is touched."""
 
+_TABLES_BYTES = 16 << 20
+"""What a library may keep for a kind of what it prepares: cuFFT 6 MiB for lengths with a large prime (H200)."""
+
+_PREPARED = "has made plans here, and keeps tables of its own for each kind of them"
+
 _SHOWN_LIBRARIES = 2
 
 
@@ -68,6 +73,7 @@ def excused_by_libraries(
     first_use: FirstUse,
     any_graph_alive: Callable[[], bool] = lambda: False,
     descriptors: Callable[[Finding], Collection[str]] = lambda finding: (),
+    prepared_by: Collection[str] = (),
 ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
     """Tells apart what a library that was first used in a test may have taken for good.
 
@@ -78,6 +84,7 @@ def excused_by_libraries(
         first_use: what was in use before.
         any_graph_alive: whether captured graphs are, for which the driver keeps memory, too; asked where it matters.
         descriptors: gives those that a finding is about, as the counters name them.
+        prepared_by: libraries that have prepared something in the test, such as plans, which was given back.
 
     Returns:
         The findings, with the library as their holder where it is known to keep memory (these are suppressed by the
@@ -110,6 +117,9 @@ def excused_by_libraries(
     elif now.native_threads > before.native_threads and first_use.any_loaded:
         of_memory = "a native thread started here, and libraries keep memory of their own for each thread"
         of_descriptors = "a native thread started here, and may keep descriptors of its own"
+    elif prepared_by:
+        may_be = [each for each in may_be if each.resource == "driver" and (each.bytes or 0) <= _TABLES_BYTES]
+        of_memory = of_descriptors = f"{first_of(sorted(prepared_by), _SHOWN_LIBRARIES)} {_PREPARED}"
     else:
         return tuple(findings), ()
     known = {id(finding): None if graphs else _known(finding, holders) for finding in may_be}

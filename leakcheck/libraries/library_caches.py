@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.device.graphs import any_graph_alive
@@ -33,6 +33,7 @@ class LibraryCache:
         held: what it keeps on a card, in words, and what to add to that behind its name; empty where that is nothing.
         give_back: has it give that back, on the card with that number.
         in_graphs: whether a captured graph may use it, so that it is kept while one is alive.
+        prepared_by: the driver's library that has prepared what is kept, and keeps tables of its own for its kind.
     """
 
     module: str
@@ -42,6 +43,19 @@ class LibraryCache:
     held: Callable[[int], tuple[str, str]]
     give_back: Callable[[int], None]
     in_graphs: bool = False
+    prepared_by: str = ""
+
+
+class Emptied(NamedTuple):
+    """What libraries have given back.
+
+    Attributes:
+        notes: what they had, as their own public counters say it.
+        prepared_by: the driver's libraries that had prepared some of it.
+    """
+
+    notes: tuple[NotMeasured, ...] = ()
+    prepared_by: frozenset[str] = frozenset()
 
 
 def _cupys(card: int) -> tuple[str, str]:
@@ -161,18 +175,15 @@ LIBRARY_CACHES = (
         _plans,
         _clear_plans,
         in_graphs=True,
+        prepared_by="libcufft",
     ),
 )
 """The libraries that are known to; each keeps what it has until somebody asks."""
 
 
-def empty_library_caches() -> tuple[NotMeasured, ...]:
-    """Have every library that is in use give back what it only keeps; what fails is left as it is.
-
-    Returns:
-        What they had, as their own public counters say it.
-    """
-    found: dict[NotMeasured, None] = {}
+def empty_library_caches() -> Emptied:
+    """Have every library that is in use give back what it only keeps, and return that; what fails is left as it is."""
+    found: dict[NotMeasured, str] = {}
     torch = initialized_torch()
     for card in range(torch.cuda.device_count()) if torch is not None else ():
         for cache, what in _holding(torch, card):
@@ -180,8 +191,8 @@ def empty_library_caches() -> tuple[NotMeasured, ...]:
                 continue
             with contextlib.suppress(Exception):
                 cache.give_back(card)
-                found[NotMeasured(what=what, why=f"it keeps {cache.reason}: {cache.call}")] = None
-    return tuple(found)
+                found[NotMeasured(what=what, why=f"it keeps {cache.reason}: {cache.call}")] = cache.prepared_by
+    return Emptied(tuple(found), frozenset(filter(None, found.values())))
 
 
 def changes_on(card: int) -> list[Change]:

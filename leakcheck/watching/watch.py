@@ -36,7 +36,7 @@ from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries
-from lowtide.leakcheck.libraries.library_caches import empty_library_caches
+from lowtide.leakcheck.libraries.library_caches import Emptied, empty_library_caches
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.rule import Rung
@@ -118,7 +118,7 @@ class Watch:
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
         # What libraries kept on cards beside torch, and have given back for the judgement.
-        self._of_caches: tuple[NotMeasured, ...] = ()
+        self._emptied = Emptied()
         self._in_use = OwnersInUse(self._read, self._ownership, self._stacks, self.policy.growth)
         self._attribution = Attribution(
             self._counters,
@@ -462,7 +462,7 @@ class Watch:
     def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:
         """The full judgement, and its end as the new baseline."""
         report_limits = self._in_use.report_limits if case.final else lambda: None
-        self._of_caches = ()
+        self._emptied = Emptied()
         judged = self._judgement(case, self._in_use.note, report_limits)
         now = self._read()
         # What a card's first use takes is known where the card was warmed up.
@@ -475,6 +475,7 @@ class Watch:
             self._first_use,
             any_graph_alive,
             lambda finding: [str(name) for _, key, name in about[finding.fingerprint] if key == "file-descriptors"],
+            self._emptied.prepared_by,
         )
         findings = judged.findings_by_cause(own)
         for finding in findings[0]:
@@ -493,7 +494,7 @@ class Watch:
         kept = self._host.kept(share, self._read(), final=case.final)
         return Verdict(
             findings=(*findings[0], *kept),
-            not_measured=tuple(dict.fromkeys((*unmeasured, *excused, *judged.not_measured, *self._of_caches))),
+            not_measured=tuple(dict.fromkeys((*unmeasured, *excused, *judged.not_measured, *self._emptied.notes))),
             of_owners={owner.label: found for owner, found in zip(case.ended, findings[1:], strict=True)},
             climbed=True,
             unproven=judged.unproven[0],
@@ -515,7 +516,7 @@ class Watch:
         if not release(rung):
             return False
         if rung is Rung.EMPTY_CACHE:
-            self._of_caches = empty_library_caches()
+            self._emptied = empty_library_caches()
         return True
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:

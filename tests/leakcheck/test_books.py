@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import subprocess
 from collections.abc import Mapping
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -549,3 +551,33 @@ def test_shared_memory_that_bears_the_number_of_this_process_counts(books: Owner
         assert found == ({name: 8} if owner == "its own" else {})
     finally:
         segment.unlink()
+
+
+@pytest.mark.parametrize("whose", ["of a living owner", "nobody's"])
+def test_shared_memory_of_an_owner_s_process_is_the_owner_s(books: Ownership, whose: str) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        segment = Path("/dev/shm", f"lowtide-of-a-test_{process.pid}_0")
+        try:
+            started = Counters({"processes": {str(process.pid): 1}}, {}, {})
+            owner = owned(books, "engine", counters("main"), started)
+            if whose == "nobody's":
+                books.close([owner])
+            segment.write_bytes(b"12345678")
+            now = counters("main", memory=(segment.name,))
+            books.attribute("call", now)
+            found = {segment.name: 8}
+            assert books.new_items("shared-memory", now, None, ()) == ({} if whose == "of a living owner" else found)
+            # Where it is still there when the owner ends, it is what the owner has left.
+            books.close([owner])
+            left = books.new_items("shared-memory", now, owner, [owner])
+            assert left == (found if whose == "of a living owner" else {})
+            with segment.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+                # What this process maps is its own as well.
+                books.begin("setup", counters("main"))
+                books.live.append(owner)
+                owner.items.pop("shared-memory", None)
+                books.attribute("call", now)
+                assert books.new_items("shared-memory", now, None, ()) == found
+        finally:
+            process.kill()
+            segment.unlink(missing_ok=True)

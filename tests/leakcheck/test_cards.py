@@ -20,19 +20,23 @@ MIB = 1 << 20
 
 @dataclass
 class FakeCard:
-    """A card as its driver counts and lists it; torch has nothing on it."""
+    """A card as its driver counts and lists it; torch has nothing on it.
+
+    What is imported it counts for this process, unless it does for another one.
+    """
 
     context: int = 600 * MIB
     listed: dict[int, int] = field(default_factory=dict)
     mapped: dict[int, int] = field(default_factory=dict)
     imported: dict[int, int] = field(default_factory=dict)
+    of_another: bool = False
     created: int = 0
     idle_pool: int = 0
     searches: int = 0
     lists: int = 0
 
     def now(self) -> Counters:
-        parts = (self.listed, self.mapped, self.imported)
+        parts = (self.listed, self.mapped, {} if self.of_another else self.imported)
         counted = self.context + self.created + self.idle_pool + sum(sum(part.values()) for part in parts)
         amounts = {f"driver {CARD}": counted, f"reserved {CARD}": 0, f"memory-pool {CARD}": self.idle_pool}
         return Counters({}, amounts, {})
@@ -108,6 +112,21 @@ def test_what_an_earlier_tensor_has_imported_is_known(card: FakeCard, known: Dev
     assert new(known, card, {(CARD, 0x400000): 0}) == {}
     card.created = 128 * MIB
     assert new(known, card, {(CARD, 0x400000): 0}) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
+
+
+def test_what_is_imported_is_told_by_nobody_when_its_exporter_ends(card: FakeCard, known: DeviceMemory) -> None:
+    card.of_another = True
+    card.imported[0x400000] = 64 * MIB
+    known.adopt(card.now(), [CARD], {(CARD, 0x400000): 0})
+    card.of_another = False
+    assert new(known, card, {(CARD, 0x400000): 0}) == {}
+    card.created = 128 * MIB
+    assert new(known, card, {(CARD, 0x400000): 0}) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
+    # It is counted now: what comes later is something else.
+    for _ in range(2):
+        known.adopt(card.now(), [CARD], {(CARD, 0x400000): 0})
+    card.created += 64 * MIB
+    assert new(known, card, {(CARD, 0x400000): 0}) == {f"unlisted {CARD}": {UNLISTED: 64 * MIB}}
 
 
 def test_where_the_driver_does_not_say_what_is_imported_it_is_what_the_tensor_has(

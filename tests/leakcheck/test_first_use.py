@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+import msgspec
 import pytest
 import torch
 
@@ -156,6 +157,14 @@ def test_without_a_card_libraries_are_loaded_and_not_used(memory: Memory) -> Non
     """A torch that was built for cards loads them; nobody adopts what is loaded where there is no card."""
     memory.resident["libnccl.so.2"] = MUCH
     assert excused_by_libraries([PIPES], NOTHING, NOTHING, FirstUse()) == ((PIPES,), ())
+
+
+def test_tables_of_a_library_that_has_made_plans_are_its_own_up_to_a_limit(uses: FirstUse) -> None:
+    tables, more = (msgspec.structs.replace(OF_DRIVER, bytes=size) for size in (6 << 20, 64 << 20))
+    findings, (excused,) = excused_by_libraries([tables, more, PIPES], DRIVER, DRIVER, uses, prepared_by=["libcufft"])
+    assert findings == (more, PIPES)
+    assert excused.why == "libcufft has made plans here, and keeps tables of its own for each kind of them"
+    assert excused_by_libraries([tables], DRIVER, DRIVER, uses) == ((tables,), ())
 
 
 @pytest.mark.parametrize("library", ["libcublasLt.so.12", "libnccl.so.2"])

@@ -14,7 +14,7 @@ import pytest
 
 from lowtide.leakcheck.findings.item_remedies import actions_for
 from lowtide.leakcheck.libraries import library_caches
-from lowtide.leakcheck.libraries.library_caches import LIBRARY_CACHES, changes_on, empty_library_caches
+from lowtide.leakcheck.libraries.library_caches import LIBRARY_CACHES, Emptied, changes_on, empty_library_caches
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching import watch
 from lowtide.leakcheck.watching.verdict import Policy
@@ -111,7 +111,7 @@ class Numba:
 
 def test_cupy_gives_back_the_blocks_of_each_card_that_is_used(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     cupy = Cupy(monkeypatch)
-    said = empty_library_caches()
+    said = empty_library_caches().notes
     assert cupy.kept == {0: 0, 1: 64, 2: 0, "pinned": 0}
     assert cupy.current == 0
     assert [line.what for line in said] == [
@@ -120,22 +120,22 @@ def test_cupy_gives_back_the_blocks_of_each_card_that_is_used(monkeypatch: pytes
         "64 B in cupy's pool on cuda:2, of which 0 B are used",
     ]
     assert said[0].why.endswith(": cupy.get_default_memory_pool().free_all_blocks()")
-    assert empty_library_caches() == ()
+    assert empty_library_caches().notes == ()
 
 
 def test_what_is_used_of_cupys_pool_is_said_with_what_is_not(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     cupy = Cupy(monkeypatch)
     cupy.used = 48
-    assert empty_library_caches()[0].what == "64 B in cupy's pool on cuda:0, of which 48 B are used"
+    assert empty_library_caches().notes[0].what == "64 B in cupy's pool on cuda:0, of which 48 B are used"
     # All that is left is used: nothing to say.
-    assert [line.what for line in empty_library_caches()] == []
+    assert [line.what for line in empty_library_caches().notes] == []
 
 
 def test_rmms_pool_is_said_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     pools: dict[int, Any] = {0: SimpleNamespace(pool_size=lambda: 1 << 20), 2: object()}
     monkeypatch.setitem(sys.modules, "rmm", module("rmm"))
     monkeypatch.setitem(sys.modules, "rmm.mr", module("rmm.mr", get_per_device_resource=pools.__getitem__))
-    (line,) = empty_library_caches()
+    (line,) = empty_library_caches().notes
     assert line.what == "1.0 MiB in rmm's pool on cuda:0"
     assert changes_on(0) == []
 
@@ -151,7 +151,7 @@ def test_the_plans_of_cufft_are_cleared_unless_a_graph_may_run_them(
     monkeypatch.setattr(library_caches, "loaded", {"torch": torch}.get)
     monkeypatch.setitem(sys.modules, "torch.backends.cuda", module("torch.backends.cuda"))
     monkeypatch.setattr(library_caches, "any_graph_alive", lambda: any_graph)
-    said = [line.what for line in empty_library_caches()]
+    said = [line.what for line in empty_library_caches().notes]
     assert said == ([] if any_graph else ["2 plans in torch's cache of cuFFT's plans on cuda:0"])
     assert [each.size for each in plans] == ([2, 3, 0] if any_graph else [0, 3, 0])
     # Once nothing runs any more, it is tried whether they are what is left.
@@ -200,9 +200,9 @@ def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.Monkey
     monkeypatch.setattr(watch, "release", lambda rung: asked.append(rung.value) or rung is Rung.EMPTY_CACHE)
     kept = NotMeasured(what="64 B in a pool", why="it keeps it")
 
-    def empty() -> tuple[NotMeasured, ...]:
+    def empty() -> Emptied:
         asked.append("libraries")
-        return (kept,)
+        return Emptied((kept,))
 
     monkeypatch.setattr(watch, "empty_library_caches", empty)
     done = threading.Event()
