@@ -36,6 +36,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _HARDLY_ANY = 1 << 20
 
+_NOT_DRAWN = 0x0040000
+"""ADDR_NO_RANDOMIZE of the kernel's include/uapi/linux/personality.h."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
@@ -211,11 +214,21 @@ def _all_processes() -> list[ProcessStat]:
 
 
 def _is_fork_of(process: ProcessStat, own: ProcessStat) -> bool:
-    """Whether a process is a fork of this one, or of one of its forks, in whatever session it is.
+    """Tell whether a process is a fork of this one, or of one of its forks, in whatever session it is.
 
-    Of a process that is a fork itself the forks of its parent look the same.
+    Of a process that is a fork itself the forks of its parent look the same, and where addresses are not drawn (under
+    a debugger, `setarch -R`) those of every process of the same program.
     """
-    return bool(process.is_fork and process.image and process.image == own.image and not own.is_fork)
+    is_same = process.is_fork and process.image and process.image == own.image
+    return bool(is_same and not own.is_fork and _addresses_are_drawn())
+
+
+def _addresses_are_drawn() -> bool:
+    try:
+        flags = int(contents("/proc/self/personality"), 16)
+        return not flags & _NOT_DRAWN and contents("/proc/sys/kernel/randomize_va_space").strip() != b"0"
+    except OSError:  # not this kernel: then nobody knows
+        return False
 
 
 def _is_in_a_session_of(process: ProcessStat, started: Collection[int], marks: Collection[str]) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import inspect
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,14 @@ def test_a_daemon_that_was_only_forked_is_known_by_where_its_program_lies(tree: 
         os.kill(left, signal.SIGKILL)
     wait_until(tree.lost_an_orphan)
     assert tree.orphans() == []
+
+
+@pytest.mark.skipif(shutil.which("setarch") is None, reason="util-linux is not installed")
+def test_where_addresses_are_not_drawn_forks_are_not_known_by_them() -> None:
+    code = "from lowtide.probes.host.process_tree import _addresses_are_drawn; print(_addresses_are_drawn())"
+    for command, drawn in (([], "True"), (["setarch", "-R"], "False")):
+        said = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert said.stdout.strip() == drawn
 
 
 DAEMON = f"""
