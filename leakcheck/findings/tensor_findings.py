@@ -224,13 +224,13 @@ def _leak(
     sizes: Mapping[Key, int],
     context: Context,
 ) -> TensorLeak:
-    largest = max(group, key=lambda row: row.held.bytes)
+    largest, *_ = by_size = sorted(group, key=lambda row: -row.held.bytes)
     device = largest.held.key[0]
     keys = frozenset(row.held.key for row in group)
     size = sum(row.held.bytes for row in group)
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
-    others = dict.fromkeys(row.held.stage for row in group if row.held.stage != stage)
+    others = dict.fromkeys(row.held.stage for row in by_size if row.held.stage != stage)
     since = f"; some of it since {', '.join(others)}" if others else ""
     statement = Statement(
         amount=f"{format_bytes(size)} in {things} on {device}",

@@ -1062,7 +1062,7 @@ def test_a_leak_says_in_which_stage_it_appeared(leaks: Subjects, size: int, stag
 def test_one_cause_in_several_phases_is_one_finding_that_names_them(leaks: Subjects) -> None:
     message = with_bytes(leaks["test_stages"], 500 + 600 + 700).message
     assert "since teardown (" in message
-    assert "; some of it since call, setup)" in message
+    assert "; some of it since setup, call)" in message
 
 
 @pytest.mark.parametrize(
