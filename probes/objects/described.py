@@ -72,8 +72,8 @@ def is_tools(cls: type) -> bool:
 
 
 def is_of_tools(module: str) -> bool:
-    """Whether a module is of a tool that runs tests, or of a debugger."""
-    return module.partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+    """Tell whether a module is of a tool that runs tests, or of a debugger; the engine of this package is a program."""
+    return module.partition(".")[0] in (*_TOOLS, *_DEBUGGERS) and not module.startswith("lowtide.engine.")
 
 
 def is_text_of_tool(text: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.processes import unmeasured_processes
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.tree_end import held_by_a_gone
 from lowtide.probes import stages
@@ -212,7 +213,11 @@ def test_a_child_without_torch_that_does_not_grow_is_clean() -> None:
     assert (subject.outcome, subject.reason, subject.findings) == ("clean", "", ())
 
 
-def test_a_child_that_infers_too_rarely_is_not_judged_and_the_report_says_what_to_do() -> None:
+def test_a_child_that_infers_too_rarely_is_not_judged_and_the_report_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Beside a test runner that has grown to a gigabyte it is small.
+    monkeypatch.setattr(unmeasured_processes, "SHARE", 0.01)
     subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=1).run()
     assert subject.outcome == "unsupported"
     assert "run more cycles, so that three inferences follow another one" in subject.reason
