@@ -207,8 +207,8 @@ def is_patched_functions(findings: tuple[Finding, ...]) -> None:
     # Of the other one the original has no name any more.
     returned = [found.remedy.action for found in findings if found.remedy]
     assert returned == ["torch.accelerator.empty_cache = torch.accelerator.memory.empty_cache"]
-    (advice,) = [found.advice or "" for found in findings if not found.remedy]
-    assert advice.startswith("torch.accelerator.synchronize: keep what was there before, and put it back")
+    (advice,) = [found.advice for found in findings if not found.remedy]
+    assert advice == "putting torch.accelerator.synchronize back: tried, it returns it"
 
 
 def is_a_process_group(findings: tuple[Finding, ...]) -> None:
