@@ -44,6 +44,8 @@ def started(code: str, **options: Any) -> subprocess.Popen[str]:
 
 def test_an_orphan_is_one_with_its_memory_and_its_shared_file() -> None:
     with holder("psm_0a1b2c3d", 100 * MIB, left=True) as pid:
+        # It says that it is there, and then goes to sleep.
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING)
         view = read_process(pid)
         assert view is not None
         assert view.is_orphan
