@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, UNTRIED
+from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.settings import Settings

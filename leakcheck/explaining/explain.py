@@ -43,7 +43,7 @@ from lowtide.leakcheck.explaining.path_names import (
     verdict_of,
 )
 from lowtide.leakcheck.explaining.way import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut
-from lowtide.leakcheck.judging.budget import Budget
+from lowtide.leakcheck.judging.judge import Budget
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path
 from lowtide.probes.heap.roots import RootKind

@@ -19,8 +19,7 @@ from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
-from lowtide.leakcheck.judging.budget import Budget
-from lowtide.leakcheck.judging.items import FROZEN
+from lowtide.leakcheck.judging.judge import FROZEN, Budget
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_amount

@@ -16,8 +16,7 @@ from lowtide.leakcheck.explaining.explain import expression_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
 from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
 from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_changed
-from lowtide.leakcheck.judging.budget import Budget, untried
-from lowtide.leakcheck.judging.items import FROZEN
+from lowtide.leakcheck.judging.judge import FROZEN, Budget, untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
 from lowtide.leakcheck.libraries.library_caches import changes_on
 from lowtide.leakcheck.resources import resource_of

@@ -16,7 +16,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.items import listed
+from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, rate
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters

@@ -21,7 +21,7 @@ from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_te
 from lowtide.leakcheck.findings.item_findings import UNFROZEN
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
-from lowtide.leakcheck.judging.budget import untried
+from lowtide.leakcheck.judging.judge import untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung

@@ -1,20 +1,76 @@
-"""From readings to findings: what is above its baseline, at which rung it came back, and what that says."""
+"""From readings to findings: what is above its baseline, at which rung it came back, and what that says.
+
+`Budget` limits the time for what can be left out (what a holder retains, remedies); a verdict is never left out.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.items import described, listed
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.probes.originals import time
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
-from lowtide.reports.sizes import format_amount
+from lowtide.reports.sizes import first_of, format_amount
 from lowtide.reports.statement import Note, StatedFinding, Statement
+
+REMEDIES_SHARE = 4
+"""How many times the budget of a test the remedies of a session may take: with the default of 30 s, 120 s."""
+
+UNTRIED = "not tried: the time for remedies was over (--leakcheck-budget)"
+"""How a finding says that nothing was tried to give it back."""
+
+
+class Budget:
+    """A number of seconds, counted from when it is made; without a limit by default."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._until = time.monotonic() + seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether the time is over, so that nothing more is to be begun."""
+        return time.monotonic() >= self._until
+
+    def within(self, seconds: float) -> Budget:
+        """Return a budget of so many seconds that ends with this one at the latest."""
+        return Budget(min(seconds, self._until - time.monotonic()))
+
+
+def untried(advice: str | None) -> str:
+    """Return a finding's advice, with the remark that it was not tried."""
+    return f"{advice} ({UNTRIED})" if advice else UNTRIED
+
+
+FROZEN = "gc-frozen"
+"""The key of the metric of frozen objects, which is a level and has no items."""
+
+_SHOWN_NAMES = 3
+
+
+def listed(key: str, names: Iterable[str]) -> str | None:
+    """Return the first of some names as a finding's holder; None where there is none."""
+    if key == FROZEN:
+        return None
+    return first_of(described(key, names), _SHOWN_NAMES) or None
+
+
+def described(key: str, names: Iterable[str]) -> list[str]:
+    """Return how a finding calls some things, sorted.
+
+    Args:
+        key: their resource.
+        names: what the counters call them.
+    """
+    resource = resource_of(key)
+    return sorted(names if resource is None else map(resource.describe, names))
+
 
 # What it means that a resource came back at a rung only: the rung is the diagnosis.
 CAUSE_OF_RUNG: dict[Rung, Cause] = {

@@ -24,8 +24,7 @@ from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import StorageWatch
 from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
-from lowtide.leakcheck.judging.items import FROZEN, listed
-from lowtide.leakcheck.judging.judge import judge
+from lowtide.leakcheck.judging.judge import FROZEN, judge, listed
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.judging.tolerances import Reading, may_be_of_libraries

@@ -21,8 +21,7 @@ from lowtide.leakcheck.findings.grouping import CommonCause, by_cause
 from lowtide.leakcheck.findings.known_ways import KnownWays
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
-from lowtide.leakcheck.judging.budget import Budget
-from lowtide.leakcheck.judging.judge import missing
+from lowtide.leakcheck.judging.judge import Budget, missing
 from lowtide.leakcheck.judging.ladder import LadderStep, collect
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics

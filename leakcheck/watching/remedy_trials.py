@@ -16,7 +16,7 @@ from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
-from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, Budget
+from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, Budget
 from lowtide.leakcheck.libraries.first_use import FirstUse
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.probes.host.counters import Counters

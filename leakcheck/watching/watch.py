@@ -31,7 +31,7 @@ from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
-from lowtide.leakcheck.judging.budget import Budget
+from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles

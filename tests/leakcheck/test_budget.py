@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.judging import budget as budgets
-from lowtide.leakcheck.judging.budget import UNTRIED, Budget, untried
+from lowtide.leakcheck.judging import judge as budgets
+from lowtide.leakcheck.judging.judge import UNTRIED, Budget, untried
 from tests.waiting import SleptClock
 
 

@@ -93,7 +93,7 @@ def test_imports_lead_downward(package: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "broken"),
     [
-        ("leakcheck/judging/items.py", "import lowtide.leakcheck.watching.watch", "leakcheck: "),
+        ("leakcheck/judging/judge.py", "import lowtide.leakcheck.watching.watch", "leakcheck: "),
         ("probes/objects/foreign.py", "import lowtide.probes.references.edges", "probes: "),
         ("probes/stages.py", "import lowtide.reports.sizes", "The plugin is on top"),
         ("engine/kv/block_pool.py", "import lowtide.engine.scheduler", "engine: "),
