@@ -7,8 +7,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.ladder import release, trim_heap
-from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
+from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.lives.life_checks import LevelsAtWork, LifeChecks, Probes, asked, levels_at_work, said, void
 from lowtide.leakcheck.lives.life_checks import added_up as _added_up

@@ -17,8 +17,15 @@ from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, release, trim_heap
-from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_for_release
+from lowtide.leakcheck.judging.ladder import (
+    DRIVER_PATIENCE,
+    LadderStep,
+    SettlePolicy,
+    climb,
+    release,
+    trim_heap,
+    wait_for_release,
+)
 from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.judging import ladder, late_release
-from lowtide.leakcheck.judging.ladder import SettlePolicy
-from lowtide.leakcheck.judging.late_release import wait_for_release, wait_until_within
+from lowtide.leakcheck.judging import ladder
+from lowtide.leakcheck.judging import ladder as late_release
+from lowtide.leakcheck.judging.ladder import SettlePolicy, wait_for_release, wait_until_within
 from tests.waiting import SleptClock
 
 MIB = 1 << 20

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.judging import ladder, late_release
-from lowtide.leakcheck.judging.ladder import SettlePolicy
-from lowtide.leakcheck.judging.late_release import wait_for_release, wait_until_within
+from lowtide.leakcheck.judging import ladder
+from lowtide.leakcheck.judging import ladder as late_release
+from lowtide.leakcheck.judging.ladder import SettlePolicy, wait_for_release, wait_until_within
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
