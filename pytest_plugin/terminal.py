@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, UNTRIED
-from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
+from lowtide.leakcheck.judging.metrics import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
@@ -44,7 +44,7 @@ def header(settings: Settings, *, shares_card: bool) -> list[str]:
 
 
 def _judged(settings: Settings, *, shares_card: bool) -> list[str]:
-    """The resources of `leakcheck/judging/tolerances.py`, as far as they can be read here."""
+    """The resources of `leakcheck/judging/metrics.py`, as far as they can be read here."""
     devices = ["cpu"] if settings.device == "cpu" else ["cpu", "cuda"]
     resources = list(dict.fromkeys(metric.resource for metric in plain_metrics(devices)))
     return [name for name in resources if not (shares_card and name == "driver")]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
-from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.lives.life_checks import LevelsAtWork, LifeChecks, Probes, asked, levels_at_work, said, void
 from lowtide.leakcheck.lives.life_checks import added_up as _added_up
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError, simplest, varied

@@ -16,7 +16,7 @@ from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
+from lowtide.leakcheck.judging.metrics import host_memory_tolerance
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.lives.script import Coverage, simplest

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE
+from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.reports.processes.stage_processes import ProcessName

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE
+from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE
 from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding

@@ -26,8 +26,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
 from lowtide.leakcheck.judging.judge import FROZEN, judge, listed
 from lowtide.leakcheck.judging.ladder import LadderStep
-from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
-from lowtide.leakcheck.judging.tolerances import Reading, may_be_of_libraries
+from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, may_be_of_libraries
 from lowtide.leakcheck.libraries.library_items import Sorted
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.watching.remedy_trials import Draft

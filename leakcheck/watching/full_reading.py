@@ -13,8 +13,7 @@ from lowtide.leakcheck.baseline.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
-from lowtide.leakcheck.judging.metrics import Metric
-from lowtide.leakcheck.judging.tolerances import Reading
+from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.library_items import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.rule import Rung

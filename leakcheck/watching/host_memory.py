@@ -9,7 +9,7 @@ from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.small_retention import LEAST_KEPT, SmallRetention
 from lowtide.leakcheck.judging.ladder import trim_heap
-from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
+from lowtide.leakcheck.judging.metrics import host_memory_tolerance
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding

@@ -23,8 +23,7 @@ from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_pa
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
 from lowtide.leakcheck.judging.judge import Budget, missing
 from lowtide.leakcheck.judging.ladder import LadderStep, collect
-from lowtide.leakcheck.judging.metrics import Metric
-from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.judging.metrics import Metric, Reading, plain_metrics
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching.drafting import (
     Drafting,

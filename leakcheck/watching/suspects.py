@@ -19,7 +19,7 @@ from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_storage, is_tensor
 from lowtide.leakcheck.findings.collected import Collected
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
-from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
+from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.caches import LRU_CACHE

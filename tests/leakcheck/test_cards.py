@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.leakcheck.baseline import device_memory as cards
 from lowtide.leakcheck.baseline.device_memory import UNLISTED, DeviceMemory
-from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
+from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
 from lowtide.probes.device.allocations import AllocationsError
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 from lowtide.probes.host.counters import Counters

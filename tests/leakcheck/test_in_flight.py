@@ -6,7 +6,7 @@ import pytest
 
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
-from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.judging.metrics import Reading, plain_metrics
 from lowtide.leakcheck.resources.rule import Rung
 
 METRICS = plain_metrics(["cuda:0"])

@@ -24,7 +24,7 @@ from lowtide.leakcheck.findings.tensor_findings import tensor_leaks, with_stage
 from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
-from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.judging.metrics import Reading, plain_metrics
 from lowtide.leakcheck.resources import child_processes
 from lowtide.leakcheck.resources.names import without_numbers
 from lowtide.leakcheck.resources.rule import Rung

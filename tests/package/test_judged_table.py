@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.judging import metrics
-from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics
+from lowtide.leakcheck.judging.metrics import Metric, Reading, host_memory_tolerance, plain_metrics, shutdown_metrics
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test, rule_of
-from lowtide.leakcheck.judging.tolerances import Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.resources import LISTED
 from lowtide.leakcheck.resources.rule import Bound, Rung
 
