@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowtide.leakcheck.judging.level_growth import adding_turns, grows, kept_steps, repeated, rises
+from lowtide.leakcheck.judging.growth import adding_turns, grows, kept_steps, repeated, rises
 
 Key = tuple[str, int]
 """A storage: its device and its address."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.leakcheck.baseline.owner_levels import ANYTHING
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, adding_turns, kept_steps, rate, repeated
+from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, kept_steps, rate, repeated
 from lowtide.leakcheck.resources.rule import MIB
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_bytes

@@ -16,8 +16,8 @@ import msgspec
 from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
-from lowtide.leakcheck.judging.level_growth import trend_of
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
 from lowtide.leakcheck.lives.script import Life, asked
 from lowtide.leakcheck.lives.tenant import context_sizes

@@ -15,7 +15,7 @@ from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
+from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import (
     DRIVER_PATIENCE,
@@ -26,7 +26,6 @@ from lowtide.leakcheck.judging.ladder import (
     trim_heap,
     wait_for_release,
 )
-from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived

@@ -14,8 +14,8 @@ import msgspec
 
 from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.metrics import host_memory_tolerance
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.process_state import ProcessState

@@ -16,7 +16,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
+from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.leakcheck.findings.life_findings import ENGINE
-from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS
+from lowtide.leakcheck.judging.growth import FEWEST_TURNS
 from lowtide.leakcheck.processes.process_growth import Inferences, grown_under
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.reports.schema import Finding

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lowtide.leakcheck.judging.level_growth import adding_turns, grows, kept_steps, rate, repeated
+from lowtide.leakcheck.judging.growth import adding_turns, grows, kept_steps, rate, repeated
 from lowtide.reports.sizes import format_bytes
 
 

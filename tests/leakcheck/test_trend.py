@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, trend_of
+from lowtide.leakcheck.judging.growth import FEWEST_TURNS, trend_of
 
 # In which turns what is left was made, and what that says.
 OVER_TWO: dict[tuple[int, ...], str | None] = {

@@ -17,8 +17,8 @@ import torch
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.judging import buffer_growth as growth
-from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
+from lowtide.leakcheck.judging import growth as growth
+from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT
 from lowtide.probes.device.driver.none import NoDriver
