@@ -8,25 +8,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.judging.judge import grouped, judge, missing, one_for_each_level
+from lowtide.leakcheck.judging import judge as budgets
+from lowtide.leakcheck.judging.judge import UNTRIED, Budget, grouped, judge, missing, one_for_each_level, untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
-from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.judging.metrics import Metric, Reading, plain_metrics
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.reports.schema import Finding, Remedy
+from tests.waiting import SleptClock
 
-Reading = Mapping[str, int | None]
+Levels = Mapping[str, int | None]
 
 
-def metric(resource: Any = "tensors", **options: Any) -> Metric[Reading]:
+def metric(resource: Any = "tensors", **options: Any) -> Metric[Levels]:
     return Metric(resource, "cuda:0", lambda reading: reading.get(resource), **options)
 
 
-def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[LadderStep[Reading]]:
+def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[LadderStep[Levels]]:
     """One step of a second per reading, `raw` first."""
     return [LadderStep(rung, {resource: now}, seconds) for rung, now in zip(Rung, readings, strict=False)]
 
 
-def judged(known: Metric[Reading], *readings: int | None, baseline: int | None = 0) -> Any:
+def judged(known: Metric[Levels], *readings: int | None, baseline: int | None = 0) -> Any:
     steps = climbed(*readings, resource=known.resource)
     return judge([known], {known.resource: baseline}, steps, stage="shutdown", cycle=2)
 
@@ -190,7 +192,7 @@ def test_each_metric_is_judged_by_its_own_readings() -> None:
 
 
 def test_the_fingerprint_tells_resource_device_stage_and_cause_and_not_how_much() -> None:
-    def mark(known: Metric[Reading], amount: int, stage: str = "call") -> str:
+    def mark(known: Metric[Levels], amount: int, stage: str = "call") -> str:
         (found,) = judge(
             [known], {known.resource: 0}, climbed(*[amount] * 3, resource=known.resource), stage=stage, cycle=1
         ).findings
@@ -247,3 +249,54 @@ def test_each_finding_has_its_metric_and_the_metrics_key() -> None:
     judgement = judge(metrics, {"tensors": 0, "reserved": 0, "arena": 0}, steps, stage="shutdown", cycle=1)
     assert judgement.keys == ("a", "c")
     assert judgement.metrics == (metrics[0], metrics[2])
+
+
+def test_without_a_limit_it_is_never_spent() -> None:
+    assert not Budget().is_spent
+    assert not Budget().within(100.0).is_spent
+
+
+def test_it_is_spent_when_its_seconds_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SleptClock()
+    monkeypatch.setattr(budgets, "time", clock)
+    budget = Budget(0.02)
+    assert not budget.is_spent
+    clock.sleep(0.03)
+    assert budget.is_spent
+
+
+def test_a_part_ends_with_the_whole() -> None:
+    assert Budget(0.0).within(100.0).is_spent
+    assert Budget(100.0).within(0.0).is_spent
+
+
+def test_an_advice_that_was_not_tried_stays_advice() -> None:
+    assert untried("detach it") == f"detach it ({UNTRIED})"
+    assert untried(None) == UNTRIED
+
+
+METRICS = plain_metrics(["cuda:0"])
+WAITING = Reading({"in-flight cuda:0": {"block at 0x3000": 4096}})
+NOTHING = Reading()
+
+
+def test_what_emptying_the_cache_gives_back_is_no_finding_and_is_reported() -> None:
+    steps = [LadderStep(Rung.RAW, WAITING, 0.0), LadderStep(Rung.EMPTY_CACHE, NOTHING, 0.5)]
+    judgement = judge(METRICS, NOTHING, steps, stage="call", cycle=1)
+    assert judgement.findings == ()
+    (back,) = judgement.returns
+    assert (back.resource, back.device, back.bytes, back.rung) == ("tensors", "cuda:0", 4096, "empty_cache")
+
+
+def test_what_waits_for_ever_is_in_flight() -> None:
+    steps = [LadderStep(Rung.RAW, WAITING, 0.0), LadderStep(Rung.EMPTY_CACHE, WAITING, 0.5)]
+    (finding,) = judge(METRICS, NOTHING, steps, stage="call", cycle=1).findings
+    assert (finding.resource, finding.bytes, finding.verdict) == ("tensors", 4096, "in-flight")
+    assert finding.cause == "pending-transfer"
+    assert finding.message.startswith("4.0 KiB of memory that waits for a stream on cuda:0 did not come back at call")
+
+
+@pytest.mark.parametrize("known", [WAITING, NOTHING])
+def test_nothing_that_waits_is_nothing_to_tell(known: Reading) -> None:
+    judgement = judge(METRICS, known, [LadderStep(Rung.RAW, NOTHING, 0.0)], stage="call", cycle=1)
+    assert (judgement.findings, judgement.returns) == ((), ())
