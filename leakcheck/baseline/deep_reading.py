@@ -11,8 +11,8 @@ from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, HeldStorage, Key, read_heap, survey_births
 from lowtide.leakcheck.judging.metrics import Reading
-from lowtide.leakcheck.libraries.library_items import Sorted
 from lowtide.leakcheck.resources import resource_of
+from lowtide.leakcheck.resources.first_use import Sorted
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.host.counters import Counters

@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from lowtide.leakcheck.baseline.owner_levels import Key, OwnerHistory
-from lowtide.leakcheck.settings.changed_settings import ABSENT, changes_between
+from lowtide.leakcheck.resources.settings import ABSENT, changes_between
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters

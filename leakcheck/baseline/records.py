@@ -10,8 +10,14 @@ from typing import Optional
 from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between, describe_change
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters, SettingHistory
+from lowtide.leakcheck.resources.settings import (
+    ABSENT,
+    EnvironmentSetters,
+    SettingChange,
+    SettingHistory,
+    changes_between,
+    describe_change,
+)
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_files import descendants_of

@@ -15,8 +15,8 @@ from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, describe_change, sentences
-from lowtide.leakcheck.settings.setting_remedies import advice
+from lowtide.leakcheck.resources.setting_remedies import advice
+from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, describe_change, sentences
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function

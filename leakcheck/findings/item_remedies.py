@@ -18,12 +18,12 @@ from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_te
 from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_changed
 from lowtide.leakcheck.judging.judge import FROZEN, Budget, untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
-from lowtide.leakcheck.libraries.library_caches import changes_on
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.settings.changed_settings import SettingChange
-from lowtide.leakcheck.settings.setting_remedies import advice, is_code, put_back, undo, undoing
+from lowtide.leakcheck.resources.setting_remedies import advice, is_code, put_back, undo, undoing
+from lowtide.leakcheck.resources.settings import SettingChange
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, threading, time

@@ -25,7 +25,7 @@ from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.resources import read_items
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import CounterReader

@@ -16,10 +16,14 @@ from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.resources import LISTED, read_items, resource_of
 from lowtide.leakcheck.resources.resource import Resource
 from lowtide.leakcheck.resources.rule import Rule
-from lowtide.leakcheck.settings import changed_settings
-from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
-from lowtide.leakcheck.settings.setting_remedies import advice
+from lowtide.leakcheck.resources.setting_remedies import advice
+from lowtide.leakcheck.resources.settings import (
+    ABSENT,
+    EnvironmentSetters,
+    SettingChange,
+    changes_between,
+    describe_change,
+)
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.reports.schema import Finding
 from lowtide.reports.statement import StatedFinding, Statement, restated
@@ -124,9 +128,7 @@ class ProcessState:
 
     def _changed(self, change: SettingChange, stage: str, *, remedies: bool) -> Finding:
         leak = _leak(rule_of("globals"), {change.setting: 1}, stage)
-        finding = restated(
-            leak.finding, amount=changed_settings.describe_change(change), came=", and not restored", things=()
-        )
+        finding = restated(leak.finding, amount=describe_change(change), came=", and not restored", things=())
         leak = ItemLeak(finding, leak.key, leak.names, leak.subject, changes=(change,))
         actions = actions_for(leak, patience=0, may_unfreeze=False)
         if not remedies:

@@ -31,9 +31,9 @@ from lowtide.leakcheck.judging.judge import (
 )
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric, as_counted
-from lowtide.leakcheck.libraries.library_items import JUDGED, LibraryItems
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import Counters

@@ -8,8 +8,8 @@ from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor, storage_keys
-from lowtide.leakcheck.libraries.first_use import FirstUse
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
+from lowtide.leakcheck.resources.first_use import FirstUse
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import CounterReader, Counters

@@ -8,10 +8,8 @@ from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.libraries.blas_handles import BlasHandles
-from lowtide.leakcheck.libraries.cards_without_torch import CardsWithoutTorch
-from lowtide.leakcheck.libraries.first_use import FirstUse, may_be_a_drivers
-from lowtide.leakcheck.libraries.warm_up import WarmUp
+from lowtide.leakcheck.resources.first_use import FirstUse, may_be_a_drivers
+from lowtide.leakcheck.resources.warm_up import BlasHandles, CardsWithoutTorch, WarmUp
 from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.probes.host.counters import Counters

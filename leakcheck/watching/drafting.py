@@ -27,8 +27,8 @@ from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tenso
 from lowtide.leakcheck.judging.judge import FROZEN, judge, listed
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, may_be_of_libraries
-from lowtide.leakcheck.libraries.library_items import Sorted
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.resources.first_use import Sorted
+from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.leakcheck.watching.remedy_trials import Draft
 from lowtide.leakcheck.watching.verdict import Thing
 from lowtide.probes.allocation_stacks import AllocationStacks

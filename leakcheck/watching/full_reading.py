@@ -14,9 +14,9 @@ from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
-from lowtide.leakcheck.libraries.blas_handles import BlasHandles
-from lowtide.leakcheck.libraries.library_items import JUDGED, LibraryItems, Sorted
+from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.warm_up import BlasHandles
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters

@@ -17,7 +17,7 @@ from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, Budget
-from lowtide.leakcheck.libraries.first_use import FirstUse
+from lowtide.leakcheck.resources.first_use import FirstUse
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP

@@ -34,13 +34,13 @@ from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
 from lowtide.leakcheck.judging.rules import COLLECTED
-from lowtide.leakcheck.libraries.blas_handles import BlasHandles
-from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries
-from lowtide.leakcheck.libraries.library_caches import Emptied, empty_library_caches
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources import read_items
+from lowtide.leakcheck.resources.first_use import FirstUse, driver_is_open, excused_by_libraries
+from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.resources.settings import EnvironmentSetters
+from lowtide.leakcheck.resources.warm_up import BlasHandles
 from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.card_arrival import CardArrival
 from lowtide.leakcheck.watching.drafting import Drafting

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lowtide.leakcheck.libraries import blas_handles
-from lowtide.leakcheck.libraries.blas_handles import BlasHandles, Trial
+from lowtide.leakcheck.resources import warm_up as blas_handles
+from lowtide.leakcheck.resources.warm_up import BlasHandles, Trial
 
 MIB = 1 << 20
 HANDLE = (64 * MIB, 131072)

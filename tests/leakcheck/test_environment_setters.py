@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.resources.settings import EnvironmentSetters
 
 NAME = "os.environ['LOWTIDE_SETTER']"
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.libraries.library_items import LibraryItems, Sorted
+from lowtide.leakcheck.resources.first_use import LibraryItems, Sorted
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.memory.tensors import live_storages

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.libraries import cards_without_torch as past_torch
-from lowtide.leakcheck.libraries.cards_without_torch import CardsWithoutTorch
+from lowtide.leakcheck.resources import warm_up as past_torch
+from lowtide.leakcheck.resources.warm_up import CardsWithoutTorch
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device import contexts

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.leakcheck.libraries.blas_handles import BlasHandles
-from lowtide.leakcheck.libraries.warm_up import WarmUp
+from lowtide.leakcheck.resources.warm_up import BlasHandles, WarmUp
 
 
 class Calls:

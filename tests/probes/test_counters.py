@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed
 
-from lowtide.leakcheck.settings.changed_settings import changes_between
+from lowtide.leakcheck.resources.settings import changes_between
 from lowtide.probes import originals, stages
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host import counters

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lowtide.leakcheck.settings.changed_settings import changes_between
+from lowtide.leakcheck.resources.settings import changes_between
 from lowtide.probes import originals
 from lowtide.probes.host.counters import CounterReader
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, disabled_loggers, is_secret
+from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, disabled_loggers, is_secret
 from lowtide.probes.host.replaced import FIRST, INHERITED, NOTHING
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.host.torch_settings import CARD_LIMITS, DEFAULT_STREAM, NO_LIMIT
