@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Optional
 
-from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.resources.settings import (
     ABSENT,
     EnvironmentSetters,

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.growth import trend_of
@@ -25,6 +24,7 @@ from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.resources import read_items
+from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders

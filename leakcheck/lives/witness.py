@@ -20,11 +20,11 @@ from typing import IO, Any
 
 import psutil
 
-from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.shared_card import CardUse, card_use, grown_by_nobody_else
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.script import Call, simplest
 from lowtide.leakcheck.lives.sweep import SweptCall, stages
+from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import STANDING, Injection, Pause, injecting_into
 from lowtide.leakcheck.targets.target import (
     Capabilities,

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
+from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 from lowtide.probes.originals import in_main_thread
 

@@ -43,8 +43,8 @@ from lowtide.engine.model_executor.weights import RandomWeights, parameter_shape
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.processes.remote_errors import RemoteError, describe_error, restore_error
-from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.judging.contract import holders
+from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import (
     DamagedShardError,
     Injection,

@@ -14,7 +14,6 @@ from dataclasses import replace
 from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import (
@@ -38,6 +37,7 @@ from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.first_use import FirstUse, driver_is_open, excused_by_libraries
 from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
+from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.leakcheck.resources.warm_up import BlasHandles

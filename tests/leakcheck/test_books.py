@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
+from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.probes.host.counters import Counters
 
 DTYPE = "torch.get_default_dtype()"

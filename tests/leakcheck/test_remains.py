@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
-from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.makers import Makers

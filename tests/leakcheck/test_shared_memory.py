@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
+from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 
 posixshmem = pytest.importorskip("_posixshmem")
 
