@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.explaining.container_entries import Entries
-from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.identities import identities, namespaces_of, types_of

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.leakcheck.resources.names import without_numbers
+from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.probes.heap.landmarks import module_expression
 from lowtide.probes.heap.paths import Path, PathStep
 from lowtide.probes.heap.roots import RootKind, is_library

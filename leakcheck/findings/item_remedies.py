@@ -19,8 +19,8 @@ from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_c
 from lowtide.leakcheck.judging.judge import FROZEN, Budget, untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
 from lowtide.leakcheck.resources import resource_of
-from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.library_caches import changes_on
+from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.resources.setting_remedies import advice, is_code, put_back, undo, undoing
 from lowtide.leakcheck.resources.settings import SettingChange

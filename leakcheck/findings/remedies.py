@@ -23,7 +23,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.judge import untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
-from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.tensors import plain_tensors, torch_member

@@ -15,7 +15,7 @@ from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.leakcheck.judging.fingerprints import identity_of
-from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name

@@ -22,7 +22,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.judging.ladder import ACTIONS
-from lowtide.leakcheck.resources.names import without_numbers
+from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.torch_allocator import free_beside
 from lowtide.probes.heap.reach import reach

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.resources import resource_of
-from lowtide.leakcheck.resources.names import Name, without_numbers
+from lowtide.leakcheck.resources.resource import Name, without_numbers
 
 _PHASES = re.compile(r"^(setup|teardown|setup of .*)$", re.DOTALL)
 """The stages in which what a test or a fixture leaves appears, beside its call."""
@@ -31,7 +31,7 @@ class Identity:
 
 
 def identity_of(key: str, items: Iterable[str]) -> Identity:
-    """The identity of some things, by their names in the counters.
+    """Return the identity of some things, by their names in the counters.
 
     Args:
         key: a metric's key, or its resource: `threads`, `native cuda:0`.
@@ -48,13 +48,8 @@ def _setting(item: str) -> Name:
     return Name(without_numbers(re.sub(r" was .*", "", item, flags=re.DOTALL)))
 
 
-def _cached(item: str) -> Name:
-    """`type at 0x… in cache`."""
-    return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
-
-
 def _tagged(item: str) -> Name:
-    """`tag at 0x…`, of announced memory."""
+    """`tag at 0x…`, of announced memory; `type at 0x… in cache`."""
     return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
 
 
@@ -65,7 +60,6 @@ def _unnamed(item: str) -> Name:
 
 _NAMERS: dict[str, Callable[[str], Name]] = {
     "globals": _setting,
-    "lru-cache": _cached,
     "native": _unnamed,
     "workspaces": _unnamed,
     "in-flight": _unnamed,
@@ -89,7 +83,7 @@ def fingerprint(
     module: str = "",
     by_phase: bool = False,
 ) -> str:
-    """Sixteen hex digits over what identifies a leak.
+    """Return sixteen hex digits over what identifies a leak.
 
     The device's index is left out (the same leak on another card is the same leak), and so is every number in the
     suspect edges: which layer or which entry it was this time says nothing. Nor does the phase of a test: what leaks
@@ -122,7 +116,7 @@ def fingerprint_of_items(
     allocated_in: str = "",
     module: str = "",
 ) -> str:
-    """The fingerprint of a leak of things that are counted, or of a level: by their names, so far as they have any.
+    """Return the fingerprint of things that are counted, or of a level: by their names, so far as they have any.
 
     Args:
         key: the metric's key: `threads`, `native cuda:0`.

@@ -1,8 +1,46 @@
 """What must come back, a module for each kind of thing: how it is read, named, excused, given back and explained.
 
-`resource` is the interface, `table` has all of them; who judges, explains or tries knows no kind by its name.
+`resource` is the interface, `RESOURCES` has those with names: a new one is a class in a module here, and a row below.
+Who judges, explains or tries knows no kind by its name.
 """
 
-from lowtide.leakcheck.resources.table import LISTED, RESOURCES, read_items, resource_of
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowtide.leakcheck.resources.address_space import AddressSpace
+from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
+from lowtide.leakcheck.resources.child_processes import ChildProcesses
+from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
+from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources.resource import Items, Resource
+from lowtide.leakcheck.resources.threads import Threads
 
 __all__ = ["LISTED", "RESOURCES", "read_items", "resource_of"]
+
+RESOURCES: tuple[Resource, ...] = (
+    ChildProcesses(),
+    ProcessGroups(),
+    AsyncioTasks(),
+    Threads(),
+    SharedMemory(),
+    Descriptors(),
+    TemporaryFiles(),
+    AddressSpace(),
+)
+"""That which says most of a cause that several share comes first."""
+
+LISTED = tuple(resource for resource in RESOURCES if type(resource).read is not Resource.read)
+"""Those that are not read with the counters."""
+
+_BY_KEY = {resource.rule.key: resource for resource in RESOURCES}
+
+
+def resource_of(key: str) -> Resource | None:
+    """Return the resource whose reading has this key; None for one that has no module yet."""
+    return _BY_KEY.get(key)
+
+
+def read_items() -> Mapping[str, Items]:
+    """Return what there is now of each resource that the counters do not read, by its key."""
+    return {resource.rule.key: resource.read() for resource in LISTED}

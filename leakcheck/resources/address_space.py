@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from lowtide.leakcheck.resources.names import Name
-from lowtide.leakcheck.resources.resource import Items, Resource
+from lowtide.leakcheck.resources.resource import Items, Name, Resource
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.objects.listed import Census, all_objects
 from lowtide.probes.objects.opened_in_c import addresses_of_mappings

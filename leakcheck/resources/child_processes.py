@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Collection
 from typing import Any
 
-from lowtide.leakcheck.resources.names import Name, name_of_path, without_numbers
-from lowtide.leakcheck.resources.resource import Resource
+from lowtide.leakcheck.resources.resource import Name, Resource, name_of_path, without_numbers
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.counters import child_processes

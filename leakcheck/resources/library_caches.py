@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.originals import loaded

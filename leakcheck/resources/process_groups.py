@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lowtide.leakcheck.resources.change import Change
-from lowtide.leakcheck.resources.names import Name, without_numbers
-from lowtide.leakcheck.resources.resource import Items, Resource
+from lowtide.leakcheck.resources.resource import Change, Items, Name, Resource, without_numbers
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.originals import loaded, threading, weakref
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowtide.leakcheck.resources.names import Name, function_name, without_numbers
-from lowtide.leakcheck.resources.resource import Resource
+from lowtide.leakcheck.resources.resource import Name, Resource, function_name, without_numbers
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.foreign import attribute, type_name

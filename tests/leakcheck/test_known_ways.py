@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.watching import remedy_trials
 from lowtide.leakcheck.watching import watch as watching
 from lowtide.leakcheck.watching.verdict import Policy
