@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.baseline.owner_levels import ANYTHING
-from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.baseline.owners import ANYTHING, Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.processes.process_exit import awaited

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from lowtide.leakcheck.baseline.owner_levels import Count, Key
-from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.baseline.owners import Claims, Count, Key, Owner
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors
@@ -47,6 +46,7 @@ from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Inferences, Left, grown_under, is_under
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.target import TargetError
+from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import GrowthWatch
@@ -31,6 +30,7 @@ from lowtide.leakcheck.targets.target import (
     make_target,
     tokens_of_one,
 )
+from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.watching.verdict import Policy, Verdict
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.driver import Driver, find_driver

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from lowtide.leakcheck.baseline.import_watch import Imported
 from lowtide.leakcheck.explaining.type_growth import TypeCounts
 from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
@@ -35,6 +34,7 @@ from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.watching.import_watch import Imported
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
@@ -10,6 +9,7 @@ from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor, storage_keys
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources.first_use import FirstUse
+from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import CounterReader, Counters

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.resources.first_use import FirstUse, may_be_a_drivers
 from lowtide.leakcheck.resources.warm_up import BlasHandles, CardsWithoutTorch, WarmUp
 from lowtide.leakcheck.watching.attribution import Attribution
+from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.originals import loaded

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
@@ -29,6 +28,7 @@ from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, may_be_of_libraries
 from lowtide.leakcheck.resources.first_use import Sorted
 from lowtide.leakcheck.resources.settings import EnvironmentSetters
+from lowtide.leakcheck.watching.deep_reading import Deep, devices_of
 from lowtide.leakcheck.watching.remedy_trials import Draft
 from lowtide.leakcheck.watching.verdict import Thing
 from lowtide.probes.allocation_stacks import AllocationStacks

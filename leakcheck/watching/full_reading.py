@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from lowtide.leakcheck.baseline.deep_reading import Deep, DeepReader
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory, allocation_name
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Claims, Owner
@@ -17,6 +16,7 @@ from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.resources.warm_up import BlasHandles
+from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of, unclaimed
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, tensors_in
@@ -25,6 +24,7 @@ from lowtide.leakcheck.judging.judge import Budget, missing
 from lowtide.leakcheck.judging.ladder import LadderStep, collect
 from lowtide.leakcheck.judging.metrics import Metric, Reading, plain_metrics
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.watching.deep_reading import Deep, devices_of, unclaimed
 from lowtide.leakcheck.watching.drafting import (
     Drafting,
     things_of,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Union
 
-from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
 from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import live_keys
@@ -18,6 +17,7 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, Budget
 from lowtide.leakcheck.resources.first_use import FirstUse
+from lowtide.leakcheck.watching.deep_reading import Deep, devices_of
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Claims, Owner
@@ -43,6 +42,7 @@ from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.leakcheck.resources.warm_up import BlasHandles
 from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.card_arrival import CardArrival
+from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.drafting import Drafting
 from lowtide.leakcheck.watching.full_reading import FullReadings
 from lowtide.leakcheck.watching.host_memory import KeptHostMemory

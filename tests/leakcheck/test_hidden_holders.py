@@ -27,9 +27,9 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.explaining.explain import Explanation, explain, expression_to
 from lowtide.leakcheck.explaining.inspectors import marks
+from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.probes.references import cxx_holders
 
 pytestmark = pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")

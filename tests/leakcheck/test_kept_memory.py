@@ -10,7 +10,7 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from lowtide.leakcheck.baseline.small_retention import SmallRetention
+from lowtide.leakcheck.watching.host_memory import SmallRetention
 from lowtide.leakcheck.watching.verdict import Policy, Verdict
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.host.counters import own_bytes

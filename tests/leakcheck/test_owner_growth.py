@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.owner_levels import ANYTHING, Count, OwnerHistory
-from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.baseline.owners import ANYTHING, Claims, Count, Owner, OwnerHistory
 from lowtide.leakcheck.findings.owner_growth import growth_of, limit_passed, merged, note_growth, place_of, rest_of
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding

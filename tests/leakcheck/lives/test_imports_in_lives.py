@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.watching.check import LeakCheck
+from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
