@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.baseline.owners import ANYTHING, Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.processes.process_exit import awaited
 from lowtide.leakcheck.watching.verdict import Verdict

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import lowtide
-from lowtide.leakcheck.baseline.readings import this_machine
+from lowtide.leakcheck.judging.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.suppressions.toml import SuppressionError
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.probes.objects.whose_code import is_library
 from lowtide.probes.originals import gc, weakref
 from lowtide.pytest_plugin.settings import excuse_of

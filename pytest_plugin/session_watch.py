@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.watching.engine_growth import EngineGrowth
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch

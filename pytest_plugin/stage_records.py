@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lowtide.leakcheck.baseline.readings import to_readings
+from lowtide.leakcheck.judging.readings import to_readings
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.originals import time

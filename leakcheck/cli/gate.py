@@ -122,7 +122,7 @@ def _list(cells: list[Cell]) -> None:
 
 
 def _machine() -> Machine:
-    from lowtide.leakcheck.baseline.readings import this_machine
+    from lowtide.leakcheck.judging.readings import this_machine
     from lowtide.probes.device.driver import find_driver
 
     driver = find_driver()

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lowtide.leakcheck.baseline.owners import held_in_all
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys, tensors_over
 from lowtide.leakcheck.explaining.expressions import is_name, of_module
 from lowtide.leakcheck.explaining.inspectors import can_end
 from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
 from lowtide.leakcheck.judging.growth import adding_turns, adds_late, kept_steps, rate
 from lowtide.leakcheck.judging.ladder import ACTIONS
+from lowtide.leakcheck.judging.owners import held_in_all
+from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys, tensors_over
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.caches import BEYOND_CACHES, cache_entries
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.findings.remedies import StorageWatch
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.rules import COLLECTED
+from lowtide.leakcheck.judging.storages import Key
 from lowtide.probes.heap.cycles import CycleEdge, cycle_behind
 from lowtide.probes.memory.tensors import keys_of_each, survey_storages
 from lowtide.probes.objects.listed import Census

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.empty_pools import pool_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_followers
@@ -20,6 +19,7 @@ from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.judge import FROZEN, Budget
+from lowtide.leakcheck.judging.storages import Key
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_amount

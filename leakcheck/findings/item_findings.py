@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL
-from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
+from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release

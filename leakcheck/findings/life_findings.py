@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, is_tensor, read_heap, thaw, within
 from lowtide.leakcheck.findings.remedies import prove
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -17,6 +15,8 @@ from lowtide.leakcheck.findings.storage_holders import (
     marked_as_frozen,
 )
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
+from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.storages import HeldStorage, Key, is_tensor, read_heap, thaw, within
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births

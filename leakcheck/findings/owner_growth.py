@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from lowtide.leakcheck.baseline.owners import Claims, Count, Key, Owner
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, rate
 from lowtide.leakcheck.judging.judge import listed
+from lowtide.leakcheck.judging.owners import Claims, Count, Key, Owner
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.stack_frames import allocating_function

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.expressions import of_thread
@@ -23,6 +22,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.judge import untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.holders import SharedWalk

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, tensors_over, within
 from lowtide.leakcheck.findings.collected import Collected
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.storages import HeldStorage, Key, tensors_over, within
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.memory.tensors import StorageReading, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused

@@ -8,11 +8,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lowtide.leakcheck.baseline.storages import Key, storage_keys, tensors_in
 from lowtide.leakcheck.explaining.cut import Names, NamespaceSizes
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.explaining.native_holders import as_gradients, held_by_nodes, saved_for_backward, together
 from lowtide.leakcheck.judging.judge import Budget
+from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.retained import Freed
 from lowtide.probes.memory.stack_frames import StackFrame

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lowtide.leakcheck.baseline.owners import held_in_all
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -22,6 +20,8 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.judging.ladder import ACTIONS
+from lowtide.leakcheck.judging.owners import held_in_all
+from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys
 from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.torch_allocator import free_beside

@@ -298,7 +298,7 @@ def _in_own_process(function: str, *arguments: object) -> Any:
 
 
 def _report(calibration: Calibration) -> Report:
-    from lowtide.leakcheck.baseline.readings import this_machine
+    from lowtide.leakcheck.judging.readings import this_machine
     from lowtide.probes.device.driver import find_driver
 
     driver = find_driver()

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.findings.life_findings import ENGINE
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
+from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.lives.script import Call, LifeModel, failure_of
 from lowtide.leakcheck.lives.shared_lives import SharedLives
 from lowtide.leakcheck.processes.kept_asleep import explain_kept

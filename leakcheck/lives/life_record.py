@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
+from lowtide.leakcheck.judging.readings import to_readings
 from lowtide.leakcheck.lives.script import Life, asked
 from lowtide.leakcheck.lives.tenant import context_sizes
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
@@ -26,6 +24,8 @@ from lowtide.leakcheck.judging.ladder import (
     wait_for_release,
 )
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
 from lowtide.leakcheck.lives.process_state import ProcessState

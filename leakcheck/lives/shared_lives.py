@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.metrics import host_memory_tolerance
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.lives.script import Coverage, simplest

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import HOST, ProcessTurns, growing_tensors, left_by_test

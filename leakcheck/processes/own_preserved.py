@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lowtide.leakcheck.baseline.preserved_state import PreservedState
+from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
 from lowtide.reports.schema import Finding
 

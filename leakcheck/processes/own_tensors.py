@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, within
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
+from lowtide.leakcheck.judging.storages import HeldStorage, Key, within
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.resources.process_groups import ProcessGroups
 from lowtide.leakcheck.resources.rule import Rung

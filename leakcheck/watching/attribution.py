@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lowtide.leakcheck.baseline.device_memory import DeviceMemory
-from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.storages import is_tensor, storage_keys
+from lowtide.leakcheck.judging.device_memory import DeviceMemory
+from lowtide.leakcheck.judging.filled_caches import FilledCaches
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.records import Ownership
+from lowtide.leakcheck.judging.storages import is_tensor, storage_keys
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources.first_use import FirstUse
 from lowtide.leakcheck.watching.deep_reading import devices_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lowtide.leakcheck.baseline.device_memory import DeviceMemory
-from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Ownership
+from lowtide.leakcheck.judging.device_memory import DeviceMemory
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.records import Ownership
 from lowtide.leakcheck.resources.first_use import FirstUse, may_be_a_drivers
 from lowtide.leakcheck.resources.warm_up import BlasHandles, CardsWithoutTorch, WarmUp
 from lowtide.leakcheck.watching.attribution import Attribution

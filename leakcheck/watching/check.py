@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Literal
 
 import lowtide
-from lowtide.leakcheck.baseline.readings import this_machine
+from lowtide.leakcheck.judging.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch

@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import (
@@ -23,9 +20,12 @@ from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import StorageWatch
 from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
+from lowtide.leakcheck.judging.filled_caches import FilledCaches
 from lowtide.leakcheck.judging.judge import FROZEN, judge, listed
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, may_be_of_libraries
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.records import Ownership, Subject
 from lowtide.leakcheck.resources.first_use import Sorted
 from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.leakcheck.watching.deep_reading import Deep, devices_of

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from lowtide.leakcheck.baseline.device_memory import DeviceMemory, allocation_name
-from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Ownership, Subject
-from lowtide.leakcheck.baseline.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
+from lowtide.leakcheck.judging.device_memory import DeviceMemory, allocation_name
+from lowtide.leakcheck.judging.filled_caches import FilledCaches
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
+from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.records import Ownership, Subject
+from lowtide.leakcheck.judging.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.resources.warm_up import BlasHandles

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lowtide.leakcheck.baseline.owners import ANYTHING, Owner
-from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, kept_steps, rate, repeated
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.metrics import host_memory_tolerance
+from lowtide.leakcheck.judging.owners import ANYTHING, Owner
+from lowtide.leakcheck.judging.records import Ownership
 from lowtide.leakcheck.resources.rule import MIB
 from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.probes.host.counters import Counters, anonymous_bytes

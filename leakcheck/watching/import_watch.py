@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
-from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.originals import in_main_thread, sys, threading
 

@@ -10,9 +10,6 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Ownership, Subject
-from lowtide.leakcheck.baseline.storages import HeapReading, Key, tensors_in
 from lowtide.leakcheck.explaining.cut import NamespaceSizes
 from lowtide.leakcheck.findings.causes import with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
@@ -23,6 +20,9 @@ from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.judging.judge import Budget, missing
 from lowtide.leakcheck.judging.ladder import LadderStep, collect
 from lowtide.leakcheck.judging.metrics import Metric, Reading, plain_metrics
+from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.records import Ownership, Subject
+from lowtide.leakcheck.judging.storages import HeapReading, Key, tensors_in
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, devices_of, unclaimed
 from lowtide.leakcheck.watching.drafting import (

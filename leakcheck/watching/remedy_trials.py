@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Union
 
-from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
-from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.storages import live_keys
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
 from lowtide.leakcheck.findings.item_findings import HARMLESS, ItemLeak, confirmed_workspaces, is_harmless
 from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
+from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, Budget
+from lowtide.leakcheck.judging.records import Ownership
+from lowtide.leakcheck.judging.storages import live_keys
 from lowtide.leakcheck.resources.first_use import FirstUse
 from lowtide.leakcheck.watching.deep_reading import Deep, devices_of
 from lowtide.leakcheck.watching.verdict import Policy

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL, DeviceMemory
-from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.storages import is_storage, is_tensor
 from lowtide.leakcheck.findings.collected import Collected
+from lowtide.leakcheck.judging.device_memory import MEMORY_POOL, DeviceMemory
+from lowtide.leakcheck.judging.filled_caches import FilledCaches
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.records import Ownership
+from lowtide.leakcheck.judging.storages import is_storage, is_tensor
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.caches import LRU_CACHE

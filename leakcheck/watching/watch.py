@@ -11,11 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from lowtide.leakcheck.baseline.device_memory import DeviceMemory
-from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.storages import (
+from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
+from lowtide.leakcheck.judging.device_memory import DeviceMemory
+from lowtide.leakcheck.judging.filled_caches import FilledCaches
+from lowtide.leakcheck.judging.judge import Budget
+from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
+from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.records import Ownership
+from lowtide.leakcheck.judging.rules import COLLECTED
+from lowtide.leakcheck.judging.storages import (
     HeapReading,
     HeldStorage,
     Key,
@@ -25,13 +32,6 @@ from lowtide.leakcheck.baseline.storages import (
     read_heap,
     within,
 )
-from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
-from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
-from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
-from lowtide.leakcheck.judging.judge import Budget
-from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
-from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.first_use import FirstUse, driver_is_open, excused_by_libraries

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Ownership
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.records import Ownership
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.probes.host.counters import Counters
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, storage_keys
 from lowtide.leakcheck.findings.cached_values import (
     FEWEST_TURNS,
     MOST_ADDED,
@@ -22,6 +21,7 @@ from lowtide.leakcheck.findings.cached_values import (
     CachedValues,
     SortedValues,
 )
+from lowtide.leakcheck.judging.storages import HeldStorage, storage_keys
 from lowtide.probes.heap.caches import cache_entries
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.memory.tensors import survey_storages

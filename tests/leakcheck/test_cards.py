@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lowtide.leakcheck.baseline import device_memory as cards
-from lowtide.leakcheck.baseline.device_memory import UNLISTED, DeviceMemory
+from lowtide.leakcheck.judging import device_memory as cards
+from lowtide.leakcheck.judging.device_memory import UNLISTED, DeviceMemory
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
 from lowtide.probes.device.allocations import AllocationsError
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.findings import grouping, tensor_findings
 from lowtide.leakcheck.findings.causes import Draft, with_causes, with_holders
 from lowtide.leakcheck.findings.grouping import by_cause
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
+from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.statement import StatedFinding, Statement

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline import filled_caches
-from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.storages import storage_keys
+from lowtide.leakcheck.judging import filled_caches
+from lowtide.leakcheck.judging.filled_caches import FilledCaches
+from lowtide.leakcheck.judging.storages import storage_keys
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import walk_caches
 from lowtide.probes.heap.holders import trace

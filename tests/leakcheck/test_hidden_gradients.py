@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.storages import HeapReading, read_heap
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.storages import HeapReading, read_heap
 from lowtide.probes.heap.births import Births, Newborn
 
 KEPT: list[Any] = []

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.owners import Claims
-from lowtide.leakcheck.baseline.storages import read_heap
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
+from lowtide.leakcheck.judging.owners import Claims
+from lowtide.leakcheck.judging.storages import read_heap
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.driver.none import NoDriver

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.owners import Claims
-from lowtide.leakcheck.baseline.storages import read_heap
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.native_holders import as_gradients, saved_for_backward, together
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.judging.owners import Claims
+from lowtide.leakcheck.judging.storages import read_heap
 from lowtide.probes.heap.births import Births
 
 

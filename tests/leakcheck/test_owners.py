@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.probes.host.counters import Counters
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors import torch as safetensors
 
-from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.storages import HeapReading, read_heap
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.remedies import prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
+from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.storages import HeapReading, read_heap
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding

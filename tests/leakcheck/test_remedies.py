@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.owners import Claims
-from lowtide.leakcheck.baseline.storages import read_heap, storage_keys
 from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.findings.remedies import StorageWatch, Wording, named, prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
 from lowtide.leakcheck.judging.ladder import ACTIONS
+from lowtide.leakcheck.judging.owners import Claims
+from lowtide.leakcheck.judging.storages import read_heap, storage_keys
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding, Remedy

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.baseline.storages import HeldStorage
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, Explained
@@ -25,6 +24,7 @@ from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import Reading, plain_metrics
+from lowtide.leakcheck.judging.storages import HeldStorage
 from lowtide.leakcheck.resources import child_processes
 from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.leakcheck.resources.rule import Rung

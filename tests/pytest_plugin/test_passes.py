@@ -19,7 +19,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline import device_memory as cards
+from lowtide.leakcheck.judging import device_memory as cards
 from lowtide.probes.host import counters
 from lowtide.probes.heap import graph as heap_graph
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import LifeError

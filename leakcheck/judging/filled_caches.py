@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from lowtide.leakcheck.baseline.storages import Key, is_tensor, storage_keys
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.judging.storages import Key, is_tensor, storage_keys
 from lowtide.probes.heap.births import Newborn
 from lowtide.probes.heap.caches import BEYOND_CACHES, CacheActivity, cache_entries, walk_caches
 from lowtide.probes.heap.holders import SharedWalk, trace

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
+from lowtide.leakcheck.judging.storages import Key
 from lowtide.probes.device.allocations import AllocationsError, range_at, read_allocations, read_mappings_without_access
 from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks
 from lowtide.probes.host.counters import Counters

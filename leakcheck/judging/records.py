@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Optional
 
-from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.resources.settings import (
     ABSENT,

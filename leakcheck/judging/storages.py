@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowtide.leakcheck.baseline.owners import Claims, Owner, gradients_of
 from lowtide.leakcheck.judging.ladder import collect
+from lowtide.leakcheck.judging.owners import Claims, Owner, gradients_of
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.memory.ranges import merge, total
