@@ -1,44 +1,219 @@
-"""One life of a target in which every call is checked: against the model, the books, and what must survive."""
+"""One life of a target in which every call is checked: against the model, the books, and what must survive.
+
+What all lives of one search share is in `Lives`. What an engine has at work beyond its arenas and pools is gone through
+before any life is judged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from datetime import date
 from typing import Any
 
+from lowtide.leakcheck.findings.life_findings import ENGINE
+from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
-from lowtide.leakcheck.lives.life_checks import LevelsAtWork, LifeChecks, Probes, asked, levels_at_work, said, void
-from lowtide.leakcheck.lives.life_checks import added_up as _added_up
-from lowtide.leakcheck.lives.script import Call, Fault, LifeError, simplest, varied
-from lowtide.leakcheck.lives.shared_lives import SharedLives
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.judging.preserved_state import PreservedState
+from lowtide.leakcheck.lives.interrupts import Interrupts
+from lowtide.leakcheck.lives.life_processes import LifeProcesses
+from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.script import (
+    Call,
+    Coverage,
+    Fault,
+    LifeError,
+    LifeModel,
+    asked,
+    failure_of,
+    simplest,
+    varied,
+)
+from lowtide.leakcheck.processes.kept_asleep import explain_kept
+from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
-from lowtide.probes.host.counters import Counters
-from lowtide.probes.stages import announced_pools
-from lowtide.reports.schema import NotMeasured
+from lowtide.leakcheck.targets.target import (
+    Capabilities,
+    LifecycleTarget,
+    TargetError,
+    TargetFactory,
+    Unjudged,
+    make_target,
+    tokens_of_one,
+)
+from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
+from lowtide.leakcheck.watching.verdict import Policy, Verdict
+from lowtide.leakcheck.watching.watch import Watch
+from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.host.counters import CounterReader, Counters, anonymous_bytes
+from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.originals import gc
+from lowtide.probes.stages import announced_pools, listening
+from lowtide.reports.outcomes import largest_of_each
+from lowtide.reports.schema import Cause, Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_bytes
 
+_SMALLEST_LEVEL = 8 << 20
+"""Bytes by which host memory moves anyway."""
 
-class Lives(SharedLives):
-    """The lives of one search, entered for as long as it lasts."""
+
+class Lives:
+    """What all lives of one search share while it is entered: the watch, what a fresh engine says, the coverage.
+
+    Args:
+        factory: makes a target; one for each life.
+        explain: whether the holders of what a life leaves are reported, which takes a second or two each time.
+        growth: whether it must be known of other processes that they do not grow with each inference.
+
+    Raises:
+        TargetError: what it makes cannot be driven.
+    """
+
+    def __init__(self, factory: TargetFactory, *, explain: bool = True, growth: bool = True) -> None:
+        self.factory = factory
+        self.explain = explain
+        self._judges_growth = growth
+        self.capabilities: Capabilities = make_target(factory).capabilities
+        self.coverage = Coverage()
+        # Other processes are asked by `processes`, whose growth counts over all lives.
+        self.watch = Watch(Policy(remedies="never", explain=explain, processes=False))
+        self.growth = GrowthWatch(self.capabilities.device)
+        self._frozen = 0
+        self._listening = ExitStack()
+        # An engine, or Python in a finalizer, may have dropped one: then no further life begins.
+        self.interrupts = Interrupts()
+        self._driver: Driver | None = None
+        # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
+        self.of_libraries = 0
+        # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
+        self.driver_at_work = 0
+        self.host_at_work: dict[str, int] = {}
+        self.counters = CounterReader(self._ask_driver, resources=read_items)
+        self._process = ProcessState(lambda: 0, self.counters.read)
+        # What modules make and change belongs to the process, whichever call imports them first.
+        self.imports = ImportWatch(self._importing, self._import_done)
+        self.imported = Imported(self.counters.read)
+        self._is_watching = False
+        self.processes = LifeProcesses(self.capabilities.device, self._ask_driver, self.capabilities.emptying_levels)
+        # What could not be judged, once each.
+        self.not_measured: dict[NotMeasured, None] = {}
+        # By prompt length: how many tokens were asked for, and what came.
+        self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    @property
+    def unmeasured(self) -> tuple[NotMeasured, ...]:
+        """What could not be judged; of other processes of one program only the largest, since each life has its own."""
+        return largest_of_each(self.processes.unseen(self.not_measured, growth=self._judges_growth))
 
     def __enter__(self) -> Lives:
-        """Begins it."""
-        self.open()
+        """Load what a first life loads, so that it is no life's, and begin to watch."""
+        self._listening.enter_context(self.interrupts)
+        # First: what it sets in the environment is no life's to put back.
+        self._listening.callback(self.processes.stop)
+        self.processes.start()
+        self._listening.callback(self.imports.remove)
+        self.imports.install()
+        self._process.mark()
+        self._frozen = frozen_by_program(gc.get_freeze_count())
+        try:
+            self.imports.active = True
+            for length in self.capabilities.prompt_lengths:
+                self.expected(length, self.capabilities.max_tokens)
+            CheckedLife(self).warm_up()
+        except BaseException:
+            self._listening.close()
+            raise
+        gc.collect()
+        with self._judging():
+            self.put_back()
+            self.watch.open()
+        self._listening.enter_context(listening(self.growth))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends it."""
-        self.close()
+        """End the watch."""
+        self._listening.close()
+        self.watch.close()
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
 
-    def warm_up(self) -> None:
-        """Goes through one life unjudged, so that what libraries keep from their first use is there."""
-        CheckedLife(self).warm_up()
+    def begin(self) -> None:
+        """Take what is there when a life begins as its baseline."""
+        with self._judging():
+            self.processes.begin_life()
+            self.watch.begin("create")
+            self._is_watching = True
+
+    def end(self) -> Verdict:
+        """Report what a life that is over has left behind."""
+        with self._judging():
+            return self.watch.end()
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Count what this checker itself imports now as nobody's."""
+        self.imports.active = False
+        try:
+            yield
+        finally:
+            self.imports.active = True
+
+    def put_back(self) -> None:
+        """Undo what lives have changed in the process, so that the next one can be seen to change it again.
+
+        A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
+        """
+        self._process.findings("shutdown", remedies=True)
+        self.watch.forget_settings()
+        if frozen_by_program(gc.get_freeze_count()) > self._frozen:
+            gc.unfreeze()
+            gc.collect()
+
+    def expected(self, prompt_length: int, max_tokens: int) -> Sequence[int]:
+        """Return what a fresh engine with the simplest settings says to this request alone."""
+        asked, tokens = self._tokens.get(prompt_length, (0, ()))
+        if asked < max_tokens:
+            asked = max(self.capabilities.max_tokens, max_tokens)
+            target: Any = Unjudged(make_target(self.factory))
+            target.create(simplest(self.capabilities))
+            try:
+                said = target.infer([prompt_length], asked)
+            except TargetError:
+                # What the shutdown of an engine that has failed raises would say less.
+                with suppress(TargetError):
+                    target.shutdown()
+                raise
+            target.shutdown()
+            tokens = tokens_of_one(said)
+            self._tokens[prompt_length] = (asked, tokens)
+        return tokens[:max_tokens]
+
+    def _importing(self, owner: Owner) -> None:
+        if self._is_watching:
+            self.watch.enter(owner)
+        self.imported.begin(owner)
+
+    def _import_done(self) -> None:
+        self._process.adopt(self.imported.end())
+        if self._is_watching:
+            self.watch.leave()
+
+    def _ask_driver(self) -> Driver:
+        if self._driver is None:
+            self._driver = find_driver()
+        return self._driver
 
 
-class CheckedLife(LifeChecks):
+class CheckedLife:
     """Drives one target; every call is checked, and raises `LifeError` where something is not as it must be.
 
     A call with a fault in it says whether it succeeded all the same.  `close` ends the life, and judges what it left.
@@ -54,13 +229,28 @@ class CheckedLife(LifeChecks):
 
     def __init__(self, lives: Lives) -> None:
         lives.interrupts.raise_if_heard()
-        super().__init__(lives)
+        self._lives = lives
+        self._capabilities = lives.capabilities
+        self._target: Any = make_target(lives.factory)
+        self._device = self._capabilities.device
+        self._preserved_state = PreservedState(self._device)
+        self._pages_at_work: dict[str, int] = {}
+        # Where earlier lives' memory is that did not come back.
+        self._others: frozenset[int] = frozenset()
+        self._slept = SleptTensors(self._device.partition(":")[0])
+        self.model = LifeModel(self._capabilities)
+        self.calls: list[Call] = []
         self._late: Injection | None = None
         self._baseline = Counters({}, {}, {})
         self._host_at_first = 0
         self._imports_at_first = 0
         self.points = 0
         self._open()
+
+    @property
+    def target(self) -> LifecycleTarget:
+        """What is driven."""
+        return self._target  # type: ignore[no-any-return]
 
     def create(self, config: Mapping[str, Any] | None = None, fault: Fault | None = None) -> bool:
         """Make the engine; settings that are not given have their simplest value."""
@@ -250,15 +440,53 @@ class CheckedLife(LifeChecks):
         if asked(self._target, "pages") is not None:
             # What a setting takes, it takes in another process, which starts anew with each engine.
             others = []
-        levels = self._levels_of(plain).host
-        self._lives.host_at_work = _added_up(plain, levels, [(each, self._levels_of(each).host) for each in others])
+        levels = self._levels_of(plain)
+        self._lives.host_at_work = added_up(plain, levels, [(each, self._levels_of(each)) for each in others])
 
-    def _levels_of(self, config: Mapping[str, Any]) -> LevelsAtWork:
-        probes = Probes(self._host_outside, self._outside, self._preserved, self._graph_buffers)
-        levels = levels_at_work(self._target, self._capabilities, config, self._preserved_state, probes)
-        self._lives.driver_at_work = max(self._lives.driver_at_work, levels.driver)
-        self._lives.of_libraries = max(self._lives.of_libraries, levels.asleep)
-        return levels
+    def _levels_of(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Go through all calls with one configuration, unjudged, and note what libraries take from the driver for it.
+
+        Returns:
+            Bytes of host memory in no pool that the engine had at most and gave back, by phase: `running`, `asleep`.
+        """
+        able, lives, target = self._capabilities, self._lives, Unjudged(self._target)
+        host: dict[str, int] = {}
+
+        def note(phase: str) -> None:
+            host[phase] = max(host.get(phase, 0), self._host_outside())
+
+        # What an earlier engine left free in the heap would hide what this one takes of it.
+        trim_heap()
+        driver_before, host_before = self._outside(), self._host_outside()
+        target.create(config)
+        note("running")
+        self._preserved_state.before_sleep(self._preserved())
+        target.infer(list(able.prompt_lengths), able.max_tokens)
+        note("running")
+        if able.unfinished:
+            ids = target.start([able.prompt_lengths[0]], able.max_tokens)
+            target.step()
+            target.abort(ids)
+        if able.reload:
+            target.reload()
+        if able.prefix_cache:
+            target.reset_prefix_cache()
+        note("running")
+        lives.driver_at_work = max(lives.driver_at_work, self._outside() - driver_before)
+        for level in able.sleep_levels:
+            target.sleep(level, able.sleep_modes[0])
+            note("asleep")
+            lives.of_libraries = max(lives.of_libraries, self._outside() - driver_before)
+            target.wake(None)
+            note("running")
+            self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
+        target.shutdown()
+        if max(host.values()) - host_before > _SMALLEST_LEVEL:
+            # What it did not give back is not to be excused in the lives that follow.
+            gc.collect()
+            trim_heap()
+            host_before = max(host_before, self._host_outside())
+        return {phase: max(0, level - host_before) for phase, level in host.items()}
 
     def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
         """Return arguments that would be right in another state."""
@@ -400,3 +628,188 @@ class CheckedLife(LifeChecks):
         after = self.model.situation
         self._lives.coverage.states |= {before, after}
         self._lives.coverage.edges.add((before, call, after))
+
+    def _unchanged(self, what: str, before: Mapping[str, int]) -> None:
+        """Check that what failed has left the memory as it was."""
+        now = self._pages()
+        for tag in sorted({*before, *now}):
+            # The workspaces grow with what was computed before it failed, and are the engine's to keep.
+            if tag != "workspace" and before.get(tag, 0) != now.get(tag, 0):
+                self._fail(
+                    "arena",
+                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {what} "
+                    f"{format_bytes(before.get(tag, 0))} before",
+                    tag,
+                    "not-restored",
+                    abs(now.get(tag, 0) - before.get(tag, 0)),
+                    f"arena {tag!r}",
+                )
+
+    def _check_state(self, name: str) -> None:
+        state = asked(self._target, "state")
+        # An engine that could not be made is as new as one that was never asked for.
+        same = {self.model.phase, "new"} if self.model.phase == "closed" else {self.model.phase}
+        if state is not None and state not in same:
+            self._fail("state", f"the engine says that it is {state} after {name}; it must be {self.model.phase}")
+
+    def _check_kv_blocks(self, name: str) -> None:
+        usage = asked(self._target, "kv_usage")
+        if usage is None:
+            return
+        if usage.available + usage.evictable != usage.total - usage.held:
+            self._fail(
+                "kv-blocks",
+                f"KV blocks do not add up after {name}: {usage.available} available and {usage.evictable} evictable "
+                f"are not {usage.total} less {usage.held} held",
+            )
+        nobody = usage.held - usage.pending_transfer
+        if not self.model.unfinished and nobody:
+            self._raise(contract.after_idle(name, self._device, {"no request": nobody}, None))
+
+    def _check_pages(self, name: str) -> None:
+        """Which pages an engine has follows from what is awake."""
+        now = self._pages()
+        for tag, at_work in self._pages_at_work.items():
+            if tag == "workspace":
+                wanted = now.get(tag, 0) if self.model.phase == "running" else 0
+            else:
+                asleep = self.model.phase == "asleep" and tag != "runtime" and tag not in self.model.awake
+                wanted = 0 if asleep else at_work
+            if now.get(tag, 0) != wanted:
+                cause: Cause = "not-restored" if wanted else "unknown"
+                said = (
+                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
+                )
+                self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
+
+    def _begin_stage(self, name: str) -> None:
+        """Note the tensors before a sleep or a wake, of an engine that announces no arenas, by which it is judged."""
+        if not self._pages_at_work:
+            self._slept.begin(name)
+
+    def _check_slept(self, level: int) -> None:
+        """Judge what an engine without arenas has given back in a sleep of a level."""
+        stage = f"sleep({level})"
+        self._raise(self._slept.only_collected(stage))
+        sizes = self._slept.kept_asleep()
+        if sizes is not None and level in self._capabilities.emptying_levels:
+            holders = self._slept.explain_kept(stage, self._context())
+            self._raise([explain_kept(stage, self._device, sizes, None, {}, holders)])
+        elif sizes is not None:
+            self._lives.not_measured[not_judged(stage, sizes, self._slept.kind)] = None
+
+    def _check_woke(self) -> None:
+        """Check that an engine without arenas has no more after a wake than before the sleep."""
+        self._raise(self._slept.more_awake("wake", self._context))
+
+    def _context(self) -> Context:
+        return Context(roots=[(ENGINE, getattr(self._target, "engine", self._target))], living=True)
+
+    def _host_outside(self) -> int:
+        """Return the bytes of the process's own host memory beyond announced pools and what imported modules took."""
+        pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
+        return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
+
+    def _outside(self, unknown: int = 0) -> int:
+        """Return the driver's bytes beyond arenas and torch's segments; `unknown` where it reports nothing."""
+        amount = self._lives.counters.read().amounts.get(f"driver {self._device}")
+        return unknown if amount is None else amount
+
+    def _driver_of_imports(self) -> int:
+        return self._lives.imported.growth(f"driver {self._device}")
+
+    def _left(self) -> list[Finding]:
+        """Report what the life has left behind, now that it is over."""
+        verdict = self._lives.end()
+        self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
+        found = shipped().apply(verdict.findings, date.today()).findings
+        return [finding for finding in found if finding.suppressed_by is None]
+
+    def _finished(self, outputs: Mapping[str, Sequence[int]]) -> None:
+        asked = self.model.ended(outputs)
+        for each, (length, max_tokens) in asked.items():
+            self._compare(length, max_tokens, outputs[each])
+
+    def _compare(self, length: int, max_tokens: int, tokens: Sequence[int]) -> None:
+        wanted = self._lives.expected(length, max_tokens)
+        if list(tokens) != list(wanted):
+            self._fail(
+                "contents",
+                f"a prompt of {length} tokens gives {list(tokens)}; a fresh engine gives {list(wanted)}",
+                "tokens",
+                "not-restored",
+            )
+
+    def _pages(self) -> dict[str, int]:
+        """Return the bytes with pages behind them, by arena tag, of this life's engines."""
+        elsewhere: Mapping[str, int] | None = asked(self._target, "pages")
+        if elsewhere is not None:
+            return dict(elsewhere)
+        found: dict[str, int] = {}
+        for pool in announced_pools():
+            if pool.kind == "arena" and pool.device == self._device:
+                mapped = sum(length for address, length in pool.ranges if address not in self._others)
+                found[pool.tag] = found.get(pool.tag, 0) + mapped
+        return found
+
+    def _preserved(self) -> Mapping[str, Any]:
+        return asked(self._target, "preserved") or {}
+
+    def _graph_buffers(self) -> Mapping[str, Any]:
+        return asked(self._target, "graph_buffers") or {}
+
+    def _fail(
+        self,
+        resource: ResourceName,
+        message: str,
+        suspect: str = "",
+        cause: Cause = "unknown",
+        amount: int = 0,
+        holder: str | None = None,
+    ) -> None:
+        stage = self.calls[-1].name
+        finding = Finding(
+            resource=resource,
+            cause=cause,
+            bytes=amount,
+            count=1,
+            device=self._device,
+            stage=stage,
+            message=message,
+            fingerprint=fingerprint(resource=resource, device=self._device, stage=stage, suspects=(suspect, cause)),
+            holder=holder,
+        )
+        self._raise([finding])
+
+    def _raise(self, findings: Sequence[Finding]) -> None:
+        if findings:
+            raise failure_of(findings)
+
+
+def void(result: object) -> None:
+    """Nothing follows from the result."""
+
+
+def said(error: BaseException) -> str:
+    """Return an error's type and message."""
+    return f"{type(error).__name__}: {error}"
+
+
+def added_up(
+    plain: Mapping[str, Any], levels: Mapping[str, int], others: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]
+) -> dict[str, int]:
+    """Return the most bytes of an engine in any configuration, by phase: what each setting adds may come together.
+
+    Args:
+        plain: the simplest configuration.
+        levels: what it had with that.
+        others: what it had with one setting changed.
+    """
+    found = dict(levels)
+    for phase, level in levels.items():
+        added: dict[str, int] = {}
+        for config, changed in others:
+            (name,) = [name for name, value in config.items() if value != plain[name]]
+            added[name] = max(added.get(name, 0), changed.get(phase, 0) - level)
+        found[phase] += sum(added.values())
+    return found

@@ -142,7 +142,7 @@ class LifeRecord:
             life: who is asked.
             elsewhere: whether another process has said so of its own tensors.
         """
-        preserved = asked(life, "preserved")
+        preserved = asked(life, "preserved") or {}
         if not (preserved or elsewhere) and hasattr(life, "preserved"):
             what = "contents after a wake"
             why = "the engine announces no tensors in any process; the tokens after a wake are compared"

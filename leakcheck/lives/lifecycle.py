@@ -281,7 +281,9 @@ class LifecycleRun:
                 self._record.findings += slept.more_awake(name, lambda: self._leftovers.context(engine))
                 self._record.findings += self._processes.more_awake(name)
                 lost = self._processes.after_wake(name)
-                lost += self._preserved_state.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
+                lost += self._preserved_state.after_wake(
+                    name, asked(life, "preserved") or {}, asked(life, "graph_buffers") or {}
+                )
                 self._record.findings += lost
                 if lost:
                     # What it would compute with is not there: it could read anywhere.
@@ -350,12 +352,12 @@ class LifecycleRun:
 
     def _idle(self, life: Life, stage: str) -> list[Finding]:
         """Return who holds KV blocks now that no request runs, if the engine reports it."""
-        held = asked(life, "kv_blocks_held")
+        held = asked(life, "kv_blocks_held") or {}
         after = None
         step = getattr(life, "step", None)
         if held and step is not None:
             step()
-            after = asked(life, "kv_blocks_held")
+            after = asked(life, "kv_blocks_held") or {}
         return contract.after_idle(stage, self._device, held, after)
 
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:

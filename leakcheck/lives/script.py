@@ -120,10 +120,10 @@ def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
     return ()
 
 
-def asked(life: Life, name: str) -> Mapping[str, Any]:
-    """Return what a life says of itself, if it does."""
-    method = getattr(life, name, None)
-    return {} if method is None else method()
+def asked(engine: object, name: str) -> Any:
+    """Return what a life, or a target, says of itself; None where it does not."""
+    method = getattr(engine, name, None)
+    return None if method is None else method()
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from lowtide.leakcheck.judging.contract import holders
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.script import Event, simplest
+from lowtide.leakcheck.lives.script import Event, asked, simplest
 from lowtide.leakcheck.lives.tenant import tenant_of
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, make_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
@@ -120,26 +120,22 @@ class TargetLife:
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """Return what must survive a sleep, by name, if the target reports it."""
-        tensors: Mapping[str, torch.Tensor] = self._asked("preserved")
+        tensors: Mapping[str, torch.Tensor] = asked(self._target, "preserved") or {}
         return tensors
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
         """Address and bytes of what captured graphs read, by name, if the target reports it."""
-        buffers: Mapping[str, tuple[int, int]] = self._asked("graph_buffers")
+        buffers: Mapping[str, tuple[int, int]] = asked(self._target, "graph_buffers") or {}
         return buffers
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Return who holds how many KV blocks although no request does, once the target has forgotten its prefixes."""
         if not self._able.prefix_cache or self._target.reset_prefix_cache():
             return {}
-        usage = self._asked("kv_usage")
+        usage = asked(self._target, "kv_usage")
         return holders(usage) if usage else {"a holder that the engine does not name": 0}
 
     def step(self) -> None:
         """One step, where the target has steps."""
         if self._able.unfinished:
             self._target.step()
-
-    def _asked(self, name: str) -> Any:
-        method = getattr(self._target, name, None)
-        return {} if method is None else method()

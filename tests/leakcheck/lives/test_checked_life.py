@@ -854,7 +854,7 @@ def test_what_settings_add_to_host_memory_may_come_together() -> None:
     plain = {"offload": 0, "size": 1}
     others = [({"offload": 2, "size": 1}, 30), ({"offload": 3, "size": 1}, 50), ({"offload": 0, "size": 9}, 17)]
     levels = [(config, {"running": level, "asleep": 5}) for config, level in others]
-    assert checked_life._added_up(plain, {"running": 10, "asleep": 5}, levels) == {"running": 57, "asleep": 5}
+    assert checked_life.added_up(plain, {"running": 10, "asleep": 5}, levels) == {"running": 57, "asleep": 5}
 
 
 class CountingDriver:
