@@ -25,16 +25,16 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
-from lowtide.leakcheck.explaining.cuts import is_declared
-from lowtide.leakcheck.explaining.inspectors import marks
+from lowtide.leakcheck.explaining.cuts import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut, is_declared
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
 )
-from lowtide.leakcheck.explaining.path_names import (
+from lowtide.leakcheck.explaining.path_reading import (
     AUTOGRAD,
     cause_of_edge,
     first_registered,
     holder_name,
+    marks,
     shown_from_landmark,
     suspect_steps,
     suspects_of,
@@ -42,7 +42,6 @@ from lowtide.leakcheck.explaining.path_names import (
     telling_type,
     verdict_of,
 )
-from lowtide.leakcheck.explaining.way import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path

@@ -18,8 +18,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.expressions import is_name, of_module
-from lowtide.leakcheck.explaining.inspectors import can_end
 from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
+from lowtide.leakcheck.explaining.path_reading import can_end
 from lowtide.leakcheck.judging.growth import adding_turns, adds_late, kept_steps, rate
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import held_in_all

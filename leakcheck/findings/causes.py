@@ -13,9 +13,9 @@ from typing import Any, Union
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
-from lowtide.leakcheck.explaining.path_names import way_text
-from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.grouping import BELONGING, CommonCause, graph_parts
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works

@@ -12,8 +12,8 @@ import msgspec
 
 from lowtide.leakcheck.explaining.explain import expression_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
-from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
 from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_changed
+from lowtide.leakcheck.findings.remedies import error_text, unraisable_texts
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.judge import FROZEN, Budget, untried

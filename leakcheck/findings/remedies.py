@@ -5,9 +5,11 @@ Runs on a leak only, after the verdict.  Every change to the program is listed w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,6 @@ import msgspec
 from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.expressions import of_thread
-from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
 from lowtide.leakcheck.findings.item_findings import UNFROZEN
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
@@ -402,3 +403,30 @@ def _further(
         effect = "what torch.compile has compiled is dropped"
         changes.append(Change(ACTIONS[Rung.RESET_COMPILED], effect, reset_compiled))
     return changes
+
+
+@contextlib.contextmanager
+def unraisable_texts() -> Iterator[list[str]]:
+    """What is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
+
+    A test runner's own hook would keep the error, and with it what should go, and blame it on the next test.
+    """
+    texts: list[str] = []
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        texts.append(error_text(unraisable.exc_type, unraisable.exc_value))
+
+    before, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield texts
+    finally:
+        sys.unraisablehook = before
+
+
+def error_text(kind: type[BaseException], error: BaseException | None) -> str:
+    """An error in one line, even if it cannot say what it is."""
+    try:
+        said = "" if error is None else str(error)
+    except Exception:  # noqa: BLE001 - the program's own `__str__`
+        said = ""
+    return f"{kind.__name__}: {said}" if said else kind.__name__

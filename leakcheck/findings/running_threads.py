@@ -9,9 +9,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
-from lowtide.leakcheck.explaining.path_names import way_text
-from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.leakcheck.judging.fingerprints import identity_of

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of
+from lowtide.leakcheck.explaining.expressions import class_named, ending_of
 
 
 class Hostile:

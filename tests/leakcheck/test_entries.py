@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.explaining.container_entries import (
+from lowtide.leakcheck.explaining.cut import (
     Entries,
     delete_from_dict,
     delete_from_sequence,

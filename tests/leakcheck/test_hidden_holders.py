@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain, expression_to
-from lowtide.leakcheck.explaining.inspectors import marks
+from lowtide.leakcheck.explaining.path_reading import marks
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.probes.references import cxx_holders
 

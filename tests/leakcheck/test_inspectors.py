@@ -19,7 +19,7 @@ import torch
 
 from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.explain import explain
-from lowtide.leakcheck.explaining.inspectors import marks
+from lowtide.leakcheck.explaining.path_reading import marks
 from tests.leakcheck.test_cuts import Others
 
 

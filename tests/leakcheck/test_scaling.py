@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.explaining import explain as explaining
-from lowtide.leakcheck.explaining.container_entries import delete_from_dict, delete_from_sequence, delete_keys, discard
-from lowtide.leakcheck.explaining.cut import Names
+from lowtide.leakcheck.explaining.cut import Names, delete_from_dict, delete_from_sequence, delete_keys, discard
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.probes.heap.holders import SharedWalk, trace
