@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.leakcheck.findings.remedies import StorageWatch
-from lowtide.leakcheck.watching.verdict import Thing, Verdict
+from lowtide.leakcheck.watching.watched import Thing, Verdict
 from lowtide.reports.schema import Finding
 from lowtide.reports.statement import noted
 

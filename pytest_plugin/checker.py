@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.processes.process_exit import awaited
-from lowtide.leakcheck.watching.verdict import Verdict
+from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal

@@ -10,11 +10,10 @@ from typing import Literal
 import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.watching.engine_growth import EngineGrowth
+from lowtide.leakcheck.watching.engine_watch import EngineGrowth, SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
-from lowtide.leakcheck.watching.sleep_watch import SleepWatch
-from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.originals import replaced, threading
 from lowtide.probes.stages import EnteredStage
 from lowtide.pytest_plugin.settings import Settings, usage_error

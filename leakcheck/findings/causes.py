@@ -6,32 +6,219 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Union
+from typing import Any, TypeAlias
+
+import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
-from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.explain import Holder
 from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
 from lowtide.leakcheck.explaining.path_reading import way_text
-from lowtide.leakcheck.findings.grouping import BELONGING, CommonCause, graph_parts
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
-from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.resources import RESOURCES, resource_of
+from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
+from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, loaded, threading
+from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import first_of
 from lowtide.reports.statement import noted
+
+_CAPTURE = re.compile(r"(?:^|[\\/])torch[\\/]cuda[\\/]graphs\.py$")
+_BEGINS = ("capture_begin", "CUDAGraph.capture_begin")
+
+_MODES = ("__torch_dispatch__", "__torch_function__")
+"""What may stand between: the modes under which a compiler captures."""
+
+_CONTAINERS = ("dict", "list", "tuple", "set", "collections.OrderedDict", "collections.defaultdict")
+"""Two things in one of these need have no more in common than that."""
+
+BELONGING = tuple(resource.rule.key for resource in RESOURCES)
+"""The resources that belong together, that which says most of the cause first."""
+
+
+Leak: TypeAlias = "TensorLeak | ItemLeak"
+"""A finding of which remedies are still to be tried."""
+
+
+@dataclass(frozen=True)
+class CommonCause:
+    """What several findings have in common.
+
+    Attributes:
+        key: the same for all of them.
+        holder: the object that should be gone, as code; empty if there is none.
+        path: the way to it.
+        advice: what to do about it.
+        kind: what the first suspect edge on that way is.
+        ending: the call that ends the holder, as `close()`; empty where its class has none.
+        is_thing: whether the holder is what the findings are about, and not an object that has it among others.
+    """
+
+    key: Hashable
+    holder: str = ""
+    path: tuple[Hop, ...] = ()
+    advice: str = ""
+    kind: schema.Cause = "unknown"
+    ending: str = ""
+    is_thing: bool = False
+
+
+def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
+    """The findings, those with one cause as one with the others as its parts, where the first of them stood.
+
+    Args:
+        findings: those of one subject.
+        causes: the cause of each, by the finding's identity; a finding without one stays as it is.
+    """
+    groups: dict[Hashable, list[Finding]] = {}
+    known: dict[Hashable, CommonCause] = {}
+    for finding in findings:
+        cause = causes.get(id(finding))
+        key = id(finding) if cause is None else cause.key
+        groups.setdefault(key, []).append(finding)
+        if cause is not None:
+            known[key] = cause
+    return tuple(_as_one(group, known.get(key)) for key, group in groups.items())
+
+
+def _as_one(group: Sequence[Finding], cause: CommonCause | None) -> Finding:
+    if cause is None:
+        return group[0]
+    first, *parts = sorted(group, key=_rank)
+    of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
+    advice = first.advice or cause.advice or of_setting
+    if not cause.holder:
+        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
+    if first.path:
+        # One that was explained by itself knows more of its way.
+        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
+    kind = first.cause if first.cause != "unknown" else cause.kind
+    return noted(first, ", held by ", cause.holder, parts=tuple(parts), path=cause.path, advice=advice, cause=kind)
+
+
+def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:
+    resource = BELONGING.index(finding.resource) if finding.resource in BELONGING else -1
+    if finding.resource in ("host-memory", "globals"):
+        resource = len(BELONGING)
+    # A tensor has a path, and bytes; what native code holds has none.
+    return resource, finding.cause != "autograd", finding.resource == "lru-cache", finding.cause == "native"
+
+
+@dataclass
+class GraphParts:
+    """Which findings of one subject are about the same graphs, each group by the place of its first finding.
+
+    Attributes:
+        names: things by their metric's key and their name.
+        places: findings about tensors, by their places.
+    """
+
+    names: dict[tuple[str, str], int] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
+
+
+def graph_parts(found: Sequence[Leak], context: Context) -> GraphParts:
+    """Finds out what belongs to the graphs that a subject has left.
+
+    Args:
+        found: its findings.
+        context: what is known around them.
+    """
+    pools = [turn for turn, draft in enumerate(found) if isinstance(draft, ItemLeak) and _is_of_graph(draft)]
+    kept = [turn for turn, draft in enumerate(found) if isinstance(draft, TensorLeak) and _is_of_graph(draft)]
+    parts = GraphParts()
+    for turn in pools:
+        beside = [other for other in kept if _have_one_holder(found[other], found[turn])]
+        for other in beside:
+            parts.places.setdefault(other, turn)
+        if beside:
+            _add(parts, found[turn], turn)
+    main: dict[str, int] = {}
+    for turn in (*pools, *kept):
+        main.setdefault(found[turn].finding.device, turn)
+    if main:
+        _with_state(parts, found, main, context)
+    return parts
+
+
+def _with_state(parts: GraphParts, found: Sequence[Leak], main: dict[str, int], context: Context) -> None:
+    """And the state of the graphs' random numbers, which lives as long as any of them does."""
+    state: list[tuple[int, list[str]]] = []
+    for turn, draft in enumerate(found):
+        device = draft.finding.device
+        if device not in main:
+            continue
+        if isinstance(draft, ItemLeak) and draft.key == f"native {device}":
+            at = {name: int(name.rpartition(" ")[2], 16) for name in draft.names}
+            stacks = context.stacks(device, list(at.values()))
+            state.append((turn, [name for name, address in at.items() if _is_of_capture(stacks.get(address, ()))]))
+        elif isinstance(draft, TensorLeak) and draft.finding.verdict == "native-held":
+            stacks = context.stacks(device, [address for _, address in draft.sizes])
+            if draft.sizes and all(_is_of_capture(stacks.get(address, ())) for _, address in draft.sizes):
+                state.append((turn, []))
+    state = [(turn, names) for turn, names in state if names or isinstance(found[turn], TensorLeak)]
+    if not state or not any_graph_alive():
+        return
+    for turn, names in state:
+        device = found[turn].finding.device
+        group = parts.places.get(main[device], main[device])
+        if names:
+            parts.names.update(((f"native {device}", name), group) for name in names)
+        else:
+            parts.places[turn] = group
+        if isinstance(found[main[device]], ItemLeak):
+            _add(parts, found[main[device]], group)
+        else:
+            parts.places[main[device]] = group
+
+
+def _add(parts: GraphParts, draft: Leak, group: int) -> None:
+    if isinstance(draft, ItemLeak):
+        parts.names.update(((draft.key, name), group) for name in draft.names)
+
+
+def _is_of_graph(draft: TensorLeak | ItemLeak) -> bool:
+    is_pool = isinstance(draft, ItemLeak) and draft.finding.resource == "reserved"
+    return draft.finding.cause == "cuda-graph" and (is_pool or isinstance(draft, TensorLeak))
+
+
+def _is_of_capture(stack: Sequence[StackFrame]) -> bool:
+    """Whether it was torch's beginning of a capture that allocated."""
+    site = next((frame for frame in stack if frame.function.rpartition(".")[2] not in _MODES), None)
+    return site is not None and site.function in _BEGINS and _CAPTURE.search(site.file) is not None
+
+
+def _have_one_holder(one: Leak, other: Leak) -> bool:
+    """Whether the ways to both lead through the same object that should be gone, and that is more than a container."""
+    first, second = one.finding, other.finding
+    return first.device == second.device and any(
+        hop.suspect and hop.type not in _CONTAINERS for hop in _common(first.path, second.path)
+    )
+
+
+def _common(one: Sequence[Hop], other: Sequence[Hop]) -> list[Hop]:
+    found = []
+    for hop, twin in zip(one, other):  # noqa: B905 - the shorter one ends it
+        if (hop.edge, hop.type) != (twin.edge, twin.type):
+            break
+        found.append(hop)
+    return found
+
 
 _EXPLAINED = 0.9
 """The share of the host memory that must lie behind another finding to be a part of it."""
@@ -56,10 +243,7 @@ _ROOTS = (
 """What a setting is called, and the root of paths that is its value, where these are not the same words."""
 
 
-Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
-
-
-def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], list[CommonCause | None]]:
+def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], list[CommonCause | None]]:
     """The drafts of one subject, those with several causes split, and the cause of each that shares one.
 
     By one walk over the heap, and none where nothing could share a cause.
@@ -74,7 +258,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     around = {*mapped.values(), *by_setting.values()}
     of_graphs = graph_parts(found, context)
     shared.update((named, CommonCause(("cuda-graph", group))) for named, group in of_graphs.names.items())
-    drafts: list[Draft] = []
+    drafts: list[Leak] = []
     causes: list[CommonCause | None] = []
     for turn, draft in enumerate(found):
         own = _graph_of(draft) or (CommonCause(("tensors", turn)) if turn in around else None)
@@ -112,7 +296,7 @@ def _causes_of_things(
     for leak in leaks:
         names.setdefault(leak.key, []).extend(leak.names)
     owners = _stand_ins(names, context)
-    holders = _causes_by_name(owners, context, names_known(context))
+    holders = _causes_by_name(owners, context, context.names())
     things: dict[Hashable, list[_Named]] = {}
     for key, own in names.items():
         for name in own:
@@ -219,7 +403,7 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
     return owners
 
 
-def _apart(draft: Draft, context: Context) -> list[Draft]:
+def _apart(draft: Leak, context: Context) -> list[Leak]:
     """Threads by what they do, and what caches keep by the cache; anything else as it is."""
     if isinstance(draft, ItemLeak) and draft.key == "threads":
         return [*_by_work(draft, context)]
@@ -248,20 +432,15 @@ def _caches_of(draft: ItemLeak) -> set[int]:
     return {id(draft.cached[name].cache()) for name in draft.names if name in draft.cached}
 
 
-def _changes_for(draft: Draft) -> set[Hashable]:
+def _changes_for(draft: Leak) -> set[Hashable]:
     """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
     if isinstance(draft, ItemLeak):
         cut = None if draft.explanation is None else draft.explanation.cut
         # A pool may hold more than what it is kept with, so that it is not reported as a part of that.
         pools = {("pools", _change(cut, draft.finding.device))} if cut is not None else set()
         return {*_caches_of(draft), *pools}
-    if isinstance(draft, TensorLeak):
-        return {
-            _change(cut, draft.finding.device)
-            for explanation in draft.explanations.values()
-            for cut in explanation.cuts
-        }
-    return set()
+    cuts = (cut for explanation in draft.explanations.values() for cut in explanation.cuts)
+    return {_change(cut, draft.finding.device) for cut in cuts}
 
 
 def _change(cut: Cut, device: str) -> Hashable:
@@ -270,7 +449,7 @@ def _change(cut: Cut, device: str) -> Hashable:
     return cut.emptied
 
 
-def _with_changes(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
+def _with_changes(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And all that one change gives back: what one cache keeps, modules and tables alike; an entry's key and value."""
     found = [_changes_for(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
     every = [next(iter(changes)) if len(changes) == 1 else 0 for changes in found]
@@ -314,17 +493,9 @@ def _causes_by_name(
         names: what is known of the program before the leak.
     """
     objects = list({id(item): item for item in owners.values()}.values())
-    holders = first_holders(
-        objects,
-        ignore={id(objects), id(owners)},
-        innocent=older_than(context),
-        names=names,
-        roots=context.roots,
-        living=context.living,
-        # A thread that runs on has what its object has, which the program can end.
-        not_roots=set(map(id, threading.enumerate())),
-        walk=context.walk,
-    )
+    # A thread that runs on has what its object has, which the program can end.
+    threads = set(map(id, threading.enumerate()))
+    holders = context.first_holders(objects, ignore={id(owners)}, not_roots=threads, names=names)
     by_object = {id(item): _cause(holder, item) for item, holder in zip(objects, holders, strict=True)}
     return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
 
@@ -355,7 +526,7 @@ def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
     return (Hop(type="thread", edge=f"thread {thread_name(thread)!r}", suspect=path[2].suspect), *path[3:])
 
 
-def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
+def _mapped_files(found: Sequence[Leak]) -> dict[str, int]:
     """The descriptors of files in which tensors that are kept lie, by name, with the place of the tensors' finding."""
     names: dict[str, list[str]] = {}
     for draft in found:
@@ -371,7 +542,7 @@ def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
     return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
 
 
-def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
+def _held_by_settings(found: Sequence[Leak]) -> dict[str, int]:
     """A process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
 
     The message on several settings states what each was and how it is put back: these stay together.
@@ -390,7 +561,7 @@ def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
     return held
 
 
-def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> list[tuple[Draft, CommonCause | None]]:
+def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> list[tuple[Leak, CommonCause | None]]:
     """A leak as one for each cause of its things, and one for those whose cause is not known."""
     parts: dict[Hashable, tuple[CommonCause | None, dict[str, int]]] = {}
     for name, size in leak.names.items():
@@ -401,7 +572,7 @@ def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> lis
     return [(only(leak, names), cause) for cause, names in parts.values()]
 
 
-def _graph_of(draft: Draft) -> CommonCause | None:
+def _graph_of(draft: Leak) -> CommonCause | None:
     """The loss behind whose graph something is kept."""
     if not isinstance(draft, TensorLeak) or draft.finding.cause != "autograd":
         return None
@@ -419,7 +590,7 @@ def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
     return tuple(hop.edge for hop in path[:end])
 
 
-def _with_losses(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
+def _with_losses(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And the losses themselves, held by the same edges as their graphs; where nothing else is in their finding."""
     graphs = {
         _way_to_loss(explanation.path): cause
@@ -436,7 +607,7 @@ def _with_losses(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) 
     return found
 
 
-def _with_edges(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
+def _with_edges(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And what has no bytes and hangs on the same edge as tensors or each other: an engine's thread and its sockets.
 
     One change lets go of all of them.
@@ -453,7 +624,7 @@ def _with_edges(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -
     return found
 
 
-def _edges_of_tensors(drafts: Sequence[Draft]) -> dict[tuple[str, ...], int]:
+def _edges_of_tensors(drafts: Sequence[Leak]) -> dict[tuple[str, ...], int]:
     """Return the edges that tensors hang on, as those of `_suspect_edge`, with the places of their findings."""
     return {
         edge: turn
@@ -470,7 +641,7 @@ def _suspect_edge(path: Sequence[Hop]) -> tuple[str, ...]:
     return () if first is None else tuple(hop.edge for hop in path[: first + 1])
 
 
-def _with_threads(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
+def _with_threads(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And the running threads that hold what is kept: they end together."""
     found = list(causes)
     holding = {
@@ -494,7 +665,7 @@ def _with_threads(drafts: Sequence[Draft], causes: Sequence[CommonCause | None])
 
 
 def _with_host_memory(
-    drafts: Sequence[Draft], causes: Sequence[CommonCause | None], walk: SharedWalk | None
+    drafts: Sequence[Leak], causes: Sequence[CommonCause | None], walk: SharedWalk | None
 ) -> list[CommonCause | None]:
     """And host memory that lies in arrays behind what another finding is about."""
     found = list(causes)
@@ -512,16 +683,14 @@ def _with_host_memory(
     return found
 
 
-def _objects_of(draft: Draft, walk: SharedWalk | None) -> list[Any]:
+def _objects_of(draft: Leak, walk: SharedWalk | None) -> list[Any]:
     """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
     if isinstance(draft, TensorLeak):
         new = frozenset().union(*(explanation.new for explanation in draft.explanations.values()))
         return objects_of(new, walk) if new else []
-    if isinstance(draft, ItemLeak) and draft.key == "threads":
+    if draft.key == "threads":
         return [thread for thread in threading.enumerate() if thread_key(thread) in draft.names]
-    if isinstance(draft, ItemLeak):
-        return [entry for item in draft.cached.values() for entry in item.entries]
-    return []
+    return [entry for item in draft.cached.values() for entry in item.entries]
 
 
 def _bytes_behind(objects: Sequence[Any]) -> int:

@@ -100,18 +100,21 @@ class DeferredRemedies:
         return DeferredRemedies((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
 
 
-def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: Sequence[ItemLeak]) -> DeferredRemedies:
-    """What is to be remembered of some leaks.
+def defer(leaks: Sequence[TensorLeak | ItemLeak], watches: Mapping[int, StorageWatch]) -> DeferredRemedies:
+    """Return what is to be remembered of some leaks of one subject.
 
     Args:
-        leaks: of tensors.
-        watches: for each of these, what reports which of its storages are freed.
-        items: leaks of things with names.
+        leaks: of tensors, and of things with names.
+        watches: by the identity of the former's sizes, what reports which of their storages are freed.
     """
     tensors = tuple(
-        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), watch, _change_of(leak))
-        for leak, watch in zip(leaks, watches, strict=True)
+        UnprovenLeak(
+            leak.finding, leak.sizes, _new_in(leak.explanations.values()), watches[id(leak.sizes)], _change_of(leak)
+        )
+        for leak in leaks
+        if isinstance(leak, TensorLeak)
     )
+    items = [leak for leak in leaks if isinstance(leak, ItemLeak)]
     new = _new_in(item.explanation for item in items if item.explanation is not None)
     # Of two with one fingerprint, as a pool's pipes and another pipe, it would be unclear what is proven of which.
     counted = Counter(item.finding.fingerprint for item in items)

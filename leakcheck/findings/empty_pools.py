@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
@@ -215,16 +215,7 @@ def _with_holder(leak: ItemLeak, held: HeldPools) -> ItemLeak:
 def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:
     """Who holds each of some pools, and what that is, for those that anybody holds."""
     holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
-    explanations = explain(
-        holders,
-        ignore={id(holders)},
-        innocent=older_than(context),
-        roots=context.roots,
-        living=context.living,
-        names=names_known(context),
-        budget=context.budget,
-        walk=context.walk,
-    )
+    explanations = context.explain(holders)
     found: dict[PoolId, tuple[Explanation, Cause]] = {}
     for item, explanation in zip(holders, explanations, strict=True):
         identity = _pool_id(item)

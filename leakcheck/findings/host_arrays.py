@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
@@ -137,16 +137,7 @@ def _is_near(amount: int, wanted: int) -> bool:
 
 def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
     items = [buffer.item for buffer in buffers]
-    explanations = explain(
-        items,
-        ignore={id(items), *map(id, buffers)},
-        innocent=older_than(context),
-        roots=context.roots,
-        living=context.living,
-        names=names_known(context),
-        budget=context.budget,
-        walk=context.walk,
-    )
+    explanations = context.explain(items, ignore=set(map(id, buffers)))
     return [
         _Held(buffer.bytes, type_name(type(buffer.item)), found)
         for buffer, found in zip(buffers, explanations, strict=True)

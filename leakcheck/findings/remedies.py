@@ -21,20 +21,23 @@ from lowtide.leakcheck.explaining.expressions import of_thread
 from lowtide.leakcheck.findings.item_findings import UNFROZEN
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
+from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.judge import untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.probes.heap.cycles import CycleEdge, cycle_behind
 from lowtide.probes.heap.holders import SharedWalk
-from lowtide.probes.memory.tensors import plain_tensors, torch_member
+from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.foreign import is_a
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
 from lowtide.probes.objects.thread_names import thread_ident, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_bytes
-from lowtide.reports.statement import noted
+from lowtide.reports.statement import Note, StatedFinding, Statement, noted
 
 _MOST_ROUNDS = 3
 """Holders that are cut one after the other, where each of them alone keeps something alive."""
@@ -430,3 +433,89 @@ def error_text(kind: type[BaseException], error: BaseException | None) -> str:
     except Exception:  # noqa: BLE001 - the program's own `__str__`
         said = ""
     return f"{kind.__name__}: {said}" if said else kind.__name__
+
+
+_MOST_TRACED = 3
+"""Storages, the largest ones, whose cycles are looked for."""
+
+_SHOWN_EDGES = 3
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Storages as they were before a collection.
+
+    Attributes:
+        sizes: bytes of each.
+        watch: reports which of them are freed.
+        cycles: of the largest, the cycle that each hangs on.
+        let_go: those that went in `released`.
+    """
+
+    sizes: Mapping[Key, int]
+    watch: StorageWatch
+    cycles: Mapping[Key, Sequence[CycleEdge]]
+    let_go: set[Key] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """In the block something is let go: what goes there was in no cycle."""
+        before = self.watch.gone()
+        yield
+        self.let_go.update(self.watch.gone() - before)
+
+    @classmethod
+    def before(cls, tensors: Sequence[Any], least: int = COLLECTED, ignore: Collection[int] = ()) -> Collected | None:
+        """Read some tensors that are there still, before anything is collected; None where they are less than `least`.
+
+        Args:
+            tensors: they may be kept, or be garbage.
+            least: bytes.
+            ignore: the identities of what the caller holds them in.
+        """
+        survey = survey_storages(Census(list(tensors))) if tensors else None
+        sizes = {} if survey is None else {(each.device, each.address): each.bytes for each in survey.storages}
+        if sum(sizes.values()) < least:
+            return None
+        largest = set(sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TRACED])
+        cycles: dict[Key, Sequence[CycleEdge]] = {}
+        for turn, keys in enumerate(keys_of_each(tensors)):
+            for key in keys & largest:
+                largest.remove(key)
+                cycles[key] = cycle_behind(tensors[turn], {*ignore, id(tensors)})
+        return cls(sizes, StorageWatch(sizes, tensors), cycles)
+
+    def finding(self, stage: str, *, came: str = "") -> Finding | None:
+        """Return what is said of those that are gone since; None where none is.
+
+        Args:
+            stage: since when they were there.
+            came: when they came back, beside that it was when the collector ran.
+        """
+        gone = self.watch.gone() - self.let_go
+        size = sum(self.sizes[key] for key in gone)
+        if not size:
+            return None
+        edges = [edge for key in self.cycles if key in gone for edge in self.cycles[key]]
+        named = [edge.text for edge in edges if edge.is_attribute] or [edge.text for edge in edges]
+        through = first_of(list(dict.fromkeys(named)), _SHOWN_EDGES)
+        device = next(iter(gone))[0]
+        return StatedFinding(
+            resource="tensors",
+            cause="cycle",
+            bytes=size,
+            count=len(gone),
+            device=device,
+            stage=stage,
+            statement=Statement(
+                amount=f"{format_bytes(size)} on {device} came back only when the collector ran{came}",
+                came=None,
+                notes=(Note(", in a cycle through ", through),) if through else (),
+            ),
+            fingerprint=fingerprint(
+                resource="tensors", device=device, stage=stage, suspects=("only collected", *sorted(set(named)))
+            ),
+            holder=through or None,
+            remedy=Remedy(action="gc.collect()", returns_bytes=size),
+            advice=f"break the cycle where its owner ends: set {named[0]} to None" if named else None,
+        )

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.explain import Holder
 from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.heap.roots import is_library
@@ -77,15 +77,11 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
     owners = [list(_owners(thread)) for thread in running]
     targets = list({id(item): item for found in owners for item in found}.values())
-    holders = first_holders(
+    holders = context.first_holders(
         targets,
-        ignore={id(targets), id(running), id(owners), *map(id, owners)},
-        innocent=older_than(context),
-        names=names_known(context),
-        roots=context.roots,
-        living=context.living,
+        ignore={id(running), id(owners), *map(id, owners)},
         not_roots=set(map(id, running)),
-        walk=context.walk,
+        names=context.names(),
     )
     by_target = {id(item): holder for item, holder in zip(targets, holders, strict=True) if _is_programs(holder)}
     groups: dict[Hashable, list[_Running]] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowtide.leakcheck.explaining.cut import Names, NamespaceSizes
-from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.explaining.explain import Explanation, Holder, explain, first_holders
 from lowtide.leakcheck.explaining.native_holders import as_gradients, held_by_nodes, saved_for_backward, together
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
@@ -87,6 +87,16 @@ class Explained:
         return np.array(ordered, np.int64), np.append(np.cumsum(bytes_[::-1])[::-1], 0)
 
 
+class Older(Container[int]):
+    """The identities of what was alive before the leak: all but those of what was born since; none if nobody knows."""
+
+    def __init__(self, born: Collection[int] | None) -> None:
+        self._born = born
+
+    def __contains__(self, identity: object) -> bool:
+        return self._born is not None and identity not in self._born
+
+
 @dataclass(frozen=True)
 class Context:
     """What is known around some leaks, besides the leaks themselves.
@@ -125,6 +135,57 @@ class Context:
     budget: Budget = field(default_factory=Budget)
     walk: SharedWalk | None = None
 
+    @property
+    def older(self) -> Older:
+        """Return what was alive before the leak."""
+        return Older(self.born)
+
+    def names(self) -> Names:
+        """Return what is known of the program's names, for cuts that do no harm; for one reading of the program."""
+        older = None if self.born is None else self.older
+        return Names(older, are_free=self.is_over, sizes=self.namespaces, by_source=older is None)
+
+    def explain(
+        self, items: Sequence[object], *, ignore: Collection[int] = (), names: Names | None = None
+    ) -> list[Explanation]:
+        """Explain some objects that should be gone.
+
+        Args:
+            items: the objects.
+            ignore: identities of containers in which the caller keeps them, besides `items`.
+            names: what is known of the program's names, if it was read before.
+        """
+        return explain(
+            items,
+            ignore={id(items), *ignore},
+            innocent=self.older,
+            roots=self.roots,
+            living=self.living,
+            names=names or self.names(),
+            budget=self.budget,
+            walk=self.walk,
+        )
+
+    def first_holders(
+        self,
+        items: Sequence[object],
+        *,
+        ignore: Collection[int] = (),
+        not_roots: Collection[int] = (),
+        names: Names | None = None,
+    ) -> list[Holder | None]:
+        """Return what of the program holds each of some objects; the arguments are those of `explain.first_holders`."""
+        return first_holders(
+            items,
+            ignore={id(items), *ignore},
+            innocent=self.older,
+            roots=self.roots,
+            living=self.living,
+            not_roots=not_roots,
+            names=names,
+            walk=self.walk,
+        )
+
 
 def explain_storages(keys: Collection[Key], context: Context) -> Explained:
     """Finds out, by one walk over the heap, who holds each of some storages."""
@@ -135,24 +196,15 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
 
 
 def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
-    older, names = older_than(context), names_known(context)
+    names = context.names()
     found_in = tensors_in(keys, context.walk)
     tensors = [tensor for tensor, _ in found_in]
     storages = [of_tensor for _, of_tensor in found_in]
     del found_in
-    explanations = explain(
-        tensors,
-        ignore={id(tensors)},
-        innocent=older,
-        roots=context.roots,
-        living=context.living,
-        names=names,
-        budget=context.budget,
-        walk=context.walk,
-    )
+    explanations = context.explain(tensors, names=names)
     rooted = {id(tensor): found for tensor, found in zip(tensors, explanations, strict=True) if found.root}
     lost = [tensor for tensor, found in zip(tensors, explanations, strict=True) if not found.path or found.root]
-    native = _natively_held(lost, rooted, older, names, context) if lost else {}
+    native = _natively_held(lost, rooted, names, context) if lost else {}
     by_key: dict[Key, Explanation] = {}
     parts: dict[Key, list[Explanation]] = {}
     places: dict[Key, set[int]] = {}
@@ -189,28 +241,6 @@ def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
     return replace(explained, by_key=by_key)
 
 
-class Older(Container[int]):
-    """The identities of what was alive before the leak: all but those of what was born since; none if nobody knows."""
-
-    def __init__(self, born: Collection[int] | None) -> None:
-        self._born = born
-
-    def __contains__(self, identity: object) -> bool:
-        return self._born is not None and identity not in self._born
-
-
-def older_than(context: Context) -> Older:
-    """What was alive before the leak."""
-    return Older(context.born)
-
-
-def names_known(context: Context) -> Names:
-    """What is known of the program's names, for cuts that do no harm."""
-    if context.born is None:
-        return Names(are_free=context.is_over, sizes=context.namespaces, by_source=True)
-    return Names(older_than(context), are_free=context.is_over, sizes=context.namespaces)
-
-
 def common_holder(explanations: Sequence[Explanation]) -> str:
     """Who holds all of them: the holder of one, or the part of the way to several that they have in common."""
     holders = list(dict.fromkeys(explanation.holder for explanation in explanations))
@@ -229,29 +259,17 @@ def _begins_with(holder: str, way: str) -> bool:
 
 
 def _natively_held(
-    lost: Sequence[Any], rooted: Mapping[int, Explanation], older: Older, names: Names, context: Context
+    lost: Sequence[Any], rooted: Mapping[int, Explanation], names: Names, context: Context
 ) -> dict[int, Explanation]:
-    """What torch itself reports about tensors that Python's graph does not lead to, by identity.
+    """Return what torch itself reports about tensors that Python's graph does not lead to, by identity.
 
     Args:
         lost: the tensors.
         rooted: of those whose path begins at what C++ holds, what is said of them.
-        older: the identities of what was there before the leak.
-        names: what is known of the program before it.
+        names: what is known of the program before the leak.
         context: what else is known.
     """
-
-    def explained(items: Sequence[Any]) -> list[Explanation]:
-        return explain(
-            items,
-            ignore={id(items)},
-            innocent=older,
-            roots=context.roots,
-            living=context.living,
-            names=names,
-            walk=context.walk,
-        )
-
+    explained = functools.partial(context.explain, names=names)
     pathless = {id(tensor) for tensor in lost} - rooted.keys()
 
     def past_nodes(items: Sequence[Any]) -> list[Explanation]:
@@ -263,7 +281,7 @@ def _natively_held(
     return {
         **held_by_nodes(rooted, pathless, explained, context.walk),
         **saved_for_backward(lost, pathless, past_nodes, context.walk),
-        **as_gradients(lost, older, explained, context.walk),
+        **as_gradients(lost, context.older, explained, context.walk),
     }
 
 

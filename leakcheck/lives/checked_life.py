@@ -50,8 +50,8 @@ from lowtide.leakcheck.targets.target import (
     tokens_of_one,
 )
 from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
-from lowtide.leakcheck.watching.verdict import Policy, Verdict
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy, Verdict
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.objects.listed import frozen_by_program

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from lowtide.leakcheck.explaining.type_growth import TypeCounts
-from lowtide.leakcheck.findings.causes import with_holders
+from lowtide.leakcheck.findings.causes import BELONGING, with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
-from lowtide.leakcheck.findings.grouping import BELONGING
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors

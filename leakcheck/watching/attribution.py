@@ -1,19 +1,19 @@
-"""Attributes what appears to stages and owners: births, what is counted, and the levels of the process."""
+"""Attributes what appears to stages and owners; whatever the first use of a card takes belongs to the process."""
 
 from __future__ import annotations
 
-from lowtide.leakcheck.judging.device_memory import DeviceMemory
-from lowtide.leakcheck.judging.filled_caches import FilledCaches
+from collections.abc import Callable
+
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.judging.records import Ownership
 from lowtide.leakcheck.judging.storages import is_tensor, storage_keys
-from lowtide.leakcheck.processes.other_processes import OtherProcesses
-from lowtide.leakcheck.resources.first_use import FirstUse
+from lowtide.leakcheck.resources.first_use import may_be_a_drivers
+from lowtide.leakcheck.resources.warm_up import CardsWithoutTorch, WarmUp
 from lowtide.leakcheck.watching.deep_reading import devices_of
-from lowtide.probes.heap.births import Births
+from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.host.counters import CounterReader, Counters
-from lowtide.probes.originals import time
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.originals import loaded, time
+from lowtide.reports.schema import NotMeasured
 
 _FORGETTING = 1.0
 _FORGETTING_SHARE = 0.1
@@ -24,58 +24,37 @@ class Attribution:
     """To which stage, and to which owner, belongs what appears now.
 
     Args:
-        counters: reads the counters.
-        births: what was born.
-        ownership: who owns what.
-        caches: the filled caches.
-        device_memory: what is on the cards besides tensors.
-        first_use: which libraries were used for the first time.
-        others: the other processes.
+        watched: what is followed.
 
     Attributes:
         turns: how often each stage has run since the test began.
     """
 
-    def __init__(
-        self,
-        counters: CounterReader,
-        births: Births,
-        ownership: Ownership,
-        caches: FilledCaches,
-        device_memory: DeviceMemory,
-        first_use: FirstUse,
-        others: OtherProcesses,
-    ) -> None:
-        self._counters = counters
-        self._births = births
-        self._ownership = ownership
-        self._caches = caches
-        self._device_memory = device_memory
-        self._first_use = first_use
-        self._others = others
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
         self._labels: list[str] = []
         self._begun = self._forgetting = 0.0
         self.turns: dict[str, int] = {}
 
-    def begin(self, stage: str) -> None:
-        """A test begins, in this stage."""
-        self._births.mark(stage)
+    def _begin_attribution(self, stage: str) -> None:
+        """Attribute what appears from here on to the first stage of a test."""
+        self._watched.births.mark(stage)
         self._begun, self._forgetting = time.perf_counter(), 0.0
         self.turns = {stage: 1}
 
     @property
     def stage_now(self) -> str:
-        """The stage to which what appears is attributed."""
-        return self._births.label
+        """Return the stage to which what appears is attributed."""
+        return self._watched.births.label
 
     def stage(self, label: str, *, again: bool = False) -> None:
-        """Tensors that appear from here on, appeared in stage `label`.
+        """Attribute tensors that appear from here on to stage `label`.
 
         Args:
             label: the stage.
             again: whether this is a new turn of it, not the return from a stage inside it.
         """
-        self._others.look()
+        self._watched.others.look()
         self._attribute_births(label, again=again)
 
     def _attribute_births(self, label: str, *, again: bool = False) -> None:
@@ -83,20 +62,21 @@ class Attribution:
             self.turns[label] = self.turns.get(label, 0) + 1
             if self.turns[label] > 1:
                 self._forget_dead()
-        self._births.begin(label, self.turns.setdefault(label, 1))
+        self._watched.births.begin(label, self.turns.setdefault(label, 1))
 
     def _forget_dead(self) -> None:
-        """So that no new object passes for a dead one of an earlier turn; not for ever in a loop over a frozen heap,
-        where it takes half a second each time.
+        """Let no new object pass for a dead one of an earlier turn.
+
+        Not for ever in a loop over a frozen heap, where it takes half a second each time.
         """
         now = time.perf_counter()
         if self._forgetting > _FORGETTING + _FORGETTING_SHARE * (now - self._begun):
             return
-        self._births.forget_dead()
+        self._watched.births.forget_dead()
         self._forgetting += time.perf_counter() - now
 
     def phase(self, label: str, *, again: bool = False, settings_later: bool = False) -> None:
-        """As `stage`, and for all that is counted but the cards' levels.
+        """Attribute as `stage` does, and all that is counted but the cards' levels.
 
         Args:
             label: the stage that begins.
@@ -104,62 +84,147 @@ class Attribution:
             settings_later: whether the process-wide settings are left to the next reading, since nothing can change
                 them before; what has changed then is of the stage that ends here.
         """
-        ending = self._births.label
-        last = self._ownership.last
-        now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
-        self._others.look(always=True, now=now)
+        ending = self._watched.births.label
+        last = self._watched.ownership.last
+        now = (
+            self._watched.counters.read_in_part(last, settings="none")
+            if settings_later
+            else self._watched.counters.read(last)
+        )
+        self._watched.others.look(always=True, now=now)
         self._attribute_births(label, again=again)
-        self._caches.note(ending)
-        self._ownership.attribute(ending, now, settings_later=settings_later)
+        self._watched.caches.note(ending)
+        self._watched.ownership.attribute(ending, now, settings_later=settings_later)
 
     def full_phase(self, label: str) -> Counters:
-        """As `phase`, and for the cards' levels too; returns what was read."""
-        ending = self._births.label
+        """Attribute as `phase` does, and the cards' levels too; return what was read."""
+        ending = self._watched.births.label
         self.stage(label)
-        self._caches.note(ending)
-        now = self._counters.read()
-        self._ownership.attribute(ending, now)
+        self._watched.caches.note(ending)
+        now = self._watched.counters.read()
+        self._watched.ownership.attribute(ending, now)
         return now
 
     def enter(self, owner: Owner) -> None:
-        """What appears from here to `leave` belongs to `owner`; nests."""
-        self._labels.append(self._births.label)
+        """Attribute what appears from here to `leave` to `owner`; nests."""
+        self._labels.append(self._watched.births.label)
         if owner.only_adds:
-            now = self._counters.read()
-            self._others.look(now=now)
-            self._caches.note(self._births.label)
-            self._ownership.attribute(self._births.label, now)
+            now = self._watched.counters.read()
+            self._watched.others.look(now=now)
+            self._watched.caches.note(self._watched.births.label)
+            self._watched.ownership.attribute(self._watched.births.label, now)
             # Modules are imported by the thousand, so that this must not look at all young objects each time.
-            self._births.begin_aside(owner.label)
+            self._watched.births.begin_aside(owner.label)
         else:
             now = self.full_phase(owner.label)
-        self._caches.enter()
-        self._ownership.enter(owner, now)
+        self._watched.caches.enter()
+        self._watched.ownership.enter(owner, now)
 
     def leave(self) -> None:
-        """The setup of the owner entered last is over, whether it succeeded or not."""
+        """End the setup of the owner entered last, whether it succeeded or not."""
         before = self._labels.pop()
-        born = self._births.end_aside() if self._ownership.innermost.only_adds else None
+        born = self._watched.births.end_aside() if self._watched.ownership.innermost.only_adds else None
         if born is None:
             self.stage(before)
-        now = self._counters.read()
-        owner = self._ownership.leave(now)
+        now = self._watched.counters.read()
+        owner = self._watched.ownership.leave(now)
         if not owner.only_adds:
-            self._others.follow()
-            owner.note_made(self._births.born() or ())
-        self._ownership.attribute(owner.stage, now)
+            self._watched.others.follow()
+            owner.note_made(self._watched.births.born() or ())
+        self._watched.ownership.attribute(owner.stage, now)
         for device in devices_of(now):
             # Listing takes some tenths of a second.
-            if owner.growth.get(f"driver {device}", 0) > 0 and self._device_memory.knows(device):
+            if owner.growth.get(f"driver {device}", 0) > 0 and self._watched.device_memory.knows(device):
                 self._take_allocations(owner, device, now)
-        survivors = self._births.survivors(owner.label) if born is None else born
-        self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
-        self._caches.leave()
+        survivors = self._watched.births.survivors(owner.label) if born is None else born
+        self._watched.caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        self._watched.caches.leave()
         own = [born.item for born in survivors if is_tensor(born.item)]
         owner.storages = dict.fromkeys(storage_keys(own), owner.stage) if own else {}
 
     def _take_allocations(self, owner: Owner, device: str, now: Counters) -> None:
-        """The driver's allocations that an owner's setup made are its own, unless a library was first used there."""
-        names = self._device_memory.adopt_allocations(now, device)
-        if names and not self._first_use.libraries():
+        """Give an owner the driver's allocations that its setup made, unless a library was first used there."""
+        names = self._watched.device_memory.adopt_allocations(now, device)
+        if names and not self._watched.first_use.libraries():
             owner.items[f"allocations {device}"] = set(names)
+
+
+class CardArrival:
+    """Notices the first use of a card, by torch or past it.
+
+    Args:
+        watched: what is followed.
+        attribution: makes what the warm-up takes its own.
+
+    Attributes:
+        warm_up: uses a card once.
+        came_in_this_test: whether a card was warmed up since the test began.
+    """
+
+    def __init__(self, watched: Watched, attribution: Attribution) -> None:
+        self._watched = watched
+        self._attribution = attribution
+        self._past_torch = CardsWithoutTorch()
+        self._is_in_a_test = False
+        self.warm_up = WarmUp(watched.handles, self._warming_up)
+        self.came_in_this_test = False
+
+    def begin_test(self) -> None:
+        """Give what a card takes from here on to an owner of its own."""
+        self._is_in_a_test = True
+        self.came_in_this_test = False
+
+    def end_test(self) -> None:
+        """Take what comes from here on for no test's."""
+        self._is_in_a_test = False
+
+    def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
+        """Return what of cards could not be judged."""
+        past_torch = self._past_torch.not_measured(now) if self._watched.policy.card else ()
+        return self.warm_up.not_measured() + past_torch
+
+    def queue(self) -> None:
+        """Have a card warmed up once it is used.
+
+        Again and again: torch may have been imported meanwhile, or a card used by another thread.
+        """
+        if self._warms_up:
+            self.warm_up.queue()
+
+    def joins(self, now: Counters) -> bool:
+        """Return whether torch has just been warmed up on a card that the program uses without it.
+
+        It is judged from here on: the program has a context there already.
+        """
+        if not self._warms_up or loaded("torch") is None or self.warm_up.is_done or not self._past_torch.cards(now):
+            return False
+        self.warm_up.now()
+        return True
+
+    @property
+    def _warms_up(self) -> bool:
+        return self._watched.policy.card and self._watched.policy.warm_up != "off"
+
+    def _warming_up(self, use: Callable[[], None]) -> None:
+        """Give the process what the first use of a card takes, whoever's test it is in."""
+        watched = self._watched
+        if not self._is_in_a_test:
+            use()
+            # A card that another thread has used before is known as it was then.
+            watched.device_memory.forget()
+            return
+        owner = Owner("the card's warm-up", only_adds=True)
+        self._attribution.enter(owner)
+        try:
+            use()
+        finally:
+            self._attribution.leave()
+            now = watched.read()
+            watched.first_use.adopt()
+            self.came_in_this_test = True
+            # The driver has opened its own before it could be known that it would.
+            new = now.items["file-descriptors"].keys() - watched.ownership.baseline.items["file-descriptors"].keys()
+            owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
+            # Nothing of the program is on a card that was used by nobody before.
+            unknown = [device for device in devices_of(now) if not watched.device_memory.knows(device)]
+            watched.device_memory.adopt(now, unknown, {})

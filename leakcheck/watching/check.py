@@ -13,10 +13,10 @@ from typing import Literal
 import lowtide
 from lowtide.leakcheck.judging.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import shipped
+from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
-from lowtide.leakcheck.watching.sleep_watch import SleepWatch
-from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable

@@ -1,81 +1,207 @@
-"""Full readings of a suspect test, without what libraries are excused for, rung by rung of the release ladder."""
+"""Takes full readings of a suspect test, without what libraries are excused for, rung by rung of the release ladder.
+
+What tests leave under owners that live is noted beside.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from lowtide.leakcheck.explaining.cut import NamespaceSizes
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
+from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
-from lowtide.leakcheck.judging.device_memory import DeviceMemory, allocation_name
-from lowtide.leakcheck.judging.filled_caches import FilledCaches
+from lowtide.leakcheck.judging.device_memory import allocation_name
+from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.judging.owners import Claims, Owner
-from lowtide.leakcheck.judging.records import Ownership, Subject
+from lowtide.leakcheck.judging.records import Subject
 from lowtide.leakcheck.judging.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.resources.warm_up import BlasHandles
-from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader
-from lowtide.probes.heap.births import Births
+from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
+from lowtide.leakcheck.watching.watched import Verdict, Watched
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.host.makers import Makers
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.originals import gc
-from lowtide.reports.schema import NotMeasured
+from lowtide.reports.schema import Finding, NotMeasured
 
 _RUNGS = (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
 """What a plain test may have to climb, once everything is collected; what needs more is a leak in any case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be judged.
+
+    Attributes:
+        ended: the owners that ended with the test, which are judged too.
+        hints: advice to give where a finding is held by the object beside it.
+        final: whether the test is over; else nothing is changed to prove a remedy.
+        born: identities of what was born in the test; None where that is not known.
+        stage: the stage that ends here.
+        turns: how often each stage has run.
+        module: the test module.
+        namespaces: the sizes of modules' namespaces before the test.
+        tolerance: bytes that the test may leave.
+        seen: the storages at the last full reading.
+        budget: what of its time may still be spent.
+        known: a walk of the ways to what was explained before, if all that is left hangs on these: nothing of that is
+            garbage, and no full collection was needed to see it.
+    """
+
+    ended: Sequence[Owner]
+    hints: Sequence[tuple[str, object]]
+    final: bool
+    born: Collection[int] | None
+    stage: str
+    turns: Mapping[str, int]
+    module: str
+    namespaces: NamespaceSizes | None
+    tolerance: int
+    seen: frozenset[Key]
+    budget: Budget
+    known: SharedWalk | None = None
+
+    @property
+    def subjects(self) -> tuple[Subject, ...]:
+        """Return the test itself, as None, and the owners."""
+        return (None, *self.ended)
+
+
+class OwnersInUse:
+    """Follows the owners that the tests of one watch use, and what the tests leave under them.
+
+    That is judged when an owner ends, or passes the policy's limit.
+
+    Args:
+        watched: what is followed.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._tolerance = 0
+        self._users: dict[int, Owner] = {}
+        self._grown: dict[str, list[Finding]] = {}
+        self._passed: list[Finding] = []
+
+    def begin(self, tolerance: int) -> None:
+        """Begin a test, which may leave so many bytes."""
+        self._tolerance = tolerance
+        self._users.clear()
+
+    @property
+    def grown(self) -> Mapping[str, Sequence[Finding]]:
+        """Return what has grown under each owner that is ending, by its label."""
+        return self._grown
+
+    def forget(self) -> None:
+        """Let go of what was found: the test was judged."""
+        self._grown.clear()
+        self._passed.clear()
+
+    def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
+        """Note that the test uses some owners: what it leaves under them may be growth.
+
+        Args:
+            owners: those that are alive.
+            allowed: bytes that it may leave there, if not what it may leave of its own.
+        """
+        for owner in owners:
+            if id(owner) not in self._users:
+                self._users[id(owner)] = owner
+                owner.ledger.begin_turn(self._tolerance if allowed is None else allowed)
+
+    def ending(self, owner: Owner) -> None:
+        """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
+        if not owner.ledger.may_grow or not any(owner is other for other in self._watched.ownership.live):
+            return
+        now = self._watched.read()
+        # Again even where its last test was read: others may have emptied since what they had filled.
+        claims = Claims(self._watched.ownership.live)
+        for key in COUNTED:
+            unclaimed(key, self._watched.ownership.new_items(key, now, None, ()), claims)
+        note_growth([owner], claims, frozenset(), now, self._watched.ownership.baseline)
+        # What it reached is not to be found there as a holder.
+        del claims
+        self._grown[owner.label] = growth_of(owner, self._watched.stacks.stacks_at, now)
+        self._report([owner])
+
+    def add(self, owner: Owner, grown: Sequence[Finding]) -> None:
+        """Add to what has grown under an owner that is about to end."""
+        if grown:
+            self._grown.setdefault(owner.label, []).extend(grown)
+
+    def note(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
+        """Write down what lies under the owners that the test used, or under which it left something."""
+        before = self._watched.ownership.baseline
+        claimed = set(map(id, heap.claimed.values()))
+        changed = [
+            owner
+            for owner in self._watched.ownership.live
+            if id(owner) in claimed
+            or any(owner.items.get(key, set()) - before.items.get(key, {}).keys() for key in COUNTED)
+        ]
+        self.used(owner for owner in changed if owner.has_settled)
+        known = [owner for owner in self._users.values() if not owner.ledger.is_empty]
+        wanted = {id(owner): owner for owner in (*changed, *known)}
+        note_growth(wanted.values(), claims, heap.claimed.keys(), now, before)
+
+    def report_limits(self) -> None:
+        """Report the owners that the test used and that have grown past the limit."""
+        self._report(self._users.values())
+
+    def _report(self, owners: Iterable[Owner]) -> None:
+        limit = self._watched.policy.growth
+        if limit is not None:
+            for owner in owners:
+                self._passed += limit_passed(owner, limit, self._watched.stacks.stacks_at)
+
+    def with_growth(self, verdict: Verdict) -> Verdict:
+        """Return the verdict with what has grown under the owners that ended, or past the limit."""
+        of_owners = {
+            label: (*found, *rest_of(self._grown.get(label, ()), found))
+            for label in {**verdict.of_owners, **self._grown}
+            for found in [verdict.of_owners.get(label, ())]
+        }
+        findings = (*verdict.findings, *self._passed)
+        return replace(verdict, findings=findings, of_owners=of_owners)
 
 
 class FullReadings:
     """Takes the full readings of one watch.
 
     Args:
-        read: reads the counters.
-        ownership: who owns what.
-        births: what was born.
-        device_memory: what is on the cards besides tensors.
-        caches: the filled caches.
-        makers: knows which code made threads, processes and descriptors.
-        handles: the BLAS library's handles.
+        watched: what is followed.
+        in_use: notes what the owners that are alive hold, where a test is over.
 
     Attributes:
         distinguished: what of this judgement's items libraries are excused for; None before its first reading.
         values: the cached values among its storages.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Counters],
-        ownership: Ownership,
-        births: Births,
-        device_memory: DeviceMemory,
-        caches: FilledCaches,
-        makers: Makers,
-        handles: BlasHandles,
-    ) -> None:
-        self._read = read
-        self._ownership = ownership
-        self._births = births
-        self._device_memory = device_memory
-        self._caches = caches
-        self._handles = handles
-        self._reader = DeepReader(read, ownership, births, device_memory, caches)
-        self._library_items = LibraryItems(makers)
+    def __init__(self, watched: Watched, in_use: OwnersInUse) -> None:
+        self._watched = watched
+        self._in_use = in_use
+        self._reader = DeepReader(
+            watched.read, watched.ownership, watched.births, watched.device_memory, watched.caches
+        )
+        self._library_items = LibraryItems(watched.makers)
         self._cached_values = CachedValues()
         self._subject = ""
         self.distinguished: Sorted | None = None
         self.values = SortedValues()
 
     def mark(self, subject: str) -> None:
-        """A test begins."""
+        """Note what caches hold when a test begins."""
         self._subject = subject
         self._cached_values.mark()
 
     def begin(self) -> None:
-        """A judgement begins: its first reading settles what libraries are excused for."""
+        """Begin a judgement, whose first reading settles what libraries are excused for."""
         self.distinguished = None
 
     def forget(self) -> None:
@@ -84,27 +210,26 @@ class FullReadings:
 
     @property
     def listed(self) -> tuple[NotMeasured, ...]:
-        """What this judgement excused libraries for, and which cards' allocations it could not list."""
+        """Return what libraries were excused for, and which cards' allocations could not be listed."""
         excused = () if self.distinguished is None else self.distinguished.listed
-        return (*excused, *self.values.listed, *self._device_memory.not_measured)
+        return (*excused, *self.values.listed, *self._watched.device_memory.not_measured)
 
-    def read(
-        self,
-        subjects: Sequence[Subject],
-        ended: Sequence[Owner],
-        seen: Collection[Key],
-        note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
-        last: Deep | None = None,
-        known: SharedWalk | None = None,
-    ) -> Deep:
-        """A full reading, without what libraries are excused for; that is settled with the first of a judgement."""
+    def read(self, case: Case, *, last: Deep | None = None, notes: bool = False) -> Deep:
+        """Return a full reading, without what libraries are excused for; that is settled with a judgement's first.
+
+        Args:
+            case: what is judged.
+            last: an earlier reading, if nothing has been done since by which an object could have gone.
+            notes: whether what the owners that are alive hold is noted.
+        """
+        note = self._in_use.note if notes and case.final else _no_note
         with sharing_walk() as walk:
-            deep = self._reader(subjects, ended, seen, note, walk, last)
+            deep = self._reader(case.subjects, case.ended, case.seen, note, walk, last)
             if self.distinguished is None:
                 self.values = self._cached_values.sort(
-                    deep.heap.held, self._caches.known(), self._subject, known or walk
+                    deep.heap.held, self._watched.caches.known(), self._subject, case.known or walk
                 )
-        now = self._read()
+        now = self._watched.read()
         if self.distinguished is None:
             new = {
                 key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}
@@ -116,55 +241,44 @@ class FullReadings:
 
     def climb(
         self,
-        subjects: Sequence[Subject],
-        ended: Sequence[Owner],
-        seen: Collection[Key],
+        case: Case,
         above: Callable[[Deep], Sequence[Metric[Reading]]],
         context: Context,
-        note: Callable[[Claims, HeapReading, Counters], None],
-        *,
-        may_thaw: bool,
         give_back: Callable[[Rung], bool],
-        diagnoses: bool,
-        known: SharedWalk | None,
     ) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
-        """The readings after each rung that a plain test may have to climb; everything has been collected by now.
+        """Return the readings after each rung that a plain test may have to climb, and the storages behind frozen ones.
 
-        And the storages whose holders the test had frozen.
+        Everything has been collected by now.  A storage is behind a frozen holder where the test itself has frozen it.
 
         Args:
-            subjects: who is judged.
-            ended: the owners among them.
-            seen: the storages at the last full reading.
+            case: what is judged.
             above: which metrics of a reading are not back.
             context: what is known around the leaks.
-            note: is shown what the owners that are alive hold.
-            may_thaw: whether a freeze that was done since the baseline may be undone: not that of an owner that lives.
             give_back: does what a rung does; False where there is nothing to act on.
-            diagnoses: whether it is to be known at which rung something comes back that is a leak in any case.
-            known: a walk of all that leads to what is left, if one has been made.
         """
-        first = self.read(subjects, ended, seen, note, known=known)
+        first = self.read(case, notes=True)
         if self._tries_blas_handles(first):
-            first = self.read(subjects, ended, seen)
-        frozen_before = self._ownership.baseline.amounts.get("gc-frozen") or 0
+            first = self.read(case)
         steps: list[LadderStep[Deep]] = []
         frozen: frozenset[Key] = frozenset()
-        if may_thaw and above(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
-            # Undoes what this test froze; a freeze that was there before is not to be undone.
+        is_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
+        if case.final and is_frozen and not self._watched.froze_before and above(first):
+            # Undoes what this test froze; a freeze that was there before, or an owner's, is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, context)
-            hidden = thaw(self._births.froze_in, seen)
+            hidden = thaw(self._watched.births.froze_in, case.seen)
             steps = [LadderStep(Rung.RAW, first.with_hidden(hidden), 0.0)]
-            steps.append(LadderStep(Rung.UNFREEZE, self.read(subjects, ended, seen), 0.0))
+            steps.append(LadderStep(Rung.UNFREEZE, self.read(case), 0.0))
 
         def is_settled(deep: Deep) -> bool:
             # At which rung it comes back is a diagnosis; whether it is a leak may be known before.
             left = above(deep)
-            return not left or not (diagnoses or any(metric.rung.order > Rung.COLLECT.order for metric in left))
+            return not left or not (
+                self._watched.policy.explain or any(metric.rung.order > Rung.COLLECT.order for metric in left)
+            )
 
         def read_after(rung: Rung, before: Deep) -> Deep:
             # What is free in the process's heap, or pinned, no object holds.
-            return self.read(subjects, ended, seen, last=before if rung is Rung.CLEAR_HOST_CACHE else None)
+            return self.read(case, last=before if rung is Rung.CLEAR_HOST_CACHE else None)
 
         steps = climb(
             lambda: first,
@@ -177,7 +291,7 @@ class FullReadings:
         return steps, frozen
 
     def _tries_blas_handles(self, deep: Deep) -> bool:
-        """Whether some allocations are known now: handles that torch keeps for the next thread, and a trial's own.
+        """Return whether some allocations are known now: handles that torch keeps for the next thread, or a trial's.
 
         What a second run of the same call does not take again is a first use.
         """
@@ -186,13 +300,13 @@ class FullReadings:
             if not key.startswith("allocations "):
                 continue
             device = key.partition(" ")[2]
-            trial = self._handles.tried(int(device.rpartition(":")[2]), items)
+            trial = self._watched.handles.tried(int(device.rpartition(":")[2]), items)
             known = {*trial.kept, *(allocation_name(address) for address, _ in trial.taken)}
             if known:
-                self._device_memory.forget_allocations(device, known)
+                self._watched.device_memory.forget_allocations(device, known)
                 found = True
         return found
 
 
-def no_note(claims: Claims, heap: HeapReading, now: Counters) -> None:
-    """In the middle of a test nothing is known yet of what it will have left."""
+def _no_note(claims: Claims, heap: HeapReading, now: Counters) -> None:
+    """Note nothing: in the middle of a test it is not known yet what it will have left."""

@@ -1,7 +1,4 @@
-"""The judgement of a suspect test: readings up the ladder, who holds what is left, findings, and what gives it back.
-
-What tests leave under owners that live is judged when an owner ends or passes a limit.
-"""
+"""The judgement of a suspect test: readings up the ladder, who holds what is left, findings, and what gives it back."""
 
 from __future__ import annotations
 
@@ -10,77 +7,99 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.leakcheck.explaining.cut import NamespaceSizes
-from lowtide.leakcheck.findings.causes import with_causes
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
-from lowtide.leakcheck.findings.grouping import CommonCause, by_cause
-from lowtide.leakcheck.findings.known_ways import KnownWays
-from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
-from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
-from lowtide.leakcheck.judging.judge import Budget, missing
-from lowtide.leakcheck.judging.ladder import LadderStep, collect
-from lowtide.leakcheck.judging.metrics import Metric, Reading, plain_metrics
-from lowtide.leakcheck.judging.owners import Claims, Owner
-from lowtide.leakcheck.judging.records import Ownership, Subject
-from lowtide.leakcheck.judging.storages import HeapReading, Key, tensors_in
-from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.watching.deep_reading import Deep, devices_of, unclaimed
-from lowtide.leakcheck.watching.drafting import (
-    Drafting,
-    things_of,
-    watches_of,
-    with_free_memory_beside,
-    with_growth,
+import msgspec
+
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.causes import Leak, by_cause, with_causes
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
+from lowtide.leakcheck.findings.empty_pools import with_pool_holders
+from lowtide.leakcheck.findings.host_arrays import with_array_holder
+from lowtide.leakcheck.findings.item_findings import (
+    HARMLESS,
+    UNFROZEN,
+    ItemLeak,
+    confirmed_workspaces,
+    frozen_items,
+    is_harmless,
+    with_changes,
+    with_fingerprint,
 )
-from lowtide.leakcheck.watching.full_reading import FullReadings, no_note
-from lowtide.leakcheck.watching.remedy_trials import Draft, RemedyTrials, owners_froze
-from lowtide.leakcheck.watching.verdict import Policy, Thing, Verdict
-from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
+from lowtide.leakcheck.findings.owner_growth import merged
+from lowtide.leakcheck.findings.remedies import StorageWatch, prove
+from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
+from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL
+from lowtide.leakcheck.judging.judge import FROZEN, REMEDIES_SHARE, Budget, judge, listed, missing
+from lowtide.leakcheck.judging.ladder import LadderStep, collect, release
+from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, may_be_of_libraries, plain_metrics
+from lowtide.leakcheck.judging.storages import HeapReading, Key, live_keys, tensors_in
+from lowtide.leakcheck.resources.first_use import excused_by_libraries
+from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
+from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.watching.deep_reading import Deep, devices_of
+from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse
+from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched
+from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.heap.graph import NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk
-from lowtide.probes.host.counters import Counters
-from lowtide.probes.host.makers import Makers
-from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.probes.objects.identities import Identities
+from lowtide.probes.objects.listed import collector_paused, frozen_by_program
+from lowtide.probes.originals import gc
+from lowtide.reports.schema import Finding, Frame, NotMeasured
+from lowtide.reports.statement import noted
+
+_MOST_CLEARINGS = 5
+"""How often a process's BLAS workspaces are cleared to find them: the next test allocates them again."""
+
+_OF_BLOCKS = ("native ", "workspaces ", "in-flight ")
+"""The beginnings of the keys of blocks of torch's allocator in which no tensor lies."""
+
+_MOST_KNOWN = 10_000
+"""Objects on known ways that are remembered; of a linked list the end alone may have as many."""
+
+_Read = Callable[[], Deep]
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is to be judged.
+class KnownWays:
+    """The ways to what was explained earlier in the process: what hangs on their end takes no walk of the heap.
 
-    Attributes:
-        ended: the owners that ended with the test, which are judged too.
-        hints: advice to give where a finding is held by the object beside it.
-        final: whether the test is over; else nothing is changed to prove a remedy.
-        born: identities of what was born in the test; None where that is not known.
-        stage: the stage that ends here.
-        turns: how often each stage has run.
-        module: the test module.
-        namespaces: the sizes of modules' namespaces before the test.
-        tolerance: bytes that the test may leave.
-        seen: the storages at the last full reading.
-        grown: by an owner's label, what has grown under it.
-        budget: what of its time may still be spent.
-        known: a walk of the ways to what was explained before, if all that is left hangs on these: nothing of that is
-            garbage, and no full collection was needed to see it.
+    A way is never taken on trust. It is walked again, from its module on, through objects that each refer to the next
+    one now; and only if nothing else in the process refers to what is new behind it is that all that there is to say.
+    Holds identities only.
     """
 
-    ended: Sequence[Owner]
-    hints: Sequence[tuple[str, object]]
-    final: bool
-    born: Collection[int] | None
-    stage: str
-    turns: Mapping[str, int]
-    module: str
-    namespaces: NamespaceSizes | None
-    tolerance: int
-    seen: frozenset[Key]
-    grown: Mapping[str, Sequence[Finding]]
-    budget: Budget
-    known: SharedWalk | None = None
+    def __init__(self) -> None:
+        self._known: dict[int, None] = {}
 
-    @property
-    def subjects(self) -> tuple[Subject, ...]:
-        """The test itself, as None, and the owners."""
-        return (None, *self.ended)
+    def note(self, explanations: Iterable[Explanation]) -> None:
+        """Remember the ways to what was explained."""
+        for found in explanations:
+            if found.path and found.path[0].type == "module" and len(found.through) <= _MOST_KNOWN:
+                self._known.update(dict.fromkeys(found.through))
+        for identity in list(self._known)[: max(0, len(self._known) - _MOST_KNOWN)]:
+            del self._known[identity]
+
+    def to(self, wanted: Collection[int], born: Collection[int] | None) -> SharedWalk | None:
+        """Return a walk of what is new behind the ways; None unless that answers who holds some objects.
+
+        It does if each of them is found there and nothing else refers to anything new that is: then they are no garbage
+        either. The caller must not hold them.
+
+        Args:
+            wanted: their identities, those of the oldest first.
+            born: the identities of what was born in the test.
+        """
+        if not self._known or not wanted or not isinstance(born, Identities):
+            return None
+        if frozen_by_program(gc.get_freeze_count()):
+            return None
+        with collector_paused():
+            graph = NewBehindKnown(self._known, born)
+            if graph.holds_alone(wanted):
+                return SharedWalk(graph)
+            graph.close()
+            return None
 
 
 @dataclass(frozen=True)
@@ -88,130 +107,74 @@ class Judged:
     """What came of it.
 
     Attributes:
-        findings: of each subject.
-        causes: by a finding's identity, the cause that it shares with others.
-        things: what each of the test's findings is about, in their order.
-        unproven: of each subject, what is to be tried later.
+        verdict: on the test, and on the owners that ended with it.
         heap: the storages at the last reading.
         explained: bytes of new host memory that are judged by name.
-        not_measured: what libraries are excused for.
     """
 
-    findings: tuple[tuple[Finding, ...], ...]
-    causes: Mapping[int, CommonCause | None]
-    things: Sequence[frozenset[Thing]]
-    unproven: Sequence[DeferredRemedies]
+    verdict: Verdict
     heap: HeapReading
     explained: int
-    not_measured: tuple[NotMeasured, ...]
-
-    def about(self) -> dict[str, frozenset[Thing]]:
-        """What each of the test's findings is about, by its fingerprint."""
-        found: dict[str, frozenset[Thing]] = {}
-        for finding, things in zip(self.findings[0], self.things, strict=True):
-            found[finding.fingerprint] = found.get(finding.fingerprint, frozenset()) | things
-        return found
-
-    def findings_by_cause(self, of_test: Sequence[Finding]) -> list[tuple[Finding, ...]]:
-        """The findings of each subject, those of one cause together.
-
-        Args:
-            of_test: those of the test's that libraries are not excused for.
-        """
-        return [by_cause(found, self.causes) for found in (tuple(of_test), *self.findings[1:])]
 
 
 class WatchJudge:
     """Judges what one watch finds suspect.
 
     Args:
-        policy: how strictly it watches.
-        read: reads the counters.
-        ownership: who owns what.
-        readings: takes the full readings.
-        drafting: drafts findings.
-        trials: tries remedies.
-        stacks: from where memory was allocated.
-        makers: knows which code made threads.
-        give_back: does what a rung of the ladder does; False where there is nothing to act on.
+        watched: what is followed.
+        in_use: what tests leave under owners that live.
 
     Attributes:
+        readings: the full readings.
         ways: those to what was explained so far.
+        trials: tries what gives leaks back.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        read: Callable[[], Counters],
-        ownership: Ownership,
-        readings: FullReadings,
-        drafting: Drafting,
-        trials: RemedyTrials,
-        stacks: AllocationStacks,
-        makers: Makers,
-        give_back: Callable[[Rung], bool],
-    ) -> None:
-        self._policy = policy
-        self._read = read
-        self._ownership = ownership
-        self._readings = readings
-        self._drafting = drafting
-        self._trials = trials
-        self._stacks = stacks
-        self._makers = makers
-        self._give_back = give_back
+    def __init__(self, watched: Watched, in_use: OwnersInUse) -> None:
+        self._watched = watched
+        self._in_use = in_use
+        self.readings = FullReadings(watched, in_use)
+        self.trials = RemedyTrials(watched)
         self.ways = KnownWays()
+        # What libraries kept on cards beside torch, and have given back for the judgement.
+        self._emptied = Emptied()
 
-    def __call__(
-        self, case: Case, note: Callable[[Claims, HeapReading, Counters], None], climbed: Callable[[], None]
-    ) -> Judged:
+    def __call__(self, case: Case, *, card_came: bool) -> Judged:
         """Judge.
 
         Args:
             case: what.
-            note: is shown what the owners that are alive hold, where the test is over.
-            climbed: called once all readings are done and nothing is explained yet.
+            card_came: whether a card was first used in the test: what that takes is known.
         """
-        self._readings.begin()
-        metrics = plain_metrics(["cpu", *devices_of(self._read())], case.tolerance)
+        self.readings.begin()
+        self._emptied = Emptied()
+        metrics = plain_metrics(["cpu", *devices_of(self._watched.read())], case.tolerance)
         context = self._context(case)
-
-        def climb(known: SharedWalk | None) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
-            return self._readings.climb(
-                case.subjects,
-                case.ended,
-                case.seen,
-                lambda deep: _above(metrics, deep),
-                context,
-                note if case.final else no_note,
-                may_thaw=case.final and not owners_froze(self._ownership),
-                give_back=self._give_back,
-                diagnoses=self._policy.explain,
-                known=known,
-            )
-
-        steps, frozen = climb(case.known)
+        climb = functools.partial(
+            self.readings.climb, above=lambda deep: _above(metrics, deep), context=context, give_back=self._give_back
+        )
+        steps, frozen = climb(case)
         if case.known is not None and not _suffices(case.known, _above(metrics, steps[0].reading), steps[0].reading):
             # There is more, of which a collection may give back some.
             case.known.close()
             collect()
-            steps, frozen = climb(None)
-        climbed()
+            steps, frozen = climb(replace(case, known=None))
+        if case.final:
+            self._in_use.report_limits()
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
-        context = replace(context, hints=(*context.hints, *self._readings.values.hints))
-        drafts, causes, unproven, things = self._drafted(case, metrics, steps, frozen, context)
-        findings = tuple(
-            tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
-        )
-        drafts.clear()
-        shared = {
-            id(finding): cause
-            for found, known in zip(findings, causes, strict=True)
-            for finding, cause in zip(found, known, strict=False)
-        }
+        context = replace(context, hints=(*context.hints, *self.readings.values.hints))
+        verdict = self._verdict(case, metrics, steps, frozen, context, card_came=card_came)
         last = steps[-1].reading
-        return Judged(findings, shared, things, unproven, last.heap, last.explained, self._readings.listed)
+        return Judged(verdict, last.heap, last.explained)
+
+    def _give_back(self, rung: Rung) -> bool:
+        """Do what a rung of the ladder does; return False where there is nothing to act on."""
+        if not release(rung):
+            return False
+        if rung is Rung.EMPTY_CACHE:
+            self._emptied = empty_library_caches()
+        return True
 
     def _context(self, case: Case) -> Context:
         return Context(
@@ -219,181 +182,319 @@ class WatchJudge:
             born=case.born,
             hints=case.hints,
             living=not case.final,
-            stacks=self._stacks.stacks_at,
+            stacks=self._watched.stacks.stacks_at,
             turns=case.turns,
             namespaces=case.namespaces,
-            patience=self._policy.settle,
-            made_at=self._makers.place_of,
+            patience=self._watched.policy.settle,
+            made_at=self._watched.makers.place_of,
         )
 
-    def _drafted(
+    def _verdict(
         self,
         case: Case,
         metrics: Sequence[Metric[Reading]],
         steps: Sequence[LadderStep[Deep]],
         frozen: frozenset[Key],
         context: Context,
-    ) -> tuple[list[list[Draft]], list[list[CommonCause | None]], list[DeferredRemedies], list[frozenset[Thing]]]:
-        """What each subject has left, explained, with the remedies tried for which now is the time."""
-        left = {held.key: held.owner for held in steps[-1].reading.heap.held if self._policy.explain}
-        causes: list[list[CommonCause | None]] = [[] for _ in case.subjects]
-        puts_off = case.final and self._policy.remedies == "later"
+        *,
+        card_came: bool,
+    ) -> Verdict:
+        """Say what each subject has left, explained, with the remedies tried for which now is the time."""
+        policy = self._watched.policy
+        left = {held.key: held.owner for held in steps[-1].reading.heap.held if policy.explain}
+        puts_off = case.final and policy.remedies == "later"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with contextlib.closing(case.known or SharedWalk()) as walk:
-            asking = replace(context, walk=walk)
             # What the setup of a fixture has made was there before the test that its end is judged with.
-            of_owners = replace(asking, born=None)
+            contexts = [replace(context, walk=walk), replace(context, walk=walk, born=None)]
             explained = [
                 marked_as_frozen(explain_storages([key for key in left if (left[key] is None) is of_test], of), frozen)
-                for of_test, of in ((True, asking), (False, of_owners))
+                for of_test, of in zip((True, False), contexts, strict=True)
             ]
-            drafts = [
-                self._drafting.findings(
-                    subject,
-                    turn,
-                    ended=case.ended,
-                    metrics=metrics,
-                    steps=steps,
-                    stage=case.stage,
-                    explained=explained[subject is not None],
-                    context=asking if subject is None else of_owners,
-                    distinguished=self._readings.distinguished,
-                    module=case.module,
-                )
-                for turn, subject in enumerate(case.subjects)
+            leaks = [
+                self._leaks_of(case, turn, metrics, steps, explained[turn > 0], contexts[turn > 0])
+                for turn in range(len(case.subjects))
             ]
-            for part in explained:
-                self.ways.note(part.by_key.values())
+            self.ways.note(found for part in explained for found in part.by_key.values())
             del explained
-            drafts = [with_free_memory_beside(drafted) for drafted in drafts]
-            if self._policy.explain:
-                for turn, drafted in enumerate(drafts):
-                    drafts[turn], causes[turn] = with_causes(drafted, of_owners if turn else asking)
-            watches = watches_of(drafts, walk) if puts_off else {}
-        things = [things_of(draft) for draft in drafts[0]]
-        for owner, of_owner in zip(case.ended, drafts[1:], strict=True):
-            of_owner[:] = [with_growth(draft, case.grown.get(owner.label, ())) for draft in of_owner]
+            caused = [
+                with_causes(found, contexts[turn > 0]) if policy.explain else (found, [None] * len(found))
+                for turn, found in enumerate(leaks)
+            ]
+            leaks, of_leaks = [found for found, _ in caused], [known for _, known in caused]
+            del caused
+            watches = _watches_of(leaks, walk) if puts_off else {}
+        for turn, owner in enumerate(case.ended, 1):
+            grown = self._in_use.grown.get(owner.label, ())
+            leaks[turn] = [replace(leak, finding=merged(leak.finding, grown)) for leak in leaks[turn]]
+        things = [_things_of(leak) for leak in leaks[0]]
         unproven = [DeferredRemedies() for _ in case.subjects]
-        read = functools.partial(self._readings.read, case.subjects, case.ended, case.seen)
-        if case.final and self._policy.remedies == "now":
-            self._trials.try_now(drafts, context, read)
+        read = functools.partial(self.readings.read, case)
+        if case.final and policy.remedies == "now":
+            findings = self.trials.try_now(leaks, context, read)
         elif puts_off:
-            unproven = self._trials.defer(drafts, watches, context, read)
-        return drafts, causes, unproven, things
+            findings, unproven = self.trials.defer(leaks, watches, context, read)
+        else:
+            findings = [[leak.finding for leak in found] for found in leaks]
+        causes = [
+            {id(finding): cause for finding, cause in zip(found, known, strict=True)}
+            for found, known in zip(findings, of_leaks, strict=True)
+        ]
+        leaks.clear()
+        about: dict[str, frozenset[Thing]] = {}
+        for finding, of in zip(findings[0], things, strict=True):
+            about[finding.fingerprint] = about.get(finding.fingerprint, frozenset()) | of
+        own, excused = self._excused(findings[0], about, card_came=card_came)
+        reported = [by_cause(found, known) for found, known in zip((own, *findings[1:]), causes, strict=True)]
+        for finding in reported[0]:
+            for part in finding.parts:
+                about[finding.fingerprint] |= about[part.fingerprint]
+        labels = [owner.label for owner in case.ended]
+        return Verdict(
+            findings=reported[0],
+            not_measured=(*excused, *self.readings.listed, *self._emptied.notes),
+            of_owners=dict(zip(labels, reported[1:], strict=True)),
+            climbed=True,
+            unproven=unproven[0],
+            unproven_of_owners=dict(zip(labels, unproven[1:], strict=True)),
+            things=about,
+        )
+
+    def _excused(
+        self, findings: Sequence[Finding], about: Mapping[str, frozenset[Thing]], *, card_came: bool
+    ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
+        """Return the test's findings without those that may be a library's, and these."""
+        now = self._watched.read()
+        return excused_by_libraries(
+            findings,
+            # What a card's first use takes is known where the card was warmed up.
+            now if card_came else self._watched.ownership.baseline,
+            now,
+            self._watched.first_use,
+            any_graph_alive,
+            lambda finding: [str(name) for _, key, name in about[finding.fingerprint] if key == "file-descriptors"],
+            self._emptied.prepared_by,
+        )
+
+    def _leaks_of(
+        self,
+        case: Case,
+        turn: int,
+        metrics: Sequence[Metric[Reading]],
+        steps: Sequence[LadderStep[Deep]],
+        explained: Explained,
+        context: Context,
+    ) -> list[Leak]:
+        """Return what one subject has left: what, since which stage, from where, held by whom."""
+        subject = case.subjects[turn]
+        own = [LadderStep(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
+        context = replace(context, module=(subject.where if subject is not None else "") or case.module)
+        found: list[Leak] = []
+        judged = judge(metrics, Reading(), own, stage=case.stage, cycle=1)
+        for finding, key in zip(judged.findings, judged.keys, strict=True):
+            if finding.resource == "tensors" and finding.verdict not in NOT_OF_PYTHON and finding.bytes:
+                held = [
+                    [
+                        storage
+                        for storage in step.reading.heap.held
+                        if storage.owner is subject and storage.key[0] == finding.device
+                    ]
+                    for step in steps
+                ]
+                found += tensor_leaks(held, [step.rung for step in steps], explained, context)
+                continue
+            leak = self._item_leak(case, turn, finding, key, own)
+            named = [
+                with_array_holder(with_fingerprint(part, context.module), context)
+                for part in with_pool_holders(leak, context)
+            ]
+            found += [
+                part
+                for part in named
+                if part.explanation is not None
+                # By the devices of now: a card's first use is what takes most.
+                or not may_be_of_libraries(part.finding, devices_of(self._watched.read()))
+            ]
+        with_free = iter(with_free_beside([leak for leak in found if isinstance(leak, TensorLeak)]))
+        return [next(with_free) if isinstance(leak, TensorLeak) else leak for leak in found]
+
+    def _item_leak(
+        self, case: Case, turn: int, finding: Finding, key: str, steps: Sequence[LadderStep[Reading]]
+    ) -> ItemLeak:
+        """Return a finding about things with names, with these, and since when they are there."""
+        watched, subject = self._watched, case.subjects[turn]
+        names = frozen_items() if key == FROZEN else steps[0].reading.items.get(key, {})
+        if finding.resource == "reserved" and finding.remedy is None:
+            # Emptying the cache gave back the segments of pools that nobody holds any more.
+            names = steps[-1].reading.items.get(key, names)
+        if subject is None:
+            filled = [watched.caches.stage_of(name) for name in names]
+            level = _level_of(key, finding.device)
+            since = next(filter(None, filled), "") or watched.ownership.since(level, names) or case.stage
+        else:
+            since = subject.stage
+        finding = with_stage(finding, since)
+        more = "" if self.readings.distinguished is None else self.readings.distinguished.addition(key, names)
+        finding = msgspec.structs.replace(
+            noted(finding, more) if more else finding,
+            holder=listed(key, names),
+            allocated_at=self._stack_of(finding.device, key, names),
+            changed=(UNFROZEN,) if key == FROZEN and finding.remedy is not None else (),
+        )
+        leak = ItemLeak(finding, key, names, turn, cached=watched.caches.of(names))
+        if key != "globals":
+            return leak
+        return with_changes(
+            leak, watched.ownership.left(watched.read(), subject, case.ended), watched.environment.place_of
+        )
+
+    def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:
+        """Return where the largest of some blocks was allocated."""
+        if not names or not key.startswith(("native ", "workspaces ")):
+            return ()
+        largest = int(max(names, key=lambda name: names[name]).rpartition(" ")[2], 16)
+        return frames(self._watched.stacks.stacks_at(device, [largest]).get(largest, ()))
 
 
 def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Reading]]:
-    """The metrics of a reading that are not back."""
+    """Return the metrics of a reading that are not back."""
     nothing = Reading()
     return [item.metric for reading in deep.readings for item in missing(metrics, nothing, reading)]
 
 
 def _suffices(known: SharedWalk, above: Sequence[Metric[Reading]], deep: Deep) -> bool:
-    """Whether what is left is nothing but tensors that are in a walk of the known ways."""
+    """Return whether what is left is nothing but tensors that are in a walk of the known ways."""
     held = {storage.key for storage in deep.heap.held}
     found = {key for _, keys in tensors_in(held, known) for key in keys}
     return held <= found and all(metric.resource == "tensors" for metric in above)
 
 
-class OwnersInUse:
-    """Follows the owners that the tests of one watch use.
+def _level_of(key: str, device: str) -> str:
+    """Return the key of the level that shows since when something on a card is there."""
+    return f"driver {device}" if key == f"allocations {device}" or key == f"unlisted {device}" else key
+
+
+def _things_of(leak: Leak) -> frozenset[Thing]:
+    """Return what a leak is about."""
+    if isinstance(leak, TensorLeak):
+        return frozenset(("storage", device, address) for device, address in leak.keys)
+    # A level is one thing, and has no names.
+    names = () if leak.key == FROZEN else leak.names
+    return frozenset(("item", leak.key, name) for name in names or ("",))
+
+
+def _watches_of(leaks: Sequence[Sequence[Leak]], walk: SharedWalk) -> dict[int, StorageWatch]:
+    """Return for each leak of tensors, by the identity of its sizes, what reports which of its storages are freed."""
+    sizes = [leak.sizes for found in leaks for leak in found if isinstance(leak, TensorLeak)]
+    return dict(zip(map(id, sizes), StorageWatch.of_each(sizes, walk), strict=True))
+
+
+class RemedyTrials:
+    """Tries what gives leaks back: with the verdict, or when nothing of the program runs any more.
 
     Args:
-        read: reads the counters.
-        ownership: who owns what.
-        stacks: from where memory was allocated.
-        limit: bytes by which an owner may grow before that is reported at once; None: when it ends.
+        watched: what is followed.
     """
 
-    def __init__(
-        self, read: Callable[[], Counters], ownership: Ownership, stacks: AllocationStacks, limit: int | None
-    ) -> None:
-        self._read = read
-        self._ownership = ownership
-        self._stacks = stacks
-        self._limit = limit
-        self._tolerance = 0
-        self._users: dict[int, Owner] = {}
-        self._grown: dict[str, list[Finding]] = {}
-        self._passed: list[Finding] = []
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._workspaces_cleared = 0
+        self._in_vain: set[str] = set()
 
-    def begin(self, tolerance: int) -> None:
-        """A test begins, which may leave so many bytes."""
-        self._tolerance = tolerance
-        self._users.clear()
+    def prove(self, each: Sequence[DeferredRemedies]) -> list[dict[str, Finding]]:
+        """Return the findings of some subjects, by their fingerprints before, with what gave each back.
 
-    @property
-    def grown(self) -> Mapping[str, Sequence[Finding]]:
-        """By the label of an owner that is ending, what has grown under it."""
-        return self._grown
+        Nothing of the program may run afterwards.
+        """
+        policy = self._watched.policy
+        budget = Budget(REMEDIES_SHARE * policy.budget)
+        return try_deferred(each, self._left_now, self._driver_bytes, policy.settle, budget)
 
-    def forget(self) -> None:
-        """The test was judged."""
-        self._grown.clear()
-        self._passed.clear()
+    def defer(
+        self, leaks: Sequence[Sequence[Leak]], watches: Mapping[int, StorageWatch], context: Context, read: _Read
+    ) -> tuple[list[list[Finding]], list[DeferredRemedies]]:
+        """Try what changes nothing that the next test could need; return the findings, and what is left for the end."""
+        findings: list[list[Finding]] = []
+        unproven = []
+        for found in leaks:
+            findings.append([])
+            later: list[Leak] = []
+            for leak in found:
+                if isinstance(leak, ItemLeak):
+                    leak = self._confirmed(leak, read)
+                is_over = False
+                if isinstance(leak, ItemLeak) and is_harmless(leak):
+                    leak = self._tried_harmless(leak, context, read)
+                    is_over = not leak.endings or leak.finding.remedy is not None
+                findings[-1].append(leak.finding)
+                later += [] if is_over else [leak]
+            unproven.append(defer(later, watches))
+        return findings, unproven
 
-    def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
-        """The test uses these owners: what it leaves under them may be growth.
+    def try_now(self, leaks: list[list[Leak]], context: Context, read: _Read) -> list[list[Finding]]:
+        """Return the findings with what gave each back: tensors first, which often hold all the rest.
 
         Args:
-            owners: those that are alive.
-            allowed: bytes that it may leave there, if not what it may leave of its own.
+            leaks: of each subject; they are let go of on the way, since they hold what holds the tensors.
+            context: what is known around them.
+            read: takes a full reading.
         """
-        for owner in owners:
-            if id(owner) not in self._users:
-                self._users[id(owner)] = owner
-                owner.ledger.begin_turn(self._tolerance if allowed is None else allowed)
+        findings = [[leak.finding for leak in found] for found in leaks]
+        resources = {finding.resource for found in findings for finding in found}
+        may_unfreeze = FROZEN in resources and not self._watched.froze_before
+        places = [(turn, place) for turn, found in enumerate(leaks) for place in range(len(found))]
+        tensors = [(at, leak) for at in places if isinstance(leak := leaks[at[0]][at[1]], TensorLeak)]
+        items = [(at, leak) for at in places if isinstance(leak := leaks[at[0]][at[1]], ItemLeak)]
+        leaks.clear()
+        proven = prove([leak for _, leak in tensors], context, may_unfreeze=may_unfreeze)
+        for ((turn, place), _), finding in zip(tensors, proven, strict=True):
+            findings[turn][place] = finding
+        tensors.clear()
+        cuts = dict.fromkeys(each.remedy.action for each in proven if each.remedy is not None and each.tried)
+        after = read() if cuts else None
+        for (turn, place), leak in items:
+            if after is not None:
+                leak = leak.without(leak.left(after.readings[leak.subject].items.get), "; ".join(cuts))
+            leak = self._confirmed(leak, read)
+            actions = actions_for(leak, context.patience, may_unfreeze=may_unfreeze)
+            findings[turn][place] = try_actions(leak, actions, self._left(leak, read), self._driver_bytes)
+        return findings
 
-    def ending(self, owner: Owner) -> None:
-        """An owner is about to end, and still holds all that it held for the tests: judge what has grown under it."""
-        if not owner.ledger.may_grow or not any(owner is other for other in self._ownership.live):
-            return
-        now = self._read()
-        # Again even where its last test was read: others may have emptied since what they had filled.
-        claims = Claims(self._ownership.live)
-        for key in COUNTED:
-            unclaimed(key, self._ownership.new_items(key, now, None, ()), claims)
-        note_growth([owner], claims, frozenset(), now, self._ownership.baseline)
-        # What it reached is not to be found there as a holder.
-        del claims
-        self._grown[owner.label] = growth_of(owner, self._stacks.stacks_at, now)
-        self._report([owner])
+    def _left_now(self, key: str) -> Mapping[str, int] | None:
+        now = self._watched.read()
+        device = key.partition(" ")[2]
+        if device not in devices_of(now):
+            return now.items.get(key)
+        if key.startswith(MEMORY_POOL):
+            return {IDLE_POOL: now.amounts.get(key) or 0}
+        # Only blocks are distinguished by what Python's tensors hold.
+        storages = dict.fromkeys(live_keys() if key.startswith(_OF_BLOCKS) else (), 0)
+        return self._watched.device_memory.all_items(now, device, storages).get(key)
 
-    def add(self, owner: Owner, grown: Sequence[Finding]) -> None:
-        """More that has grown under an owner that is about to end."""
-        if grown:
-            self._grown.setdefault(owner.label, []).extend(grown)
+    def _tried_harmless(self, leak: ItemLeak, context: Context, read: _Read) -> ItemLeak:
+        """Return the leak with what waiting has shown."""
+        waiting = replace(leak, endings=())
+        mark = leak.finding.fingerprint
+        # What was waited for in vain once is only looked at again: it was waited for before it was judged, too.
+        actions = actions_for(waiting, 0.0 if mark in self._in_vain else context.patience, may_unfreeze=False)
+        # Which threads there are shows without a reading of all that there is.
+        of_names = leak.finding.resource in HARMLESS
+        left = (lambda: leak.left(self._left_now)) if of_names else self._left(leak, read)
+        finding = try_actions(waiting, actions, left, self._driver_bytes)
+        if of_names and (finding.remedy, finding.advice) == (None, leak.finding.advice):
+            self._in_vain.add(mark)
+        return replace(leak, finding=finding)
 
-    def note(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
-        """Writes down what lies under the owners that the test used, or under which it left something."""
-        before = self._ownership.baseline
-        claimed = set(map(id, heap.claimed.values()))
-        changed = [
-            owner
-            for owner in self._ownership.live
-            if id(owner) in claimed
-            or any(owner.items.get(key, set()) - before.items.get(key, {}).keys() for key in COUNTED)
-        ]
-        self.used(owner for owner in changed if owner.has_settled)
-        known = [owner for owner in self._users.values() if not owner.ledger.is_empty]
-        wanted = {id(owner): owner for owner in (*changed, *known)}
-        note_growth(wanted.values(), claims, heap.claimed.keys(), now, before)
+    def _confirmed(self, leak: ItemLeak, read: _Read) -> ItemLeak:
+        if leak.finding.cause != "library-workspace" or leak.finding.resource != "tensors" or not leak.names:
+            return leak
+        is_first = self._watched.first_use.of_blas or self._workspaces_cleared >= _MOST_CLEARINGS
+        self._workspaces_cleared += not is_first
+        return confirmed_workspaces(leak, self._left(leak, read), is_first=is_first)
 
-    def report_limits(self) -> None:
-        """Reports the owners that the test used and that have grown past the limit."""
-        self._report(self._users.values())
+    def _left(self, leak: ItemLeak, read: _Read) -> Callable[[], Mapping[str, int]]:
+        return lambda: leak.left(lambda key: read().readings[leak.subject].items.get(key, {}))
 
-    def _report(self, owners: Iterable[Owner]) -> None:
-        if self._limit is not None:
-            for owner in owners:
-                self._passed += limit_passed(owner, self._limit, self._stacks.stacks_at)
-
-    def with_growth(self, verdict: Verdict) -> Verdict:
-        """The verdict with what has grown under the owners that ended, and with what has grown past the limit."""
-        of_owners = {
-            label: (*found, *rest_of(self._grown.get(label, ()), found))
-            for label in {**verdict.of_owners, **self._grown}
-            for found in [verdict.of_owners.get(label, ())]
-        }
-        findings = (*verdict.findings, *self._passed)
-        return replace(verdict, findings=findings, of_owners=of_owners)
+    def _driver_bytes(self) -> int:
+        amounts = self._watched.read().amounts
+        return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))

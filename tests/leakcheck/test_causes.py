@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.findings import grouping, tensor_findings
-from lowtide.leakcheck.findings.causes import Draft, with_causes, with_holders
-from lowtide.leakcheck.findings.grouping import by_cause
+from lowtide.leakcheck.findings import causes as causes_of
+from lowtide.leakcheck.findings import tensor_findings
+from lowtide.leakcheck.findings.causes import Leak, by_cause, with_causes, with_holders
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
@@ -47,7 +47,7 @@ def leak(resource: ResourceName, *names: str, size: int = 0) -> ItemLeak:
 def reported(*leaks: ItemLeak) -> list[list[str]]:
     """The resources of each finding with those of its parts."""
     drafts, causes = with_causes(leaks, Context())
-    findings = [draft if isinstance(draft, Finding) else draft.finding for draft in drafts]
+    findings = [draft.finding for draft in drafts]
     merged = by_cause(findings, {id(finding): cause for finding, cause in zip(findings, causes, strict=True)})
     return [[finding.resource, *(part.resource for part in finding.parts)] for finding in merged]
 
@@ -241,11 +241,11 @@ def kept(cause: Any, addresses: tuple[int, ...], way: tuple[Hop, ...] = (), devi
     return TensorLeak(leaked, {(device, address): 8 for address in addresses}, {})
 
 
-def grouped(*leaks: Draft) -> list[list[str]]:
+def grouped(*leaks: Leak) -> list[list[str]]:
     """The resources and causes of each finding with those of its parts."""
     context = Context(stacks=lambda device, addresses: {at: STACKS[at] for at in addresses if at in STACKS})
     drafts, causes = with_causes(leaks, context)
-    findings = [draft if isinstance(draft, Finding) else draft.finding for draft in drafts]
+    findings = [draft.finding for draft in drafts]
     merged = by_cause(findings, {id(finding): cause for finding, cause in zip(findings, causes, strict=True)})
     return [[f"{part.resource} {part.cause} {part.bytes}" for part in (finding, *finding.parts)] for finding in merged]
 
@@ -263,7 +263,7 @@ def blocks(*addresses: int) -> ItemLeak:
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is alive."""
-    monkeypatch.setattr(grouping, "any_graph_alive", lambda: True)
+    monkeypatch.setattr(causes_of, "any_graph_alive", lambda: True)
 
 
 def test_the_state_of_a_graph_s_random_numbers_is_part_of_the_finding_about_it(graph: None) -> None:
@@ -287,7 +287,7 @@ def test_without_a_finding_about_a_graph_there_is_nothing_to_be_part_of(graph: N
 
 
 def test_without_a_graph_that_is_alive_it_is_a_leak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "any_graph_alive", lambda: False)
+    monkeypatch.setattr(causes_of, "any_graph_alive", lambda: False)
     assert grouped(blocks(0x1000), POOL) == [["tensors native 512"], ["reserved cuda-graph 80"]]
 
 

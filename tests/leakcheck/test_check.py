@@ -15,8 +15,8 @@ import torch
 import lowtide
 from lowtide import LeakCheck
 from lowtide.leakcheck.watching.check import LeakCheckError
-from lowtide.leakcheck.watching.verdict import Verdict
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.probes.heap.births import Births
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.stages import stage

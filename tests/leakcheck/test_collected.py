@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from lowtide.leakcheck.findings.collected import Collected
+from lowtide.leakcheck.findings.remedies import Collected
 
 MIB = 1 << 20
 

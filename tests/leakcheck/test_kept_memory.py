@@ -10,9 +10,9 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from lowtide.leakcheck.watching.host_memory import SmallRetention
-from lowtide.leakcheck.watching.verdict import Policy, Verdict
+from lowtide.leakcheck.watching.first_pass import SmallRetention
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy, Verdict
 from lowtide.probes.host.counters import own_bytes
 from lowtide.reports.schema import Finding
 

@@ -14,10 +14,10 @@ import torch
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.resources.resource import Change
-from lowtide.leakcheck.watching import remedy_trials
+from lowtide.leakcheck.watching import judgement
 from lowtide.leakcheck.watching import watch as watching
-from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.heap import holders as heap
 from lowtide.probes.heap.graph import Graph
 from lowtide.reports.schema import Finding
@@ -239,8 +239,8 @@ def test_threads_of_one_cause_are_waited_for_once(session: Session, monkeypatch:
         waited.append(patience)
         return actions(leak, patience, **more)
 
-    actions = remedy_trials.actions_for
-    monkeypatch.setattr(remedy_trials, "actions_for", actions_for)
+    actions = judgement.actions_for
+    monkeypatch.setattr(judgement, "actions_for", actions_for)
     session.program.DONE = threading.Event()
     try:
         first, later = session.judge(start), session.judge(start)

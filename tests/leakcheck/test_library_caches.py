@@ -16,9 +16,9 @@ from lowtide.leakcheck.findings.item_remedies import actions_for
 from lowtide.leakcheck.resources import library_caches
 from lowtide.leakcheck.resources.library_caches import LIBRARY_CACHES, Emptied, changes_on, empty_library_caches
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.watching import watch
-from lowtide.leakcheck.watching.verdict import Policy
+from lowtide.leakcheck.watching import judgement
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.reports.schema import NotMeasured
 
 CONTEXTS = (0, 2)
@@ -197,14 +197,14 @@ def test_without_a_card_nothing_is_asked_and_nothing_is_imported(monkeypatch: py
 
 def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(watch, "release", lambda rung: asked.append(rung.value) or rung is Rung.EMPTY_CACHE)
+    monkeypatch.setattr(judgement, "release", lambda rung: asked.append(rung.value) or rung is Rung.EMPTY_CACHE)
     kept = NotMeasured(what="64 B in a pool", why="it keeps it")
 
     def empty() -> Emptied:
         asked.append("libraries")
         return Emptied((kept,))
 
-    monkeypatch.setattr(watch, "empty_library_caches", empty)
+    monkeypatch.setattr(judgement, "empty_library_caches", empty)
     done = threading.Event()
     watched = Watch(Policy(card=False, settle=0.01, remedies="never"))
     watched.open()

@@ -10,8 +10,8 @@ import pytest
 
 from lowtide.leakcheck.resources import warm_up as past_torch
 from lowtide.leakcheck.resources.warm_up import CardsWithoutTorch
-from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.device import contexts
 from lowtide.probes.device.contexts import cards_with_contexts
 from lowtide.probes.host.counters import Counters

@@ -11,7 +11,7 @@ import lowtide
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.watching.check import LeakCheck
-from lowtide.leakcheck.watching.sleep_watch import SleepWatch
+from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.probes.stages import listening
 from lowtide.reports.schema import Finding
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 
 MODULES = (os, signal, socket, subprocess, tempfile, threading, multiprocessing)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.judging import ladder
-from lowtide.leakcheck.watching.suspects import wait_for_return
+from lowtide.leakcheck.watching.first_pass import wait_for_return
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.host.counters import Counters
 
 
@@ -29,15 +30,12 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def waited(readings: Iterator[set[str]]) -> None:
-    books: Any = Books()
-    wait_for_return(
-        lambda: Counters({"threads": dict.fromkeys(next(readings), 1)}, {}, {}),
-        books,
-        (),
-        slack=lambda key: 0,
-        let_go=lambda: None,
-        settle=0.5,
+    watched: Any = SimpleNamespace(
+        read=lambda: Counters({"threads": dict.fromkeys(next(readings), 1)}, {}, {}),
+        ownership=Books(),
+        policy=Policy(settle=0.5),
     )
+    wait_for_return(watched, (), slack=lambda key: 0, let_go=lambda: None)
 
 
 def test_what_appears_all_the_time_is_waited_for_no_longer_than_what_stays(pauses: list[float]) -> None:

@@ -1,0 +1,356 @@
+"""Finds what seems to be left of a test, at next to no cost; it may err on the side of suspicion only.
+
+What comes back by itself is waited for: threads and processes that are ending, a driver that takes its time.  What
+tests keep of host memory, each of them less than would be a leak, is summed up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.leakcheck.findings.remedies import Collected
+from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, kept_steps, rate, repeated
+from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, trim_heap
+from lowtide.leakcheck.judging.metrics import (
+    DRIVER_TOLERANCE,
+    HOST_MEMORY_TOLERANCE,
+    UNLISTED_TOLERANCE,
+    host_memory_tolerance,
+)
+from lowtide.leakcheck.judging.owners import ANYTHING, Owner
+from lowtide.leakcheck.judging.storages import is_storage, is_tensor
+from lowtide.leakcheck.resources.rule import MIB, Rung
+from lowtide.leakcheck.watching.deep_reading import devices_of
+from lowtide.leakcheck.watching.watched import Watched
+from lowtide.probes.heap.births import Newborn
+from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.host.counters import Counters, anonymous_bytes
+from lowtide.probes.memory.tensors import hold_memory, keys_of_each
+from lowtide.probes.originals import gc, weakref
+from lowtide.reports.schema import Finding
+from lowtide.reports.sizes import format_bytes
+
+LONGEST_WAIT = 60.0
+"""Seconds after which waiting ends even if something still moves."""
+
+LEAST_KEPT = 8 * MIB
+"""Bytes that a test must keep to count: below are tables that libraries build, and how full the heap happens to be."""
+
+_SHOWN_TESTS = 3
+
+_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
+
+
+class Suspects:
+    """Finds what may have been left.
+
+    Args:
+        watched: what is followed.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
+        self._tensors_left: list[weakref.ref[Any]] = []
+        self._knows_all = True
+
+    @property
+    def has_living_tensors(self) -> bool:
+        """Return whether one of the tensors that seemed to be left is still alive: known without a list of the heap."""
+        return any(tensor() is not None for tensor in self._tensors_left)
+
+    def living_tensors(self) -> list[int]:
+        """Return the identities of those of them that are alive, the oldest first; none where one cannot be told.
+
+        Not those of storages that a tensor among them has: who asks for a storage makes an object that C++ holds then.
+        """
+        left = [tensor() for tensor in self._tensors_left if self._knows_all]
+        found = [item for item in left if item is not None]
+        keys = keys_of_each(found)
+        of_tensors = frozenset().union(*(each for item, each in zip(found, keys, strict=True) if not is_storage(item)))
+        return [
+            id(item)
+            for item, each in zip(found, keys, strict=True)
+            if not (is_storage(item) and each and each <= of_tensors)
+        ]
+
+    def before_collecting(self, least: int) -> Collected | None:
+        """Read the tensors that seem to be left, before anything is collected; None where they are few."""
+        _, left = self._survivors()
+        return Collected.before(left, least) if left else None
+
+    def _survivors(self) -> tuple[list[Newborn], list[Any]]:
+        """Return what was born and is there, and of that the tensors that belong to no owner that is alive."""
+        survivors = self._watched.births.survivors()
+        tensors = [born for born in survivors if is_tensor(born.item)]
+        # There is a live owner for every import: they are gone through only where there is a tensor.
+        live = {owner.label for owner in self._watched.ownership.live} if tensors else ()
+        left = [born.item for born in tensors if born.label not in live]
+        # Compilers leave many that hold nothing, in garbage that only a full collection would end.
+        if left:
+            left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
+        return survivors, left
+
+    def forget(self) -> None:
+        """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""
+        self._tensors_left = []
+
+    def find(self, now: Counters, ended: Sequence[Owner], tolerance: int) -> list[str]:
+        """Return the keys of what may be above what it should be; costs next to nothing."""
+        suspects = [
+            key
+            for subject in (None, *ended)
+            for key in (*now.items, "globals")
+            if self._watched.ownership.new_items(key, now, subject, ended)
+        ]
+        for key in now.amounts:
+            shares = self._watched.ownership.shares(key, now, ended).values()
+            if any(share is not None and share > self.slack(key, tolerance) for share in shares) and self._is_worth(
+                key
+            ):
+                suspects.append(key)
+        survivors, left = self._survivors()
+        if any(owner.storages for owner in ended) or self._watched.births.froze_until_last_look:
+            suspects.append("tensors")
+        # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
+        self._tensors_left = _weakly(left)
+        self._knows_all = len(self._tensors_left) == len(left)
+        if left:
+            suspects.append("tensors")
+        self._watched.caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        if self._watched.caches.suspects(survivors):
+            suspects.append("lru-cache")
+        return suspects
+
+    def slack(self, key: str, tolerance: int) -> int:
+        """Return the bytes by which a level may rise before it deserves a full reading."""
+        if key == "host-memory":
+            return max(tolerance, HOST_MEMORY_TOLERANCE)
+        if key.startswith("driver ") and not self._watched.device_memory.lists_allocations(key.partition(" ")[2]):
+            return max(tolerance, DRIVER_TOLERANCE)
+        if key.startswith(MEMORY_POOL):
+            return max(tolerance, UNLISTED_TOLERANCE)
+        return 0
+
+    def _is_worth(self, key: str) -> bool:
+        """Return whether a level's growth deserves a full reading: torch keeps free segments, which is no leak."""
+        return not key.startswith("reserved ") or self._watched.device_memory.has_new_empty_pools(key.partition(" ")[2])
+
+
+def _weakly(items: Iterable[object]) -> list[weakref.ref[Any]]:
+    """Return weak references to those objects that can have one."""
+    found = []
+    for item in items:
+        with contextlib.suppress(TypeError):
+            found.append(weakref.ref(item))
+    return found
+
+
+def wait_for_return(
+    watched: Watched, ended: Sequence[Owner], *, slack: Callable[[str], int], let_go: Callable[[], None]
+) -> None:
+    """Wait while something of a test's or of the ended owners' is missing, as long as anything of that moves.
+
+    What appears only later is waited for, too, but moves nothing: a thread may make something all the time.
+
+    Args:
+        watched: what is followed; its policy says after how long without any movement waiting ends.
+        ended: the owners that are judged with the test.
+        slack: by a level's key, the bytes by which it may have risen.
+        let_go: lets go of what the test runner holds.
+    """
+    ownership, settle = watched.ownership, watched.policy.settle
+
+    def missing(now: Counters) -> set[tuple[str, str | int]]:
+        _reap_children()
+        let_go()
+        items = {
+            (key, name)
+            for subject in (None, *ended)
+            for key in _WAITED_FOR
+            for name in ownership.new_items(key, now, subject, ended)
+        }
+        shares = {key: ownership.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
+        return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
+
+    start = watched.read()
+    first = missing(start)
+
+    def moves(now: Counters) -> set[tuple[str, str | int]]:
+        return {(key, thing) for key, thing in missing(now) if type(thing) is int or (key, thing) in first}
+
+    climb(
+        watched.read,
+        lambda now: not missing(now),
+        still_waiting=lambda now: bool(missing(now)),
+        moved=lambda then, now: moves(then) != moves(now),
+        policy=SettlePolicy(stability=settle, limit=max(LONGEST_WAIT, settle)),
+        rungs=(Rung.SETTLE,),
+        climbed=[LadderStep(Rung.RAW, start, 0.0)],
+    )
+
+
+def _reap_children() -> None:
+    """Have multiprocessing and subprocess take note of children that have ended and that nobody has waited for."""
+    if "multiprocessing.process" in sys.modules:
+        multiprocessing.active_children()
+    if "subprocess" in sys.modules:
+        subprocess._cleanup()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One test: its name, and whether what it keeps counts."""
+
+    name: str
+    counts: bool
+
+
+class SmallRetention:
+    """The level of host memory that nothing explains, from test to test.
+
+    What libraries take once is of many sizes and ends. So only tests that keep at least 8 MiB count, three of them at
+    least, and each with no more than the usual amount.
+    """
+
+    def __init__(self) -> None:
+        self._levels = [0]
+        self._turns: list[_Turn] = []
+
+    def fell(self, size: int) -> None:
+        """What earlier tests had kept was given back between two tests, in bytes."""
+        self._levels[-1] -= size
+
+    def add(self, name: str, share: int, *, counts: bool = True) -> None:
+        """A test is over.
+
+        Args:
+            name: its name.
+            share: by how many bytes it raised what nothing else explains.
+            counts: whether it is judged.
+        """
+        self._levels.append(self._levels[-1] + share)
+        self._turns.append(_Turn(name, counts))
+
+    def is_too_much(self, tolerance: int) -> bool:
+        """Whether the last test kept something, and all tests together have kept more than the tolerance, in bytes."""
+        if not self._turns or self._levels[-1] - self._levels[-2] < LEAST_KEPT:
+            return False
+        if self._levels[-1] - min(self._levels) <= tolerance:
+            return False
+        steps, allowed = self._steps()
+        return len(adding_turns(steps, allowed)) >= FEWEST_TURNS and repeated(steps, allowed) > tolerance
+
+    def _steps(self) -> tuple[list[int], list[int]]:
+        return kept_steps(self._levels), [LEAST_KEPT - 1 if turn.counts else ANYTHING for turn in self._turns]
+
+    def finding(self, stage: str) -> Finding:
+        """What tests have kept, the last one included; it is reported once.
+
+        Args:
+            stage: to which it is attributed.
+        """
+        steps, allowed = self._steps()
+        turns = adding_turns(steps, allowed)
+        total = sum(steps[turn - 1] for turn in turns)
+        module = self._turns[-1].name.partition("::")[0]
+        names = _last_of([self._turns[turn - 1].name for turn in turns])
+        size = rate([steps[turn - 1] for turn in turns], [0] * len(turns), format_bytes)
+        self._levels, self._turns = [self._levels[-1]], []
+        return Finding(
+            resource="host-memory",
+            cause="unknown",
+            bytes=total,
+            count=len(turns),
+            device="",
+            stage=stage,
+            message=f"{format_bytes(total)} of host-memory did not come back over the session, {size}: {names}",
+            fingerprint=fingerprint(
+                resource="host-memory", device="", stage=stage, suspects=("session",), module=module
+            ),
+            trend="growth",
+        )
+
+
+def _last_of(names: Sequence[str]) -> str:
+    shown = ", ".join(names[-_SHOWN_TESTS:])
+    return f"{len(names) - _SHOWN_TESTS} before and {shown}" if len(names) > _SHOWN_TESTS else shown
+
+
+class KeptHostMemory:
+    """Sums up what the tests of one watch keep of host memory.
+
+    Args:
+        watched: what is followed.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+        self._kept = SmallRetention()
+        self._level_at_end: int | None = None
+        self._subject = ""
+        self._is_judged = True
+
+    def begin(self, subject: str, now: Counters, *, judged: bool) -> None:
+        """Note the level at which a test begins.
+
+        Args:
+            subject: its name; empty where what it keeps does not add up with what others do.
+            now: the counters.
+            judged: whether what it leaves counts.
+        """
+        self._subject = subject
+        self._is_judged = judged
+        if self._level_at_end is not None:
+            self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
+
+    def share(self, now: Counters, ended: Sequence[Owner]) -> int | None:
+        """Return the bytes by which the test itself has raised the level; None where that is not known."""
+        return self._watched.ownership.shares("host-memory", now, ended)[id(None)]
+
+    def read_trimmed(self, ended: Sequence[Owner]) -> Counters:
+        """Return the counters; where host memory has moved, without what is free in the heap.
+
+        What a verdict itself leaves free goes back, too. So baselines and verdicts are read alike, and what one test
+        left free cannot hide what the next one keeps.
+        """
+        now = self._watched.read()
+        share = self.share(now, ended)
+        if share is None or abs(share) < LEAST_KEPT:
+            return now
+        trim_heap()
+        return self._watched.read()
+
+    def kept(self, share: int | None, now: Counters, *, final: bool) -> tuple[Finding, ...]:
+        """Return the finding about all tests together, if with this one they have kept too much.
+
+        Args:
+            share: bytes that this test kept; None where that is not known.
+            now: the counters.
+            final: whether the test is over.
+        """
+        if not final:
+            return ()
+        self._level_at_end = now.amounts["host-memory"]
+        if not self._subject:
+            return ()
+        self._kept.add(self._subject, share or 0, counts=self._is_judged)
+        tolerance = max(self._watched.policy.tolerance, host_memory_tolerance(devices_of(now)))
+        if not self._is_judged or not self._kept.is_too_much(tolerance):
+            return ()
+        # A clean test is not collected for: what it left may be garbage.
+        gc.collect()
+        trim_heap()
+        self._level_at_end = anonymous_bytes()
+        self._kept.fell(max((now.amounts["host-memory"] or 0) - self._level_at_end, 0))
+        if not self._kept.is_too_much(tolerance):
+            return ()
+        return (self._kept.finding(self._watched.ownership.since("host-memory", ())),)
