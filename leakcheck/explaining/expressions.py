@@ -421,6 +421,9 @@ def ending_of(cls: type | None) -> str:
             names.setdefault(name, value)
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
     endings = ("close", *_NAMES) if "fileno" in names else _NAMES
+    if "close" in names and "unlink" in names:
+        # Shared memory that is closed keeps its name in /dev/shm, and its pages with that.
+        endings = ("unlink", *endings)
     name = next((ending for ending in endings if names.get(ending) is not None), "")
     return f"{_call(name, names[name])}" if name else ""
 

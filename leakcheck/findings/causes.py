@@ -36,7 +36,7 @@ from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import first_of
-from lowtide.reports.statement import noted
+from lowtide.reports.statement import noted, restated
 
 _CAPTURE = re.compile(r"(?:^|[\\/])torch[\\/]cuda[\\/]graphs\.py$")
 _BEGINS = ("capture_begin", "CUDAGraph.capture_begin")
@@ -226,7 +226,7 @@ _EXPLAINED = 0.9
 _MOST_HOLDERS = 8
 """Holders of the things of one resource, beyond which these are one finding without a holder."""
 
-_MADE = {"processes": "started", "file-descriptors": "made", "temporary-files": "bound"}
+_MADE = {"processes": "started", "file-descriptors": "made", "temporary-files": "bound", "shared-memory": "made"}
 """The resources, besides threads, whose makers are noted, and what these do."""
 
 _SHOWN_PLACES = 3
@@ -269,7 +269,8 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
             if cause is not None and len(apart) > 1:
                 # What a pool's threads do is one of its parts.
                 apart = [part]
-            drafts += [_with_places(each, context) if isinstance(each, ItemLeak) else each for each in apart]
+            held = cause is not None and bool(cause.holder)
+            drafts += [_with_places(each, context, held=held) if isinstance(each, ItemLeak) else each for each in apart]
             causes += [cause] * len(apart)
     causes = _with_edges(drafts, _with_changes(drafts, _with_losses(drafts, causes)))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
@@ -366,8 +367,8 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
     if leak.key == "threads":
         told = [with_work(leak, work).finding for work in works(leak.names, context)]
         return told[0] if len(told) == 1 else leak.finding
-    finding = _with_places(leak, context).finding
     causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
+    finding = _with_places(leak, context, held=bool(causes)).finding
     ways = {cause.holder: cause for cause in causes.values()}
     if not ways:
         return finding
@@ -416,10 +417,16 @@ def _apart(draft: Leak, context: Context) -> list[Leak]:
     return [draft]
 
 
-def _with_places(draft: ItemLeak, context: Context) -> ItemLeak:
-    """Return a finding about things that the program's code was seen to make with where it did."""
+def _with_places(draft: ItemLeak, context: Context, *, held: bool = False) -> ItemLeak:
+    """Return a finding about things that the program's code was seen to make with where it did.
+
+    What a resource advises is for things that nobody is seen to hold.
+    """
     if draft.key not in _MADE:
         return draft
+    resource = resource_of(draft.key)
+    if held and resource is not None and draft.finding.advice == resource.advice([*draft.names]):
+        draft = replace(draft, finding=restated(draft.finding, {"advice": None}))
     places = dict.fromkeys(filter(None, (context.made_at(draft.key, name) for name in sorted(draft.names))))
     if not places:
         return draft

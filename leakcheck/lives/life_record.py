@@ -6,6 +6,7 @@ From the first life to the last that is children, files, descriptors and imports
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,8 +288,8 @@ class LifeProbes:
         self.left_running: set[int] = set()
         self.tree = ProcessTree()
         self.agents = Agents()
-        self._segments = OwnSegments()
         self.makers = Makers()
+        self._segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
         self._orphaned_files = OrphanedFiles(self.tree, self._segments, self.makers, self.agents.began)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
         self._events = ProcessEvents(self.unseen.look, self._orphaned_files.note_ended)

@@ -33,6 +33,12 @@ class SharedMemory(Resource):
         """Return the name if somebody gave it; else what its maker puts before a number."""
         return name_of_segment(name)
 
+    def advice(self, names: Collection[str]) -> str:
+        """Return how to remove those that nobody holds: the file stays when its maker ends."""
+        first = f"os.unlink({f'/dev/shm/{min(names)}'!r})"
+        others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        return f"call unlink() of it where its maker is done with it; now {first}{others}"
+
 
 def name_of_segment(item: str) -> Name:
     """Return what names an entry of /dev/shm for ever."""

@@ -21,6 +21,7 @@ import tempfile as tempfile_module
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from lowtide.leakcheck.resources.child_processes import ChildProcesses
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat
@@ -36,12 +37,16 @@ class OwnSegments:
 
     It calls `_posixshmem.shm_open` for it, which is stood in for meanwhile.
 
+    Args:
+        made: called with each name, by the code that makes it.
+
     Attributes:
         names: as /dev/shm lists them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[str], object] = str) -> None:
         self.names: set[str] = set()
+        self._made = made
         self._module: Any = None
         self._original: Callable[..., int] | None = None
 
@@ -54,13 +59,17 @@ class OwnSegments:
         except ImportError:  # not this platform
             return
         original = self._module.shm_open
-        names = self.names
+        names, made = self.names, self._made
 
         @passing_for(original, self._module, "shm_open")
         def shm_open(path: str, flags: int, mode: int = 0o777) -> int:
             opened: int = original(path, flags, mode=mode)
             if flags & os.O_CREAT:
-                names.add(path.lstrip("/"))
+                name = path.lstrip("/")
+                names.add(name)
+                # Whatever goes wrong here, the program has its segment.
+                with contextlib.suppress(Exception):
+                    made(name)
             return opened
 
         self._original, self._module.shm_open = original, shm_open
@@ -165,6 +174,7 @@ class OrphanedFiles:
         self._neighbours.mark()
         with contextlib.suppress(OSError):
             self._segments_before = frozenset(os.listdir("/dev/shm"))
+            self._makers.forget_made("shared-memory", self._segments_before)
         with contextlib.suppress(OSError):
             # The folder changes with each entry, so that most tests find it as the last one did.
             changed = os.stat(temporary_folder()).st_mtime_ns
@@ -176,7 +186,8 @@ class OrphanedFiles:
 
         One of them may end by itself.
         """
-        self._seen |= mapped_shared_memory(self._tree.descendants())
+        for pid in self._tree.descendants():
+            self._seen |= self._note_segments(pid)
         self.note_ended()
 
     def note_ended(self) -> None:
@@ -326,13 +337,31 @@ class OrphanedFiles:
             process = process_stat(pid)
             if process is not None:
                 self._lifetimes.setdefault(pid, (began_at(process), now))
-        self._segments.names.update(mapped_shared_memory(victims))
+        for pid in victims:
+            self._segments.names |= self._note_segments(pid)
         folder = f"{temporary_folder()}/"
         mine = _opened(os.getpid(), folder)
         for pid in victims:
             paths = (_opened(pid, folder) | _listening(pid, folder)) - mine
             names = {path.removeprefix(folder).partition("/")[0] for path in paths}
+            for path in paths:
+                self._note_maker("temporary-files", path, pid)
             self._files |= {name for name in names - self._before if not name.startswith(_BASE_OF_PYTEST)}
+
+    def _note_segments(self, pid: int) -> set[str]:
+        """Note that a process made what it alone was seen to have in /dev/shm; return all that it has."""
+        names = mapped_shared_memory([pid])
+        for name in names - self._segments_before:
+            self._note_maker("shared-memory", name, pid)
+        return names
+
+    def _note_maker(self, key: str, name: str, pid: int) -> None:
+        """Note that a process has something that this one did not make, unless another one was seen to have it."""
+        if self._makers.place_of(key, name):
+            return
+        started = self._makers.place_of("processes", str(pid))
+        place = f"process {ChildProcesses().describe(str(pid))}"
+        self._makers.note_made(key, name, f"{place}, started in {started}" if started else place)
 
 
 class _MadeUpNames:

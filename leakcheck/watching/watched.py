@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -120,9 +121,9 @@ class Watched:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._segments = OwnSegments()
         self._driver: Driver | None = None
         self.makers = Makers()
+        self._segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
         self.environment = EnvironmentSetters()
         self.tree = ProcessTree(self.makers.processes)
         self.others = OtherProcesses(

@@ -79,6 +79,8 @@ class Makers:
         self._descriptors: dict[int, Maker] = {}
         # By path, with the socket's descriptor; -1 where that is unknown.
         self._bound: dict[str, tuple[int, Maker]] = {}
+        # By resource and name, what is made by others than the functions that are stood in for.
+        self._told: dict[tuple[str, str], Maker] = {}
         self._replaced: list[tuple[Any, str, Callable[..., Any] | None, Callable[..., Any]]] = []
         self._is_started = self._sees_zmq = False
 
@@ -147,6 +149,25 @@ class Makers:
             if number < 0 or _identity(number) != maker.identity
         }
 
+    def note_made(self, key: str, name: str, place: str = "") -> None:
+        """Note who made a thing: the code that calls, where no place is given.
+
+        Args:
+            key: its resource, as for `of_item`.
+            name: its name there.
+            place: as `Maker.place`, of what another process has made.
+        """
+        if place:
+            self._told[key, name] = Maker((), place=place)
+            return
+        modules, made = _made_by(sys._getframe(2))
+        self._told[key, name] = Maker(modules, (0, 0), made, *self._thread())
+
+    def forget_made(self, key: str, there: Collection[str]) -> None:
+        """Forget who made the things of a resource that are not there any more."""
+        for told in [told for told in self._told if told[0] == key and told[1] not in there]:
+            del self._told[told]
+
     def forget_file(self, path: str) -> None:
         """Forget that a socket was bound to a file, which is gone."""
         self._bound.pop(path, None)
@@ -173,8 +194,10 @@ class Makers:
         if key == "processes":
             pid = name.partition(" ")[0]
             return (self.of_process(int(pid)) or self._forked(int(pid))) if pid.isdigit() else None
-        if key == "temporary-files":
-            return self._bound.get(name, (0, None))[1]
+        if key == "temporary-files" and name in self._bound:
+            return self._bound[name][1]
+        if (key, name) in self._told:
+            return self._told[key, name]
         number, _, target = name.partition(" -> ")
         if key != "file-descriptors" or not number.isdigit():
             return None

@@ -22,10 +22,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 
 import pytest
 
+# Else that of a child starts one for itself, which removes what is left when the child has ended.
+resource_tracker.ensure_running()
 FORK = multiprocessing.get_context("fork")
 LEFT = []
 PAIRS = {"segments": [], "processes": []}
@@ -159,6 +161,35 @@ def test_segments(is_kept):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
+def test_closed_segment(is_kept):
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    segment.close()
+    if not is_kept:
+        segment.unlink()
+
+
+def _hold_segment(connection, is_kept):
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    if not is_kept:
+        segment.unlink()
+    connection.send(segment.name)
+    connection.recv()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_segment_of_a_child(is_kept):
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.Process(target=_hold_segment, args=(theirs, is_kept), name="Core")
+    child.start()
+    ours.recv()
+    child.kill()
+    child.join()
+    child.close()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
 def test_processes(is_kept):
     two = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
     if is_kept:
@@ -243,8 +274,13 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
-        ("test_at_exit[True]", "shared-memory", "atexit.register(", "close(); atexit.register("),
-        ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call close() of each"),
+        ("test_at_exit[True]", "shared-memory", "atexit.register(", "unlink(); atexit.register("),
+        ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call unlink() of each"),
+        ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "; made in test_segments"),
+        ("test_closed_segment[True]", "shared-memory", "psm_", "; made in test_closed_segment, test_inner.py:"),
+        ("test_closed_segment[True]", "shared-memory", "psm_", "now os.unlink('/dev/shm/psm_"),
+        ("test_segment_of_a_child[True]", "shared-memory", "psm_", "; made in process "),
+        ("test_segment_of_a_child[True]", "shared-memory", "psm_", " (Core), started in test_segment_of_a_child, "),
         (
             "test_socket_file[True]",
             "temporary-files",
@@ -282,6 +318,8 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
                 "reserved",
                 "at_exit",
                 "segments",
+                "closed_segment",
+                "segment_of_a_child",
                 "processes",
                 "process_of_a_class",
                 "daemon",
