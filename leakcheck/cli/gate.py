@@ -60,11 +60,10 @@ def gate(
         refuse(f"--days {days} is not possible: use 1 or more")
     if (reason or owner) and not update:
         refuse("--reason and --owner belong to --update: add it, or leave them out")
-    from lowtide.leakcheck.gate.cells import count_cards
+    from lowtide.leakcheck.gate.cells import RayCluster, count_cards
     from lowtide.leakcheck.gate.gate import Gate, earlier_findings
     from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsError
     from lowtide.leakcheck.gate.matrix import GateError, Shard, cells_of, load_settings
-    from lowtide.leakcheck.gate.ray_cells import RayCluster
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.reports.schema import ReportError, exit_code
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lowtide
-from lowtide.leakcheck.gate.cells import CellResult, exclusive, not_run, run_cell
+from lowtide.leakcheck.gate.cells import CellResult, RayCluster, exclusive, not_run, run_cell
 from lowtide.leakcheck.gate.known_findings import KnownFindings
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE, Cell, GateError
-from lowtide.leakcheck.gate.ray_cells import RayCluster
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.reports.folder import write_folder
 from lowtide.reports.schema import Machine, Report, ReportError, Subject, read

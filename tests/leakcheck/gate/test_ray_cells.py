@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.leakcheck.gate.cells import RayCluster
 from lowtide.leakcheck.gate.gate import Gate
 from lowtide.leakcheck.gate.matrix import GateError
-from lowtide.leakcheck.gate.ray_cells import RayCluster
 from lowtide.reports.schema import exit_code
 from tests.leakcheck.gate.test_gate import MACHINE, by_id, cell, is_running
 
