@@ -10,20 +10,17 @@ import typer
 
 import lowtide
 from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
-from lowtide.leakcheck.cli.check import check
 from lowtide.leakcheck.cli.console import INTERRUPTED, colors_are_off, guard_standard_output, report_own_error, say
 from lowtide.leakcheck.cli.defects import defects
-from lowtide.leakcheck.cli.diff import diff
 from lowtide.leakcheck.cli.execute import execute
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.init import init
-from lowtide.leakcheck.cli.pages import open_page, report
 from lowtide.leakcheck.cli.ps import ps
-from lowtide.leakcheck.cli.run import run
+from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
+from lowtide.leakcheck.cli.run import check, run
 from lowtide.leakcheck.cli.snapshot import snapshot
-from lowtide.leakcheck.cli.suppress import suppress
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.processes.process_exit import end
 

@@ -23,8 +23,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import find_console, refuse, write
-from lowtide.leakcheck.cli.judged_lives import load_suppressions
-from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
+from lowtide.leakcheck.cli.reporting import (
+    KnownLeaks,
+    ReportFolder,
+    begin_report,
+    check_writable,
+    ended_with,
+    load_suppressions,
+    make_report,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -47,14 +55,12 @@ def execute(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The program and its arguments.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
+    report: ReportFolder = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print the report as JSON (lowtide-report/1); the command's own output: stderr."),
     ] = False,
-    suppressions: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
-    ] = None,
+    suppressions: KnownLeaks = None,
     settle: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long its processes and the driver have to let go at the end.")
     ] = 5.0,

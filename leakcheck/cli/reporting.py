@@ -1,4 +1,4 @@
-"""The report of a command: its folder is checked before anything runs, its head is the same for all."""
+"""The report of a command: its folder and suppressions are checked before anything runs; its head, the same for all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +20,16 @@ import lowtide
 from lowtide.leakcheck.cli.console import refuse, say, write
 
 if TYPE_CHECKING:
+    from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
     from lowtide.reports.folder import UnfinishedReport
     from lowtide.reports.schema import Report, Subject
+
+
+ReportFolder = Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")]
+KnownLeaks = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
+]
 
 
 def check_writable(folder: Path) -> None:
@@ -33,6 +40,18 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         refuse(f"--report {folder} cannot be written to ({error.strerror}): choose another folder")
+
+
+def load_suppressions(path: Path | None) -> Suppressions:
+    """Read the user's entries, then the shipped ones."""
+    from lowtide.leakcheck.suppressions.entries import Suppressions, load, shipped
+    from lowtide.leakcheck.suppressions.toml import SuppressionError
+
+    try:
+        own = load(path).entries if path is not None else ()
+    except SuppressionError as error:
+        refuse(f"--suppressions {error}")
+    return Suppressions((*own, *shipped().entries))
 
 
 def show_on_github(report: Report) -> None:

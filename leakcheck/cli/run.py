@@ -1,26 +1,58 @@
-"""`lowtide run`: the reference engine's life."""
+"""`lowtide run` and `lowtide check`: whole lives are run, judged against suppressions, and reported.
+
+While they run they are drawn on a terminal, from the readings that their judge takes anyway; who watches the folder of
+a report is told the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import datetime
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cached_cell_len
+from rich.console import Console
+from rich.live import Live
 
-from lowtide.leakcheck.cli.console import Wide, interruptible, refuse
-from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
-from lowtide.leakcheck.cli.reporting import check_writable
-from lowtide.leakcheck.targets.target import Device, device_name
+from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, find_console, interruptible, refuse
+from lowtide.leakcheck.cli.reporting import (
+    KnownLeaks,
+    ReportFolder,
+    begin_report,
+    check_writable,
+    ended_with,
+    load_suppressions,
+    make_report,
+    write_report,
+)
+from lowtide.leakcheck.targets.target import Device, TargetError, device_name, load_factory
+from lowtide.reports.terminal.running_life import RunningLife
 
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig
     from lowtide.engine.defects import Defect
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
     from lowtide.leakcheck.lives.script import Event
+    from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
     from lowtide.probes.device.driver import Driver
+    from lowtide.reports.schema import Report
+
+_Cycles = Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")]
+_Tenant = Annotated[
+    bool, typer.Option("--tenant", help="While it sleeps, a second process takes what it freed on the card.")
+]
+_Calibration = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
+]
 
 
 class Preset(str, Enum):
@@ -37,7 +69,7 @@ def run(
     ),
     preset: Annotated[Preset | None, typer.Option(help="A random model of this size [default: tiny].")] = None,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint folder instead of a preset.")] = None,
-    cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
+    cycles: _Cycles = 2,
     seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks that have a part of the model each, in a process of its own each.")
@@ -49,17 +81,10 @@ def run(
     twin: Annotated[
         bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
-    suppressions: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
-    ] = None,
-    tenant: Annotated[
-        bool, typer.Option("--tenant", help="While it sleeps, a second process takes what it freed on the card.")
-    ] = False,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
-    ] = None,
+    report: ReportFolder = None,
+    suppressions: KnownLeaks = None,
+    tenant: _Tenant = False,
+    calibration: _Calibration = None,
     wide: Wide = False,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
@@ -132,3 +157,194 @@ def _configure(settings: Mapping[str, Any], defect: Defect | None, *, twin: bool
         config = defect.configure(config, twin=twin)
     LLMEngine(config).check()
     return config, load_model_config(config).vocab_size
+
+
+def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
+    """Read the tolerances of a life on a device from a calibration's report folder; {} without one."""
+    from lowtide.leakcheck.gate.calibration import CalibrationError, read_tolerances
+
+    try:
+        return {} if calibration is None else read_tolerances(calibration, device)
+    except CalibrationError as error:
+        refuse(f"--calibration {error}")
+
+
+def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
+    """Return what keeps torch's snapshots of stages that leave something; None without a report."""
+    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
+
+    if report is None:
+        return None
+    snapshots = AllocatorSnapshots(report)
+    snapshots.remove_old()
+    return snapshots
+
+
+def live(
+    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun],
+    report: Path | None,
+    suppressions: Suppressions,
+    *,
+    wide: bool,
+) -> int:
+    """Live all lives, on a terminal in view of its user, and show and write the verdict.
+
+    Args:
+        make_run: makes the run, for a driver's figures and with whom hears of its stages.
+        report: folder of the report; None for none.
+        suppressions: the leaks that may stay.
+        wide: whether all columns of the tables are shown.
+
+    Returns:
+        The command's exit code.
+    """
+    from lowtide.leakcheck.suppressions.entries import problems
+    from lowtide.probes.device.driver import find_driver
+    from lowtide.reports import schema
+    from lowtide.reports.hanging_text import HangingText
+    from lowtide.reports.terminal import render
+
+    console = find_console()
+    # Until the report is there: who watches the folder goes on to that.
+    with ExitStack() as watched, ExitStack() as stack:
+        driver = find_driver()
+        stack.callback(driver.close)
+        listeners = [stack.enter_context(shown_live(console))]
+        if report is not None:
+            listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
+        life = make_run(driver, partial(_tell, listeners))
+        today = datetime.date.today()
+        unfinished = stack.enter_context(begin_report(report, driver, "cycle"))
+        if unfinished is not None:
+            life.keep = lambda so_far: unfinished.add([suppressions.judge(so_far, today)[0]], goes_on=True)
+        subject, used = suppressions.judge(life.run(), today)
+        written = make_report(subject, driver)
+        stack.close()
+        # Written before it is shown: a pipe that breaks must not cost the report.
+        where, unwritten = write_report(written, report)
+    console.print(render(written, *(() if where is None else (f"report: {where}",)), wide=wide))
+    # A run that ended early may not have come to what an entry is for.
+    wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
+    for problem in wrong:
+        console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
+    code = INTERRUPTED if life.interrupted else schema.exit_code(written) or (1 if wrong else 0)
+    return ended_with(code, unwritten)
+
+
+def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:
+    for hear in listeners:
+        hear(event)
+
+
+@contextmanager
+def broadcast_live(folder: Path, make_report: Callable[[], Report]) -> Iterator[Callable[[Event], None]]:
+    """Yield a listener for lives, which writes each event into a folder while somebody watches there.
+
+    Args:
+        folder: of the report.
+        make_report: makes what the report will have, without subjects.
+    """
+    from lowtide.reports.live.broadcast import Broadcast
+
+    broadcast = Broadcast(folder, make_report)
+    try:
+        yield lambda event: broadcast.stage_begins(event.text, event.latest_stages)
+    finally:
+        broadcast.close()
+
+
+@contextmanager
+def shown_live(console: Console) -> Iterator[Callable[[Event], None]]:
+    """Yield a listener for lives, which draws each event on a terminal that can be drawn on, else does nothing.
+
+    What it has drawn is gone when the block ends.
+    """
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda event: None
+        return
+    # No thread draws: the lives' own threads are counted. What the engine prints goes above the drawing; what goes to
+    # a file stays with that.
+    live = Live(
+        RunningLife("starting"),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+    )
+    try:
+        # In here, since Ctrl-C may come when the cursor is hidden already.
+        with suppress(OSError):
+            live.start(refresh=True)
+        yield DrawnLife(live).show
+    finally:
+        with suppress(OSError):
+            live.stop()
+
+
+class DrawnLife:
+    """Keeps the sizes of the readings so far, as whole numbers alone, and draws them.
+
+    Args:
+        live: draws when it is told to.
+    """
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._sizes: dict[str, list[int]] = {}
+        self._readings = 0
+
+    def show(self, event: Event) -> None:
+        """Draw what starts now, with the reading before it; a terminal that is gone is no error of the life's."""
+        for name in event.sizes:
+            self._sizes.setdefault(name, [0] * self._readings)
+        for name, sizes in self._sizes.items():
+            sizes.append(event.sizes.get(name, 0))
+        self._readings += 1
+        since = time.strftime("%H:%M:%S")
+        drawing = RunningLife(event.text, event.done, event.total, since, self._sizes)
+        with suppress(OSError):
+            self._live.update(drawing, refresh=True)
+        # It would keep each text that was drawn, and be among the objects of which there are more after each life.
+        cached_cell_len.cache_clear()
+
+
+def check(
+    target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="What makes your engine's target.")],
+    cycles: _Cycles = 2,
+    report: ReportFolder = None,
+    suppressions: KnownLeaks = None,
+    tenant: _Tenant = False,
+    calibration: _Calibration = None,
+    wide: Wide = False,
+) -> None:
+    """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
+
+    Exit codes: as those of `run`.
+    """
+    if cycles < 1:
+        refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    known = load_suppressions(suppressions)
+    if report is not None:
+        check_writable(report)
+    with interruptible("interrupted before there was anything to report"):
+        from lowtide.leakcheck.lives.target_life import check_run
+
+        try:
+            factory = load_factory(target)
+
+            def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+                return check_run(
+                    f"check[{target}]",
+                    factory,
+                    driver=driver,
+                    cycles=cycles,
+                    listener=show,
+                    tenant=tenant,
+                    tolerances_on=partial(load_tolerances, calibration),
+                    snapshots=snapshots_in(report),
+                )
+
+            code = live(make_run, report, known, wide=wide)
+        except TargetError as error:
+            refuse(str(error))
+    raise typer.Exit(code)

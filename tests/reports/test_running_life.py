@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowtide.leakcheck.cli import judged_lives
+from lowtide.leakcheck.cli import run as lives
 from lowtide.leakcheck.cli.console import find_console
-from lowtide.leakcheck.cli.judged_lives import shown_live
+from lowtide.leakcheck.cli.run import shown_live
 from lowtide.leakcheck.lives.script import SCRIPT, Event
 from lowtide.reports import schema
 from lowtide.reports.terminal.running_life import RunningLife
@@ -35,7 +35,7 @@ SIZES = {
 
 DRAW = """
 from lowtide.leakcheck.cli.console import find_console
-from lowtide.leakcheck.cli.judged_lives import shown_live
+from lowtide.leakcheck.cli.run import shown_live
 from lowtide.leakcheck.lives.script import Event
 console = find_console()
 with shown_live(console) as show:
@@ -192,7 +192,7 @@ def test_a_dumb_terminal_is_sent_plain_text_alone() -> None:
 @pytest.mark.parametrize(("is_terminal", "kind"), [(False, "xterm"), (True, "dumb")])
 def test_what_cannot_be_drawn_on_is_left_alone(is_terminal: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # It would stand in for the streams that the engine writes to.
-    monkeypatch.setattr(judged_lives, "Live", None)
+    monkeypatch.setattr(lives, "Live", None)
     file = io.StringIO()
     with shown_live(Console(file=file, force_terminal=is_terminal, _environ={"TERM": kind})) as show:
         show(Event(1, 1, "create", 0, 2, {"RSS": MIB}))

@@ -1,4 +1,4 @@
-"""`lowtide report` and `lowtide open`: a report's pages, made again or shown."""
+"""The commands on a report that there is: it is shown (`report`, `open`), compared (`diff`), excused (`suppress`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import signal
 import sys
 import threading
 import webbrowser
+from collections.abc import Iterator
 from contextlib import nullcontext
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import Wide, find_console, refuse, say
+from lowtide.leakcheck.cli.console import Wide, find_console, refuse, say, write
 from lowtide.leakcheck.cli.reporting import ended_with, write_report
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.suppressions.toml import Added
+
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")]
 
@@ -107,3 +113,79 @@ def _serve(folder: Path, port: int) -> None:
         say("lowtide: the page is served no longer", err=True)
     finally:
         server.close()
+
+
+class As(str, Enum):
+    """How a comparison is written."""
+
+    text = "text"
+    markdown = "markdown"
+    html = "html"
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="The folder of the earlier report.")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="The folder of the later one.")],
+    output: Annotated[
+        As, typer.Option("--format", help="How it is printed; a page goes into a file with `>`.")
+    ] = As.text,
+) -> None:
+    """Compare two reports, finding by finding; the same fingerprint is the same leak.
+
+    Exit codes: 0 no worse, 1 a leak is new or has grown and no suppression knows it, 2 bad input, or a subject that
+    leaked before was not judged since.
+    """
+    from lowtide.reports import schema
+    from lowtide.reports.comparison.changes import compare_reports
+    from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, render_for_terminal
+
+    try:
+        changes = compare_reports(schema.read(before), schema.read(after))
+    except schema.ReportError as error:
+        refuse(str(error))
+    if output is As.text:
+        find_console().print(render_for_terminal(changes))
+    elif output is As.markdown:
+        write(render_as_markdown(changes).encode())
+    else:
+        # As bytes: the page says that it is UTF-8, whatever the locale is.
+        write(f"{render_as_page(changes, str(before), str(after))}\n".encode())
+    if any(change.fails for change in changes):
+        raise typer.Exit(1)
+    if any(change.kind == "not judged" for change in changes):
+        raise typer.Exit(2)
+
+
+def suppress(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")],
+    file: Annotated[Path, typer.Option(help="Where to: a file of suppressions, or a pyproject.toml.")] = (
+        Path("lowtide.toml")
+    ),
+) -> None:
+    """Write an entry for each leak of a report into a file of suppressions; why it may stay is left to you to say.
+
+    Exit codes: 0 written, or nothing to write; 2 bad input, and the file is as it was.
+    """
+    from lowtide.leakcheck.suppressions.toml import SuppressionError, append_entries
+    from lowtide.reports import schema
+
+    try:
+        subjects = schema.read(folder).subjects
+        added = append_entries(file, [finding for subject in subjects for finding in subject.findings])
+    except (schema.ReportError, SuppressionError) as error:
+        refuse(str(error))
+    for line in _lines(added, folder, file):
+        say(line)
+
+
+def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:
+    """Yield what to say of what was written."""
+    already = f"{added.known} leak(s) have an entry in {file} already" if added.known else ""
+    if not added.entries:
+        yield f"nothing to write: {already or f'{folder} has no leak that is not suppressed'}"
+        return
+    for line, finding in added.entries:
+        what = f"{finding.resource}/{finding.cause}: {finding.message}"
+        yield f"{file}:{line}: {finding.fingerprint} {what}"
+    yield f"{len(added.entries)} written to {file}" + (f"; {already}" if already else "")
+    yield f"Now say in the reason of each why it may stay: {file} does not load before."
