@@ -54,8 +54,10 @@ NIGHTLY := $(addprefix tests/package/test_, cli.py colors.py examples.py extras.
 	target_life.py witness.py) \
 	$(addprefix tests/leakcheck/targets/test_, damaged_shards.py transformers_target.py) \
 	tests/leakcheck/watching/test_notebook_cells.py \
-	$(addprefix tests/leakcheck/test_, cached_values.py check.py compiled_values.py engine_processes.py filled_caches.py growing_processes.py \
-	known_ways.py left_in_a_process.py leftovers.py library_items.py owner_growth.py remains.py unseen.py)
+	$(addprefix tests/leakcheck/test_, cached_values.py check.py compiled_values.py engine_processes.py growing_processes.py \
+	known_ways.py left_in_a_process.py leftovers.py owner_growth.py unseen.py) \
+	tests/leakcheck/judging/test_filled_caches.py \
+	$(addprefix tests/leakcheck/resources/test_, files_of_the_dead.py library_items.py)
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS))

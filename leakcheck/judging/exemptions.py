@@ -62,11 +62,6 @@ def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
     return set(names) - left
 
 
-def is_exempt(resource: str, name: str) -> bool:
-    """Whether an item of `resource` is there to stay."""
-    return bool(exempt(resource, (name,)))
-
-
 def _each(applies: Callable[[str], bool]) -> Callable[[Names], Names]:
     """Those names for which a question about one name is answered with yes."""
     return lambda names: {name for name in names if applies(name)}

@@ -233,11 +233,6 @@ class Owner:
         """Those of its roots whose name says who owns them; drop it soon."""
         return ()
 
-    @property
-    def holds_anything(self) -> bool:
-        """Whether anything belongs to it, so that its end is worth a look."""
-        return bool(self.storages or any(self.items.values()) or any(self.growth.values()))
-
     def note_made(self, born: Collection[int]) -> None:
         """Note which classes and functions its setup has made that its roots lead to; those of a module it has not.
 

@@ -13,7 +13,6 @@ AWAITING_A_STREAM = "memory that waits for a stream"
 
 
 _EXACT = Bound()
-_WAITED = Bound(settles=True)
 _SET = Bound(cause="not-restored")
 _NATIVE = "memory that native code holds"
 _UNREADABLE = "tensors of a kind whose memory cannot be read"

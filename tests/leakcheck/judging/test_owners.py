@@ -58,14 +58,14 @@ def test_it_takes_what_appeared() -> None:
     assert owner.items == {"threads": {"a"}, "globals": {"dtype"}}
     assert owner.growth == {"host-memory": 10}
     assert owner.settings == {"dtype": "float64"}
-    assert owner.holds_anything
 
 
 def test_it_takes_nothing_where_nothing_appeared() -> None:
     owner = taken(counters("main"), counters("main"))
     assert owner.items == {}
     assert owner.settings == {}
-    assert not owner.holds_anything
+    assert not owner.storages
+    assert not any(owner.growth.values())
 
 
 def test_it_does_not_take_what_is_another_s() -> None:
