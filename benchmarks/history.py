@@ -108,7 +108,7 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
-IMPORTS = "import sqlalchemy, alembic.command, alembic.config, jinja2, rich.console, ruptures"
+IMPORTS = "import sqlalchemy, jinja2, rich.console, ruptures"
 
 
 def main() -> None:

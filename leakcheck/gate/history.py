@@ -1,6 +1,6 @@
 """The history of reports: their runs, how each subject was judged, and what was left, in a database.
 
-It is a file of SQLite or a server of PostgreSQL, whose tables are brought up to date when it is opened.
+It is a file of SQLite or a server of PostgreSQL, whose tables are made when it is first opened.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import datetime
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -105,11 +104,12 @@ RESIDUES = Table(
 )
 """What was left of a series in a run."""
 
-
-_MIGRATIONS = Path(__file__).with_name("migrations")
+# Named as Alembic's own, which may then bring a history up to date once there are tables of another kind.
+VERSION = Table("alembic_version", METADATA, Column("version_num", String(32), primary_key=True))
+"""Of which kind the tables are: one row."""
 
 NEWEST = "0001"
-"""The revision of the newest migration."""
+"""The only kind of tables that there is."""
 
 _LOCK = 0x6C6F7774
 """Of PostgreSQL's advisory locks, the one that writers of a history take."""
@@ -136,7 +136,7 @@ def open_database(address: str) -> Engine:
     engine = _engine(_url(address))
     try:
         with writing(engine) as connection:
-            _migrate(connection)
+            _make_tables(connection)
     except BaseException:
         engine.dispose()
         raise
@@ -212,22 +212,17 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _migrate(connection: Connection) -> None:
-    if sa.inspect(connection).has_table("alembic_version"):
-        found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalars().all()
-        if found == [NEWEST]:
-            return
-    # Only where there is something to do: it takes as long to load as all the rest of the command.
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
+def _make_tables(connection: Connection) -> None:
+    """Make the tables of a new history.
 
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    try:
-        command.upgrade(config, "head")
-    except CommandError as error:
-        raise HistoryError("the history was written by a newer lowtide: install that version to use it") from error
+    Raises:
+        HistoryError: the history is newer than this lowtide.
+    """
+    if not sa.inspect(connection).has_table(VERSION.name):
+        METADATA.create_all(connection)
+        connection.execute(VERSION.insert().values(version_num=NEWEST))
+    elif connection.scalars(sa.select(VERSION.c.version_num)).all() != [NEWEST]:
+        raise HistoryError("the history was written by a newer lowtide: install that version to use it")
 
 
 @contextmanager

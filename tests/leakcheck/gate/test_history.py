@@ -1,4 +1,4 @@
-"""The history: what is stored is read back as trends, also while others write, and after a migration."""
+"""The history: what is stored is read back as trends, also while others write, and by an earlier lowtide."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 from rich.console import Console
 from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
@@ -29,6 +27,7 @@ from lowtide.leakcheck.gate.history import (
     RESIDUES,
     RUNS,
     SERIES,
+    VERSION,
     HistoryError,
     add_report,
     open_database,
@@ -44,16 +43,16 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A history without a run, which is copied in a tenth of the time that the migrations take."""
+def empty_history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A history without a run, which is copied in a tenth of the time that its tables take."""
     file = tmp_path_factory.mktemp("history") / "history.sqlite"
     open_database(str(file)).dispose()
     return file
 
 
 @pytest.fixture
-def engine(migrated: Path, tmp_path: Path) -> Iterator[Engine]:
-    shutil.copy(migrated, tmp_path / "history.sqlite")
+def engine(empty_history: Path, tmp_path: Path) -> Iterator[Engine]:
+    shutil.copy(empty_history, tmp_path / "history.sqlite")
     opened = open_database(str(tmp_path / "history.sqlite"))
     yield opened
     opened.dispose()
@@ -174,14 +173,32 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     assert found == {"0123456789abcdef": 20, **{f"{writer:016x}": 5 for writer in range(4)}}
 
 
-def test_the_migrations_make_the_tables_that_the_code_uses(engine: Engine) -> None:
-    with engine.connect() as connection:
-        context = MigrationContext.configure(connection)
-        assert (compare_metadata(context, METADATA), context.get_current_revision()) == ([], NEWEST)
+def columns_of(metadata: sa.MetaData) -> dict[str, dict[str, tuple[str, bool, bool]]]:
+    """What each column of each table is: its type, and whether it may be empty and is a part of the key."""
+    return {
+        table.name: {each.name: (str(each.type), bool(each.nullable), each.primary_key) for each in table.columns}
+        for table in metadata.sorted_tables
+    }
 
 
-def test_a_newer_history_is_refused(migrated: Path, tmp_path: Path) -> None:
-    shutil.copy(migrated, tmp_path / "history.sqlite")
+def test_the_tables_of_a_history_are_those_that_the_code_uses_whichever_lowtide_made_them(tmp_path: Path) -> None:
+    earlier = tmp_path / "history.sqlite"
+    with sqlite3.connect(earlier) as connection:
+        connection.executescript(Path(__file__).with_name("first_tables.sql").read_text())
+    connection.close()
+    for file in (earlier, tmp_path / "new.sqlite"):
+        engine = open_database(str(file))
+        add_nights(engine, 1, leaking_from=0)
+        found = sa.MetaData()
+        found.reflect(engine)
+        with engine.connect() as open_one:
+            assert open_one.scalars(sa.select(VERSION.c.version_num)).all() == [NEWEST]
+        engine.dispose()
+        assert columns_of(found) == columns_of(METADATA)
+
+
+def test_a_newer_history_is_refused(empty_history: Path, tmp_path: Path) -> None:
+    shutil.copy(empty_history, tmp_path / "history.sqlite")
     with sqlite3.connect(tmp_path / "history.sqlite") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()

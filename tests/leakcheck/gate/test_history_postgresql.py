@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
 
 from lowtide.leakcheck.gate.history import METADATA, RESIDUES, RUNS, SUBJECTS, HistoryError, add_report, open_database
 from lowtide.leakcheck.gate.trends import read_trends, render_page
@@ -156,12 +154,14 @@ def test_gates_that_write_at_once_lose_nothing(database: str) -> None:
     engine.dispose()
 
 
-@pytest.mark.no_leakcheck(reason="comparing the tables fills a cache of SQLAlchemy's that keeps the dialect")
-def test_the_migrations_make_the_tables_that_the_code_uses(database: str) -> None:
+@pytest.mark.no_leakcheck(reason="reading the tables fills a cache of SQLAlchemy's that keeps the dialect")
+def test_the_tables_of_a_history_are_those_that_the_code_uses(database: str) -> None:
     engine = open_database(database)
-    with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    found = sa.MetaData()
+    found.reflect(engine)
     engine.dispose()
+    names = {table.name: set(table.columns.keys()) for table in METADATA.sorted_tables}
+    assert {table.name: set(table.columns.keys()) for table in found.sorted_tables} == names
 
 
 def test_a_report_is_added_whole_or_not_at_all(database: str) -> None:

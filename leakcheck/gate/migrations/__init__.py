@@ -1,1 +1,0 @@
-"""Alembic's environment: one module in `versions/` per change of the tables."""

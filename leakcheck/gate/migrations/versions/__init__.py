@@ -1,1 +1,0 @@
-"""The changes of the tables, which Alembic orders by their revisions."""
