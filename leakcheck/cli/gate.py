@@ -61,8 +61,7 @@ def gate(
     if (reason or owner) and not update:
         refuse("--reason and --owner belong to --update: add it, or leave them out")
     from lowtide.leakcheck.gate.cells import RayCluster, count_cards
-    from lowtide.leakcheck.gate.gate import Gate, earlier_findings
-    from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsError
+    from lowtide.leakcheck.gate.gate import Gate, KnownFindings, KnownFindingsError, earlier_findings
     from lowtide.leakcheck.gate.matrix import GateError, Shard, cells_of, load_settings
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.reports.schema import ReportError, exit_code

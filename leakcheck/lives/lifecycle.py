@@ -23,7 +23,6 @@ from lowtide.leakcheck.judging.ladder import (
     trim_heap,
     wait_for_release,
 )
-from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.lives.interrupts import Interrupts
@@ -117,13 +116,7 @@ class LifecycleRun:
         self._process = ProcessState(self._driver_bytes, self._probes.counters.read, self._probes.environment)
         self._imports = ImportWatch(self._importing, self._import_done)
         self._imported = Imported(self._probes.counters.read)
-        self._metrics = LifeMetrics(
-            lambda: shutdown_metrics(device),
-            self._probes.makers,
-            self._imported,
-            self._leftovers.imported_bytes,
-            device,
-        )
+        self._metrics = LifeMetrics(device, self._probes.makers, self._imported, self._leftovers)
         self._judgement = ShutdownJudgement(
             cycles,
             self._record,
@@ -132,9 +125,8 @@ class LifecycleRun:
             self._process,
             self._climb,
             self._snapshot_at_end,
-            self._probes.explained,
+            self._probes,
             tolerances,
-            self._probes.makers.place_of,
         )
         self._processes = self._probes.engine_processes(device)
         self._preserved_state = PreservedState(device)

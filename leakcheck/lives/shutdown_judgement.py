@@ -28,8 +28,8 @@ from lowtide.leakcheck.judging.judge import (
     one_for_each_level,
 )
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
-from lowtide.leakcheck.judging.metrics import Metric, as_counted
-from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
+from lowtide.leakcheck.judging.metrics import Metric, as_counted, shutdown_metrics
+from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
 from lowtide.leakcheck.resources.rule import Rung
@@ -66,9 +66,8 @@ class ShutdownJudgement:
         process: follows process groups and settings.
         climb: climbs the ladder.
         read: takes a snapshot after a shutdown.
-        explained: a finding with what is known of things outside of this process, by their names.
+        probes: know of things outside of this process, and who made what.
         tolerances: what one life may leave, by the metric's key, in place of the table's tolerance.
-        made_at: the line that made a thing, by its resource and name; empty if unknown.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class ShutdownJudgement:
         process: ProcessState,
         climb: Climb,
         read: Callable[[], Snapshot],
-        explained: Callable[[Finding, Collection[str]], Finding] = lambda finding, names: finding,
-        tolerances: Mapping[str, int] | None = None,
-        made_at: Callable[[str, str], str] = lambda key, name: "",
+        probes: LifeProbes,
+        tolerances: Mapping[str, int] | None,
     ) -> None:
         self._cycles = cycles
         self._record = record
@@ -91,9 +89,8 @@ class ShutdownJudgement:
         self._process = process
         self._climb = climb
         self._read = read
-        self._explained = explained
+        self._probes = probes
         self._tolerances = tolerances or {}
-        self._made_at = made_at
         self._own_baseline: Snapshot | None = None
         self._types: TypeCounts | None = None
         self._first_baseline: Snapshot | None = None
@@ -206,13 +203,13 @@ class ShutdownJudgement:
         judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
         judgement = with_pools(judgement, start, steps[-1].reading, lambda: self._leftovers.context(engine))
         named = [
-            self._explained(finding, metric.new_items(start, steps[-1].reading).keys())
+            self._probes.explained(finding, metric.new_items(start, steps[-1].reading).keys())
             for finding, metric in zip(judgement.findings, judgement.metrics, strict=True)
         ]
         judgement = dataclasses.replace(judgement, findings=tuple(named))
         if not is_last:
             return judgement
-        context = dataclasses.replace(self._leftovers.context(engine), made_at=self._made_at)
+        context = dataclasses.replace(self._leftovers.context(engine), made_at=self._probes.makers.place_of)
         judgement = _with_holders(judgement, start, steps[-1].reading, context)
         return with_arrays(judgement, context)
 
@@ -394,25 +391,22 @@ class LifeMetrics:
     """The metrics of a run's lives, and what is known of imports and libraries by which they are read.
 
     Args:
-        table: what is judged at a shutdown.
+        device: "cpu" or "cuda:N".
         makers: knows which code made the threads, processes and descriptors.
         imported: what imported modules made and changed.
-        tensors_of_imports: bytes of the tensors that imported modules hold, by device.
-        device: "cpu" or "cuda:N".
+        leftovers: knows the tensors that imported modules hold.
     """
 
     def __init__(
         self,
-        table: Callable[[], Sequence[Metric[Snapshot]]],
+        device: str,
         makers: Makers,
         imported: Imported,
-        tensors_of_imports: Callable[[], dict[str, int]],
-        device: str,
+        leftovers: LeftoverTensors,
     ) -> None:
-        self._table = table
         self._library_items = LibraryItems(makers)
         self._imported = imported
-        self._tensors_of_imports = tensors_of_imports
+        self._leftovers = leftovers
         self.device = device
         # Bytes of imported modules' tensors by device, and by how much imports raised each level, at each snapshot.
         self._imported_bytes: dict[float, dict[str, int]] = {}
@@ -429,7 +423,7 @@ class LifeMetrics:
 
     def note_imports(self, snapshot: Snapshot) -> None:
         """Note how much of a snapshot, taken just now, is of imports."""
-        found = self._tensors_of_imports()
+        found = self._leftovers.imported_bytes()
         # Tensors are counted by themselves.
         of_host = max(0, self._imported.growth("host-memory") - found.get("cpu", 0))
         of_driver = self._imported.growth(f"driver {self.device}")
@@ -469,7 +463,7 @@ class LifeMetrics:
         return dataclasses.replace(metric, read=lambda snapshot: sum(left(snapshot).values()), items=left)
 
     def _without_what_imports_left(self) -> list[Metric[Snapshot]]:
-        return list(map(self._without_imports, self._table()))
+        return list(map(self._without_imports, shutdown_metrics(self.device)))
 
     def _without_imports(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
         """Without what modules made for themselves when a life imported them: tensors that Python holds, what has a

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
 from lowtide.leakcheck.gate.calibration import CalibrationError, read_tolerances
-from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsError
+from lowtide.leakcheck.gate.gate import KnownFindings, KnownFindingsError
 from lowtide.reports import schema
 from lowtide.reports.reading.json_files import MOST_BYTES, UnreadableError, decode_json, read_bounded
 from tests.reports.small_reports import LIFE, finding, report, subject

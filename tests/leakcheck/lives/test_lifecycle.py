@@ -31,7 +31,7 @@ from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.judge import excesses
 from lowtide.leakcheck.judging.ladder import ACTIONS, SettlePolicy
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
-from lowtide.leakcheck.lives import lifecycle
+from lowtide.leakcheck.lives import lifecycle, shutdown_judgement
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event
@@ -776,7 +776,7 @@ def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: Metric[Any] = Metric("pinned", "cpu", lambda snapshot: None)
-    monkeypatch.setattr(lifecycle, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
+    monkeypatch.setattr(shutdown_judgement, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
     subject, findings = found(SmallLife, cycles=2)
     assert findings == ()
     assert [item.what for item in subject.not_measured] == ["pinned on cpu"]
