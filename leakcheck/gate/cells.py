@@ -28,9 +28,9 @@ import msgspec
 
 from lowtide.leakcheck.gate import guardian
 from lowtide.leakcheck.gate.matrix import Cell, GateError
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.reports import schema
-from lowtide.reports.schema import Finding, Machine, Report, Subject
+from lowtide.reports.schema import Machine, Report, Subject
 from lowtide.reports.sizes import format_bytes
 
 LOG = "log.txt"
@@ -230,15 +230,13 @@ def _left_behind(cell: Cell, subjects: list[Subject], left: Any) -> list[Subject
         for process in left
     )
     count = f"{len(left)} process{'es' if len(left) > 1 else ''}"
-    finding = Finding(
-        resource="processes",
-        cause="unknown",
-        bytes=0,
+    finding = finding_of(
+        "processes",
         count=len(left),
         device="",
         stage="end",
         message=f"{count} outlived the command and had to be killed: {shown}",
-        fingerprint=fingerprint(resource="processes", device="", stage="end", suspects=("outlived", *names)),
+        suspects=("outlived", *names),
         advice="end and join them in the engine's shutdown",
     )
     return [Subject(id=f"{cell.name}/end", outcome="leak", findings=(finding,))]

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import msgspec
-
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.metrics import (
     ALLOCATOR_HOLDER,
     DRIVER_ADVICE,
@@ -18,7 +16,7 @@ from lowtide.leakcheck.judging.metrics import (
 )
 from lowtide.leakcheck.resources.rule import MIB
 from lowtide.probes.snapshot import Snapshot
-from lowtide.reports.schema import Cause, Finding, Remedy, ResourceName
+from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
 if sys.version_info < (3, 11):
@@ -29,6 +27,9 @@ PENDING = "pending transfers"
 
 SLEEPING_ARENAS = ("weights", "kv_cache", "workspace")
 """What a sleep of either level gives up; `runtime` stays."""
+
+_WAKING_ARENAS = ("weights", "kv_cache", "runtime")
+"""What must be mapped after a wake as it was before the sleep."""
 
 ASLEEP_DRIVER_TOLERANCE = 64 * MIB
 """Bytes that the driver may count for a process whose engine sleeps at level 2, above what it counted before create."""
@@ -51,28 +52,31 @@ def holders(usage: Any) -> dict[str, int]:
 
 
 def after_sleep(stage: str, device: str, baseline: Snapshot, after: Snapshot) -> list[Finding]:
-    """After any sleep the arenas of weights, KV cache and workspaces have no pages beyond those before create.
+    """Report the arenas of weights, KV cache and workspaces that have pages after a sleep beyond those before create.
 
     (An earlier engine may have left some; that is the finding of its own shutdown.)
     """
-    findings = []
-    for tag in SLEEPING_ARENAS:
-        left = after.arena_mapped(tag, device) - baseline.arena_mapped(tag, device)
-        if left > 0:
-            message = f"arena {tag!r} still has {format_bytes(left)} mapped after {stage}"
-            findings.append(
-                _finding(
-                    "arena",
-                    stage=stage,
-                    device=device,
-                    amount=left,
-                    suspect=tag,
-                    holder=f"arena {tag!r}",
-                    message=message,
-                    advice=f"unmap arena {tag!r} in {stage}",
-                )
-            )
-    return findings
+    left = _more_mapped(SLEEPING_ARENAS, device, baseline, after)
+    return [
+        _of_arena(
+            tag,
+            stage=stage,
+            device=device,
+            bytes=size,
+            message=f"arena {tag!r} still has {format_bytes(size)} mapped after {stage}",
+            advice=f"unmap arena {tag!r} in {stage}",
+        )
+        for tag, size in left.items()
+        if size > 0
+    ]
+
+
+def _more_mapped(tags: Sequence[str], device: str, before: Snapshot, after: Snapshot) -> dict[str, int]:
+    return {tag: after.arena_mapped(tag, device) - before.arena_mapped(tag, device) for tag in tags}
+
+
+def _of_arena(tag: str, *, suspect: str = "", cause: Cause = "unknown", **facts: Any) -> Finding:
+    return finding_of("arena", cause=cause, suspects=(suspect or tag, cause), holder=f"arena {tag!r}", **facts)
 
 
 def after_deep_sleep(stage: str, device: str, baseline: Snapshot, at_work: Snapshot, after: Snapshot) -> list[Finding]:
@@ -97,12 +101,12 @@ def after_deep_sleep(stage: str, device: str, baseline: Snapshot, at_work: Snaps
     parts = ", ".join(f"{who} {format_bytes(size)}" for who, size in grown.items() if size > 0)
     more = f"the driver counts {format_bytes(now - before)} more after {stage} than before create"
     return [
-        _finding(
+        finding_of(
             "driver",
             stage=stage,
             device=device,
-            amount=now - before,
-            suspect="asleep",
+            bytes=now - before,
+            suspects=("asleep", "driver"),
             cause="driver",
             message=f"{more}, of it {parts}",
             holder=holder,
@@ -112,69 +116,59 @@ def after_deep_sleep(stage: str, device: str, baseline: Snapshot, at_work: Snaps
 
 
 def after_wake(stage: str, device: str, before_sleep: Snapshot, after: Snapshot) -> list[Finding]:
-    """After a wake weights, KV cache and runtime have the pages that they had before the sleep."""
-    findings = []
-    for tag in ("weights", "kv_cache", "runtime"):
-        was, now = before_sleep.arena_mapped(tag, device), after.arena_mapped(tag, device)
-        if was != now:
-            findings.append(
-                _finding(
-                    "arena",
-                    stage=stage,
-                    device=device,
-                    amount=abs(now - was),
-                    suspect=tag,
-                    cause="not-restored",
-                    holder=f"arena {tag!r}",
-                    message=f"arena {tag!r} has {format_bytes(now)} mapped after {stage}, {format_bytes(was)} before",
-                    advice=f"map in {stage} what was mapped before the sleep, no more and no less",
-                )
-            )
-    return findings
+    """Report where weights, KV cache and runtime have not the pages after a wake that they had before the sleep."""
+    return [
+        _of_arena(
+            tag,
+            stage=stage,
+            device=device,
+            bytes=abs(more),
+            cause="not-restored",
+            message=f"arena {tag!r} has {format_bytes(after.arena_mapped(tag, device))} mapped after {stage}, "
+            f"{format_bytes(before_sleep.arena_mapped(tag, device))} before",
+            advice=f"map in {stage} what was mapped before the sleep, no more and no less",
+        )
+        for tag, more in _more_mapped(_WAKING_ARENAS, device, before_sleep, after).items()
+        if more
+    ]
 
 
 def after_failed_wake(stage: str, device: str, before: Snapshot, after: Snapshot) -> list[Finding]:
-    """A wake that raised has mapped nothing: what was asleep still is, and its memory is where it was."""
-    findings = []
-    for tag in ("weights", "kv_cache", "runtime"):
-        left = after.arena_mapped(tag, device) - before.arena_mapped(tag, device)
-        if left > 0:
-            findings.append(
-                _finding(
-                    "arena",
-                    stage=stage,
-                    device=device,
-                    amount=left,
-                    suspect=f"failed {tag}",
-                    cause="not-restored",
-                    holder=f"arena {tag!r}",
-                    message=f"{format_bytes(left)} of arena {tag!r} stay mapped after a {stage} that failed",
-                    advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
-                )
-            )
-    return findings
+    """Report what a wake that raised has mapped: what was asleep still is, and its memory must be where it was."""
+    return [
+        _of_arena(
+            tag,
+            stage=stage,
+            device=device,
+            bytes=left,
+            suspect=f"failed {tag}",
+            cause="not-restored",
+            message=f"{format_bytes(left)} of arena {tag!r} stay mapped after a {stage} that failed",
+            advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
+        )
+        for tag, left in _more_mapped(_WAKING_ARENAS, device, before, after).items()
+        if left > 0
+    ]
 
 
 def after_infer(stage: str, expected: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[Finding]:
-    """The same prompts give the same tokens at every point of a life: contents came back too."""
+    """Report other tokens for the same prompts than at an earlier point of the life: contents come back, too."""
     if not any(expected):
-        return [
-            _finding("contents", stage=stage, device="", amount=0, suspect="none", message=f"{stage} gave no token")
-        ]
+        message = f"{stage} gave no token"
+        return [finding_of("contents", stage=stage, device="", suspects=("none", "unknown"), message=message)]
     pairs = zip_longest(expected, tokens, fillvalue=())
-    wrong = [index for index, (then, now) in enumerate(pairs) if list(then) != list(now)]
+    wrong = sum(list(then) != list(now) for then, now in pairs)
     if not wrong:
         return []
     return [
-        _finding(
+        finding_of(
             "contents",
             stage=stage,
             device="",
-            amount=0,
-            count=len(wrong),
-            suspect="tokens",
+            count=wrong,
+            suspects=("tokens", "not-restored"),
             cause="not-restored",
-            message=f"{len(wrong)} of {len(expected)} prompts give other tokens after a wake than before any sleep",
+            message=f"{wrong} of {len(expected)} prompts give other tokens after a wake than before any sleep",
         )
     ]
 
@@ -182,7 +176,7 @@ def after_infer(stage: str, expected: Sequence[Sequence[int]], tokens: Sequence[
 def after_idle(
     stage: str, device: str, held: Mapping[str, int], after_a_step: Mapping[str, int] | None
 ) -> list[Finding]:
-    """When no request runs, every KV block can be had: nobody else holds one for good.
+    """Report who holds KV blocks although no request runs: each of them can be had then.
 
     Args:
         stage: after which this is.
@@ -193,69 +187,38 @@ def after_idle(
     """
     findings = []
     for who, blocks in held.items():
-        pending = who == PENDING
+        cause: Cause = "pending-transfer" if who == PENDING else "unknown"
         remedy = None
         if after_a_step is not None and who not in after_a_step:
             remedy = Remedy(action="engine.step()", returns_bytes=0)
         gives = "; engine.step() returns them" if remedy is not None else ""
-        message = f"{blocks} KV blocks are held by {who} after {stage}, and the prefix cache cannot be reset{gives}"
         findings.append(
-            msgspec.structs.replace(
-                _finding(
-                    "kv-blocks",
-                    stage=stage,
-                    device=device,
-                    amount=0,
-                    count=blocks,
-                    suspect=who,
-                    cause="pending-transfer" if pending else "unknown",
-                    holder=who,
-                    message=message,
-                ),
+            finding_of(
+                "kv-blocks",
+                stage=stage,
+                device=device,
+                count=blocks,
+                suspects=(who, cause),
+                cause=cause,
+                holder=who,
                 remedy=remedy,
+                message=f"{blocks} KV blocks are held by {who} after {stage}, and the prefix cache cannot be reset"
+                f"{gives}",
             )
         )
     return findings
 
 
 def failed_teardown(stage: str, error: BaseException) -> Finding:
-    """A shutdown that raised: each step that failed is named, and what it skipped shows in the other findings."""
+    """Report a shutdown that raised, with each step that failed; what it skipped shows in the other findings."""
     parts = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
     reasons = [f"{type(part).__name__}: {part}" for part in parts]
-    return _finding(
+    return finding_of(
         "teardown",
         stage=stage,
         device="",
-        amount=0,
         count=len(parts),
-        suspect=type(parts[0]).__name__,
+        suspects=(type(parts[0]).__name__, "unknown"),
         message=f"{stage} raised: {'; '.join(reasons)}",
         advice=f"run all steps of {stage} whichever of them fails, and raise what failed at its end",
-    )
-
-
-def _finding(
-    resource: ResourceName,
-    *,
-    stage: str,
-    device: str,
-    amount: int,
-    suspect: str,
-    message: str,
-    cause: Cause = "unknown",
-    count: int = 1,
-    holder: str | None = None,
-    advice: str | None = None,
-) -> Finding:
-    return Finding(
-        resource=resource,
-        cause=cause,
-        bytes=amount,
-        count=count,
-        device=device,
-        stage=stage,
-        message=message,
-        fingerprint=fingerprint(resource=resource, device=device, stage=stage, suspects=(suspect, cause)),
-        holder=holder,
-        advice=advice,
     )

@@ -9,9 +9,11 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Name, without_numbers
+from lowtide.reports.schema import Cause, Finding, ResourceName
 
 _PHASES = re.compile(r"^(setup|teardown|setup of .*)$", re.DOTALL)
 """The stages in which what a test or a fixture leaves appears, beside its call."""
@@ -103,6 +105,33 @@ def fingerprint(
     parts = [resource, device.split(":")[0], stage, allocated_in, *(re.sub(r"\d+", "*", edge) for edge in suspects)]
     parts += [f"{word} {text}" for word, text in (("kind", kind), ("module", module)) if text]
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def finding_of(
+    resource: ResourceName,
+    *,
+    stage: str,
+    device: str,
+    message: str,
+    suspects: Sequence[str],
+    cause: Cause = "unknown",
+    bytes: int = 0,  # noqa: A002 - as a finding calls it
+    count: int = 1,
+    **more: Any,
+) -> Finding:
+    """Return a finding with the fingerprint that its suspects make with its resource, device and stage."""
+    mark = fingerprint(resource=resource, device=device, stage=stage, suspects=suspects)
+    return Finding(
+        resource=resource,
+        cause=cause,
+        bytes=bytes,
+        count=count,
+        device=device,
+        stage=stage,
+        message=message,
+        fingerprint=mark,
+        **more,
+    )
 
 
 def fingerprint_of_items(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
 from lowtide.leakcheck.resources.rule import MIB, Rung
 from lowtide.probes.device.torch_allocator import AllocatedRanges, allocated_ranges
@@ -246,15 +246,15 @@ class GrowthWatch:
             f"{format_bytes(amount)} stay reserved on {self._device} after {growths} of a workspace in {stage}: "
             f"its old memory is kept beside the new; {remedy.action} returns {format_bytes(remedy.returns_bytes)}"
         )
-        return Finding(
-            resource="reserved",
+        return finding_of(
+            "reserved",
             cause="allocator-cache",
             bytes=amount,
             count=times,
             device=self._device,
             stage=stage,
             message=message,
-            fingerprint=fingerprint(resource="reserved", device=self._device, stage=stage, suspects=(GROWTH,)),
+            suspects=(GROWTH,),
             verdict="cached",
             holder=GROWTH,
             remedy=remedy,

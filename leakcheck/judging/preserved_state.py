@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.probes.memory.contents import Contents, changed, take_fingerprints
 from lowtide.probes.memory.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.memory.ranges import Range
@@ -170,15 +170,15 @@ class PreservedState:
         shown = first_of(names, _LISTED)
         several = f"{format_amount(len(names), 'tensors')} ({shown})"
         text = one.format(shown) if len(names) == 1 else many.format(several)
-        return Finding(
-            resource=resource,
+        return finding_of(
+            resource,
             cause=cause,
             bytes=amount,
             count=len(names),
             device=self._device,
             stage=stage,
             message=text + where,
-            fingerprint=fingerprint(resource=resource, device=self._device, stage=stage, suspects=(*names, cause)),
+            suspects=(*names, cause),
             holder=shown,
             advice=advice,
         )

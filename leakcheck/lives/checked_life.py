@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.life_findings import ENGINE
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
@@ -767,16 +767,14 @@ class CheckedLife:
         amount: int = 0,
         holder: str | None = None,
     ) -> None:
-        stage = self.calls[-1].name
-        finding = Finding(
-            resource=resource,
+        finding = finding_of(
+            resource,
             cause=cause,
             bytes=amount,
-            count=1,
             device=self._device,
-            stage=stage,
+            stage=self.calls[-1].name,
             message=message,
-            fingerprint=fingerprint(resource=resource, device=self._device, stage=stage, suspects=(suspect, cause)),
+            suspects=(suspect, cause),
             holder=holder,
         )
         self._raise([finding])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.metrics import host_memory_tolerance
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import role_of
@@ -111,16 +111,13 @@ class LifeProcesses:
         if now <= allowed:
             return None
         grown = now - self._at_first[pid]
-        suspects = ("other process", role_of(reading.process.name))
-        return Finding(
-            resource="host-memory",
-            cause="unknown",
+        return finding_of(
+            "host-memory",
             bytes=grown,
-            count=1,
             device="cpu",
             stage=stage,
             message=f"{reading.process.text}: {format_bytes(grown)} of host memory are nobody's after {stage}",
-            fingerprint=fingerprint(resource="host-memory", device="cpu", stage=stage, suspects=suspects),
+            suspects=("other process", role_of(reading.process.name)),
             process=reading.process,
         )
 

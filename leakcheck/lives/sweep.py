@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
 from lowtide.leakcheck.processes.process_exit import end_soon
@@ -473,15 +473,12 @@ def where_it_stood(stacks: str) -> str:
 
 def _failed(question: _Question, device: str, how: str, said: str) -> SweptLife:
     stage, kind = question.points.stage, question.points.kind
-    finding = Finding(
-        resource="state",
-        cause="unknown",
-        bytes=0,
-        count=1,
+    finding = finding_of(
+        "state",
         device=device,
         stage=stage.call.name,
         message=f"{kind} number {question.at} failed in {stage.name}, and {said}",
-        fingerprint=fingerprint(resource="state", device=device, stage=stage.call.name, suspects=(how, kind)),
+        suspects=(how, kind),
     )
     return SweptLife(0, False, (finding,), (*stage.before, replace(stage.call, fault=Fault(kind, question.at))))
 

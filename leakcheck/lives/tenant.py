@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.card_memory import kind_of_cards
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.device.driver.card_holders import read_card_holders
@@ -99,17 +99,14 @@ class Tenant:
 
     def _finding(self, stage: str, free: int, wanted: int, got: int, how: str) -> Finding:
         could = f"{format_bytes(got)} of {format_bytes(wanted)} could be allocated {how} by another process"
-        return Finding(
-            resource="driver",
+        return finding_of(
+            "driver",
             cause="driver",
             bytes=wanted - got,
-            count=1,
             device=self.device,
             stage=stage,
             message=f"the driver says {format_bytes(free)} are free after {stage}, {could}",
-            fingerprint=fingerprint(
-                resource="driver", device=self.device, stage=stage, suspects=("another process", how)
-            ),
+            suspects=("another process", how),
             advice=f"unmap and release the physical memory at {stage}, and check that the driver has done it",
         )
 
