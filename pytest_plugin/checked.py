@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.leakcheck.findings.remedies import StorageWatch
+from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.watching.watched import Thing, Verdict
 from lowtide.reports.schema import Finding
 from lowtide.reports.statement import noted

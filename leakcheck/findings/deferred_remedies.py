@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.empty_pools import pool_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_followers
-from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
-from lowtide.leakcheck.findings.remedies import StorageWatch, prove
+from lowtide.leakcheck.findings.remedies import actions_for, prove, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.judge import FROZEN, Budget
 from lowtide.leakcheck.judging.storages import Key

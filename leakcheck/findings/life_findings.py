@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -151,10 +151,7 @@ class LeftoverTensors:
         """Says of what a life that is not the last left on some devices who holds it, and changes nothing."""
         if not devices:
             return []
-        self.read(Rung.RAW)
-        leaks = self._leaks(self.context(engine), devices, only=cycle)
-        self._found = _Found()
-        findings = [leak.finding for leak in leaks]
+        findings = [leak.finding for leak in self._left_now(self.context(engine), devices, only=cycle)]
         self._earlier.update((finding.fingerprint, finding) for finding in findings)
         return findings
 
@@ -168,13 +165,12 @@ class LeftoverTensors:
             pools: those that were announced before it slept or are now: what lies in them is judged by them.
         """
         is_pooled = within(pools)
-        self.read(Rung.RAW)
-        self._found.rows = [
-            tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
-            for row in self._found.rows
-        ]
-        leaks = self._leaks(replace(self.context(engine), living=True), {device}, only=cycle)
-        self._found = _Found()
+        leaks = self._left_now(
+            replace(self.context(engine), living=True),
+            {device},
+            only=cycle,
+            where=lambda held: held.stage == "infer" and not is_pooled(held.key[1]),
+        )
         return [_advised(leak.finding) for leak in leaks]
 
     def explain_turns(
@@ -189,14 +185,8 @@ class LeftoverTensors:
             engine: the one that lives, where this process has it.
         """
         leaks, turns, _ = self._leaks_of_turns(cycle, stage, pools, engine)
-        found = []
-        for leak in leaks:
-            sizes: dict[int, int] = {}
-            for key, size in leak.sizes.items():
-                counted = turns[key].times if stage else turns[key].cycle
-                sizes[counted] = sizes.get(counted, 0) + size
-            found.append((leak.finding, sizes))
-        return found
+        counted = {key: turn.times if stage else turn.cycle for key, turn in turns.items()}
+        return [(leak.finding, leak.sizes_by(counted)) for leak in leaks]
 
     def clear_caches(self, holders: Collection[str], pools: Sequence[PoolReading]) -> list[Finding]:
         """The findings of some `lru_cache` holders of what appeared in any turn, each cleared and measured.
@@ -215,16 +205,30 @@ class LeftoverTensors:
     ) -> tuple[list[TensorLeak], dict[Key, _Turn], Context]:
         """As `explain_turns`: what is there, and when each storage appeared."""
         is_pooled = within(pools)
-        self.read(Rung.RAW)
-        self._found.rows = [
-            tuple(held for held in row if not is_pooled(held.key[1]) and stage in ("", self._turn_of(held).stage))
-            for row in self._found.rows
-        ]
-        turns = {held.key: self._turn_of(held) for row in self._found.rows for held in row}
+        turns: dict[Key, _Turn] = {}
+
+        def is_asked(held: HeldStorage) -> bool:
+            turn = turns[held.key] = self._turn_of(held)
+            return not is_pooled(held.key[1]) and stage in ("", turn.stage)
+
         context = replace(self.context(engine), living=True)
-        leaks = self._leaks(context, {key[0] for key in turns}, only=cycle)
+        return self._left_now(context, None, only=cycle, where=is_asked), turns, context
+
+    def _left_now(
+        self,
+        context: Context,
+        devices: Collection[str] | None,
+        *,
+        only: int | None,
+        where: Callable[[HeldStorage], bool] = lambda held: True,
+    ) -> list[TensorLeak]:
+        """Explain what is there now, of some devices or of all, and let go of the reading."""
+        self.read(Rung.RAW)
+        self._found.rows = [tuple(filter(where, row)) for row in self._found.rows]
+        found = {held.key[0] for row in self._found.rows for held in row}
+        leaks = self._leaks(context, found if devices is None else devices, only=only)
         self._found = _Found()
-        return leaks, turns, context
+        return leaks
 
     def _turn_of(self, held: HeldStorage) -> _Turn:
         """When a storage appeared; before the first stage is its life's beginning."""

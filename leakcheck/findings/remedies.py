@@ -7,37 +7,40 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Place
-from lowtide.leakcheck.explaining.explain import Explanation
-from lowtide.leakcheck.explaining.expressions import of_thread
-from lowtide.leakcheck.findings.item_findings import UNFROZEN
+from lowtide.leakcheck.explaining.explain import Explanation, expression_to
+from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
+from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_changed
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
-from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.judge import untried
+from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
+from lowtide.leakcheck.judging.filled_caches import CachedItem
+from lowtide.leakcheck.judging.judge import FROZEN, Budget, untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
-from lowtide.leakcheck.judging.rules import COLLECTED
-from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
+from lowtide.leakcheck.judging.storages import Key
+from lowtide.leakcheck.resources import resource_of
+from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.probes.heap.cycles import CycleEdge, cycle_behind
+from lowtide.leakcheck.resources.setting_remedies import advice, is_code, put_back, undo, undoing
+from lowtide.leakcheck.resources.settings import SettingChange
 from lowtide.probes.heap.holders import SharedWalk
-from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
-from lowtide.probes.objects.foreign import is_a
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
-from lowtide.probes.objects.thread_names import thread_ident, thread_name
-from lowtide.probes.originals import gc, loaded, threading
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
+from lowtide.probes.originals import gc, loaded, threading, time
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement, noted
+from lowtide.reports.statement import noted
 
 _MOST_ROUNDS = 3
 """Holders that are cut one after the other, where each of them alone keeps something alive."""
@@ -48,73 +51,7 @@ _MOST_TOLD = 8
 """Cuts that are written out one by one in one action."""
 
 
-class StorageWatch:
-    """Tells whether storages are gone, by weak references to the storages themselves (not to tensors).
-
-    So a storage that only C++ still holds counts as held.  Of a kind without such a reference (sparse tensors, say) the
-    tensors that Python knows of decide.
-
-    Args:
-        keys: the storages.
-        over: the tensors and storage objects over these and maybe others; default: they are looked for.
-    """
-
-    def __init__(self, keys: Collection[Key], over: Sequence[Any] | None = None) -> None:
-        found = _references(tensors_over(keys) if over is None else over) if keys and loaded("torch") else {}
-        self._references = {key: found[key] for key in keys if key in found}
-        self._others = set(keys) - found.keys()
-        self._gone: set[Key] = set()
-
-    @classmethod
-    def of_each(cls, keys: Sequence[Collection[Key]], walk: SharedWalk | None = None) -> list[StorageWatch]:
-        """A watch for each of some groups of storages, which are looked for together.
-
-        Args:
-            keys: the storages of each group.
-            walk: the walk over the heap to ask, if it is shared with others.
-        """
-        wanted = {key for group in keys for key in group}
-        found = _references(tensors_over(wanted, walk)) if wanted and loaded("torch") else {}
-        watches = [cls(()) for _ in keys]
-        for watch, group in zip(watches, keys, strict=True):
-            watch._references = {key: found[key] for key in group if key in found}
-            watch._others = set(group) - found.keys()
-        return watches
-
-    @property
-    def all_gone(self) -> bool:
-        """Whether none is left; of a kind without such references that is not known, which costs nothing to say."""
-        waiting = next(iter(self._references.values()), ())
-        if self._others or not all(ref.expired() for ref in waiting):
-            return False
-        return bool(self.gone()) and not self._references
-
-    def gone(self) -> set[Key]:
-        """Those that are gone."""
-        gone = [key for key, refs in self._references.items() if all(ref.expired() for ref in refs)]
-        # What has gone does not come back, and is not asked about again.
-        for key in gone:
-            del self._references[key]
-        self._gone.update(gone)
-        return self._gone | (self._others - live_keys() if self._others else set())
-
-
-def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
-    """By storage, weak references to it, one for each of some tensors and storage objects over it."""
-    torch: Any = loaded("torch")
-    from torch.multiprocessing import reductions
-
-    found: dict[Key, list[Any]] = {}
-    reference: Any = reductions.StorageWeakRef
-    with plain_tensors(torch):
-        for item in items:
-            try:
-                storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
-                key = (str(storage.device), storage.data_ptr())
-            except RuntimeError:  # an opaque layout, or an empty shell: there is no storage to watch
-                continue
-            found.setdefault(key, []).append(reference(storage))
-    return found
+_UNFREEZING = Change(ACTIONS[Rung.UNFREEZE], UNFROZEN, functools.partial(release, Rung.UNFREEZE))
 
 
 @dataclass
@@ -132,30 +69,55 @@ class _Attempt:
     done: set[str] = field(default_factory=set)
 
     def finding(self) -> Finding:
-        """The finding with its remedy: the action that gave most, or all those that it took together.
-
-        What gave it back is a remedy only if it is code that runs; else it is advice.
-        """
-        helped = [remedy for remedy in self.tried if remedy.returns_bytes]
-        tried = tuple(msgspec.structs.replace(item, action=self._with_error(item.action)) for item in self.tried)
-        finding = msgspec.structs.replace(self.leak.finding, tried=tried, changed=tuple(self.changed))
-        if not helped:
-            left_out = self.was_left_out and not tried
-            return msgspec.structs.replace(finding, advice=untried(finding.advice)) if left_out else finding
+        """Return the finding with its remedy: the action that gave most, or all those that it took together."""
+        tried = [msgspec.structs.replace(item, action=self._with_error(item.action)) for item in self.tried]
+        if self.was_left_out and not tried:
+            return msgspec.structs.replace(self.leak.finding, advice=untried(self.leak.finding.advice))
         # A cut that gave nothing by itself was still needed where a second holder came to light.
-        last = max(turn for turn, remedy in enumerate(self.tried) if remedy.returns_bytes)
+        last = max((turn for turn, remedy in enumerate(self.tried) if remedy.returns_bytes), default=-1)
         needed = [remedy for remedy in self.tried[: last + 1] if remedy.returns_bytes or remedy.action in self.cuts]
-        total = sum(remedy.returns_bytes for remedy in needed)
         actions = [item.action for item in needed]
         is_compound = len(actions) > 1 and any(action.startswith("for ") for action in actions)
-        if is_compound or not self.words.isdisjoint(actions):
-            advice = f"{'; '.join(map(self._with_error, actions))}: tried, it returns {format_bytes(total)}"
-            return msgspec.structs.replace(finding, advice=advice)
-        remedy = Remedy(action="; ".join(actions), returns_bytes=total)
-        return noted(finding, f"; {remedy.action} returns {format_bytes(total)}", remedy=remedy)
+        return _concluded(
+            self.leak.finding,
+            tried,
+            self.changed,
+            [self._with_error(action) for action in actions],
+            sum(remedy.returns_bytes for remedy in needed),
+            is_code=not is_compound and self.words.isdisjoint(actions),
+        )
 
     def _with_error(self, action: str) -> str:
         return f"{action} (raised {self.raised[action]})" if action in self.raised else action
+
+
+def _concluded(
+    finding: Finding,
+    tried: Sequence[Remedy],
+    changed: Sequence[str],
+    helped: Sequence[str],
+    returned: int,
+    *,
+    is_code: bool,
+) -> Finding:
+    """Return a finding with what was tried, and what of that gave it back: a remedy if it is code, else advice.
+
+    Args:
+        finding: as far as it is known without.
+        tried: all actions.
+        changed: what is different afterwards.
+        helped: the actions that it took; none where it did not come back.
+        returned: bytes.
+        is_code: whether these are code that runs as it stands.
+    """
+    finding = msgspec.structs.replace(finding, tried=tuple(tried), changed=tuple(changed))
+    if not helped:
+        return finding
+    remedy = Remedy(action="; ".join(helped), returns_bytes=returned)
+    gave = format_bytes(returned) if returned else "it"
+    if not is_code:
+        return msgspec.structs.replace(finding, advice=f"{remedy.action}: tried, it returns {gave}")
+    return noted(finding, f"; {remedy.action} returns {gave}", remedy=remedy)
 
 
 _Returned = dict[int, tuple[_Attempt, int]]
@@ -163,7 +125,7 @@ _Returned = dict[int, tuple[_Attempt, int]]
 
 
 def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool = False) -> list[Finding]:
-    """The findings of some leaks, each with the action that gave it back.
+    """Return the findings of some leaks, each with the action that gave it back.
 
     Args:
         leaks: in the order in which they are tried; drop them afterwards, they hold what holds the tensors.
@@ -208,11 +170,11 @@ class _Trial:
                 self._attempts_on.setdefault(key, []).append(attempt)
 
     def left(self, attempt: _Attempt) -> set[Key]:
-        """The storages of a leak that are still there."""
+        """Return the storages of a leak that are still there."""
         return attempt.leak.sizes.keys() - self._gone
 
     def goes_on(self, attempt: _Attempt, explanations: Mapping[Key, Explanation] | None) -> bool:
-        """Cuts what holds a leak; whether something of it is left that may have another holder.
+        """Cut what holds a leak; return whether something of it is left that may have another holder.
 
         Args:
             attempt: the leak's.
@@ -250,7 +212,7 @@ class _Trial:
         return bool(self.left(attempt))
 
     def climb(self, attempt: _Attempt) -> None:
-        """Tries what may let go of a leak that cutting did not give back."""
+        """Try what may let go of a leak that cutting did not give back."""
         patience = self._context.patience
         for change in _further(attempt.explanations, self._waited, patience, may_unfreeze=self._may_unfreeze):
             if not self.left(attempt) or self._context.budget.is_spent:
@@ -262,7 +224,7 @@ class _Trial:
             _take_down(change.code, returned, attempt)
 
     def _measure(self, current: _Attempt, *, runs_code: bool = False) -> _Returned:
-        """The bytes that each leak got back by an action, for those that got any."""
+        """Return the bytes that each leak got back by an action, for those that got any."""
         gone = self._watch.gone()
         if runs_code or not current.leak.sizes.keys() <= gone:
             collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
@@ -290,7 +252,7 @@ class Wording:
 
 
 def named(cuts: Sequence[Cut]) -> Wording:
-    """Several cuts as one action."""
+    """Return several cuts as one action."""
     places = [cut.place for cut in cuts if cut.place is not None]
     is_one_container = len(places) == len(cuts) and len({place.container for place in places}) == 1
     if len(cuts) > 1 and is_one_container and all(cut.is_code for cut in cuts):
@@ -306,7 +268,7 @@ def named(cuts: Sequence[Cut]) -> Wording:
 
 
 def _of_one_container(places: Sequence[Place]) -> Wording:
-    """The deletion of some entries of a container, which come in the order last to first."""
+    """Return the deletion of some entries of a container, which come in the order last to first."""
     first = places[0]
     count = len(places)
     if first.size == count and first.clear:
@@ -323,7 +285,7 @@ def _of_one_container(places: Sequence[Place]) -> Wording:
 
 
 def _repeated(actions: Sequence[str]) -> str | None:
-    """Actions that differ by one number only, as a loop; None if they differ by more."""
+    """Return actions that differ by one number only as a loop; None if they differ by more."""
     split = [re.split(r"(\d+)", action) for action in actions]
     if len({len(parts) for parts in split}) != 1:
         return None
@@ -339,7 +301,7 @@ def _repeated(actions: Sequence[str]) -> str | None:
 
 
 def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
-    """Each change once: the tensors behind one edge all name it."""
+    """Return each change once: the tensors behind one edge all name it."""
     found: dict[tuple[str, int], Cut] = {}
     for cut in cuts:
         found.setdefault((cut.code, cut.place.container if cut.place else 0), cut)
@@ -347,7 +309,7 @@ def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
 
 
 def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
-    """Makes the changes, those of one container together; what went wrong, if anything did."""
+    """Make the changes, those of one container together; return what went wrong."""
     of_container: dict[int, list[Cut]] = {}
     for cut in cuts:
         if cut.together is not None and cut.place is not None:
@@ -373,7 +335,7 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
 
 
 def _take_down(action: str, returned: _Returned, current: _Attempt, errors: Sequence[str] = ()) -> None:
-    """Notes an action with the leak that it was for, and with every other that it gave something back of."""
+    """Note an action with the leak that it was for, and with every other that it gave something back of."""
     for attempt, size in {id(current): (current, 0), **returned}.values():
         if size or attempt is current:
             attempt.tried.append(Remedy(action=action, returns_bytes=size))
@@ -400,7 +362,7 @@ def _further(
         for thread in threads
     ]
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
-        changes.append(Change(ACTIONS[Rung.UNFREEZE], UNFROZEN, functools.partial(release, Rung.UNFREEZE)))
+        changes.append(_UNFREEZING)
     is_compiled = any(explanation.cause == "compiled-code" for explanation in explanations) and loaded("torch._dynamo")
     if is_compiled or (compiled_anything() and any(not explanation.path for explanation in explanations)):
         effect = "what torch.compile has compiled is dropped"
@@ -410,7 +372,7 @@ def _further(
 
 @contextlib.contextmanager
 def unraisable_texts() -> Iterator[list[str]]:
-    """What is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
+    """Note what is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
 
     A test runner's own hook would keep the error, and with it what should go, and blame it on the next test.
     """
@@ -427,7 +389,7 @@ def unraisable_texts() -> Iterator[list[str]]:
 
 
 def error_text(kind: type[BaseException], error: BaseException | None) -> str:
-    """An error in one line, even if it cannot say what it is."""
+    """Return an error in one line, even if it cannot say what it is."""
     try:
         said = "" if error is None else str(error)
     except Exception:  # noqa: BLE001 - the program's own `__str__`
@@ -435,87 +397,155 @@ def error_text(kind: type[BaseException], error: BaseException | None) -> str:
     return f"{kind.__name__}: {said}" if said else kind.__name__
 
 
-_MOST_TRACED = 3
-"""Storages, the largest ones, whose cycles are looked for."""
-
-_SHOWN_EDGES = 3
+_LONGEST_CODE = 1000
+"""Characters of code that puts settings back, beyond which it is shortened."""
 
 
-@dataclass(frozen=True)
-class Collected:
-    """Storages as they were before a collection.
+def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: SharedWalk | None = None) -> list[Change]:
+    """Return what is worth trying, the smallest first.
 
-    Attributes:
-        sizes: bytes of each.
-        watch: reports which of them are freed.
-        cycles: of the largest, the cycle that each hangs on.
-        let_go: those that went in `released`.
+    Args:
+        leak: what is to be ended.
+        patience: seconds to wait for a thread to end.
+        may_unfreeze: whether undoing a freeze undoes nothing that is somebody else's.
+        walk: the walk over the heap to ask, if it is shared with others.
     """
+    resource = leak.finding.resource
+    if resource == FROZEN and may_unfreeze:
+        return [_UNFREEZING]
+    if resource == "threads":
+        return _joining(leak, patience)
+    if resource == "lru-cache":
+        by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
+        return [_clearing(item, walk) for item in by_cache.values()]
+    if leak.key.startswith("allocations "):
+        return changes_on(int(leak.finding.device.partition(":")[2]))
+    if leak.key.startswith(MEMORY_POOL):
+        return _trimming(int(leak.finding.device.partition(":")[2]))
+    if resource == "globals":
+        # Some may be back by now, such as the folder, to which pytest returns when it ends, and some have gone.
+        left = still_changed(leak.changes)
+        changes = [change for change in leak.changes if change in left or undo(change) is not None]
+        lines = undoing(changes)
+        code = "; ".join(lines)
+        short = code if len(code) <= _LONGEST_CODE else advice(changes)
+        do_undo = functools.partial(_put_back, changes)
+        return [Change(short, "", do_undo, is_code=short == code and is_code(changes))] if lines else []
+    if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
+        cut = leak.explanation.cut
 
-    sizes: Mapping[Key, int]
-    watch: StorageWatch
-    cycles: Mapping[Key, Sequence[CycleEdge]]
-    let_go: set[Key] = field(default_factory=set)
+        def do() -> None:
+            cut.apply()
+            # What reading has left in cycles is young, and no reason to collect twice.
+            gc.collect(1)
+            release(Rung.COLLECT)
+            release(Rung.EMPTY_CACHE)
 
-    @contextlib.contextmanager
-    def released(self) -> Iterator[None]:
-        """In the block something is let go: what goes there was in no cycle."""
-        before = self.watch.gone()
-        yield
-        self.let_go.update(self.watch.gone() - before)
+        after = "gc.collect(); torch.cuda.empty_cache()"
+        if cut.is_code:
+            return [Change(f"{cut.code}; {after}", cut.effect, do)]
+        return [Change(f"{cut.code}, then {after}", cut.effect, do, is_code=False)]
+    kind = resource_of(leak.key)
+    return [] if kind is None else kind.changes(leak.names)
 
-    @classmethod
-    def before(cls, tensors: Sequence[Any], least: int = COLLECTED, ignore: Collection[int] = ()) -> Collected | None:
-        """Read some tensors that are there still, before anything is collected; None where they are less than `least`.
 
-        Args:
-            tensors: they may be kept, or be garbage.
-            least: bytes.
-            ignore: the identities of what the caller holds them in.
-        """
-        survey = survey_storages(Census(list(tensors))) if tensors else None
-        sizes = {} if survey is None else {(each.device, each.address): each.bytes for each in survey.storages}
-        if sum(sizes.values()) < least:
-            return None
-        largest = set(sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TRACED])
-        cycles: dict[Key, Sequence[CycleEdge]] = {}
-        for turn, keys in enumerate(keys_of_each(tensors)):
-            for key in keys & largest:
-                largest.remove(key)
-                cycles[key] = cycle_behind(tensors[turn], {*ignore, id(tensors)})
-        return cls(sizes, StorageWatch(sizes, tensors), cycles)
+def _put_back(changes: Sequence[SettingChange]) -> None:
+    put_back(still_changed(changes))
 
-    def finding(self, stage: str, *, came: str = "") -> Finding | None:
-        """Return what is said of those that are gone since; None where none is.
 
-        Args:
-            stage: since when they were there.
-            came: when they came back, beside that it was when the collector ran.
-        """
-        gone = self.watch.gone() - self.let_go
-        size = sum(self.sizes[key] for key in gone)
-        if not size:
-            return None
-        edges = [edge for key in self.cycles if key in gone for edge in self.cycles[key]]
-        named = [edge.text for edge in edges if edge.is_attribute] or [edge.text for edge in edges]
-        through = first_of(list(dict.fromkeys(named)), _SHOWN_EDGES)
-        device = next(iter(gone))[0]
-        return StatedFinding(
-            resource="tensors",
-            cause="cycle",
-            bytes=size,
-            count=len(gone),
-            device=device,
-            stage=stage,
-            statement=Statement(
-                amount=f"{format_bytes(size)} on {device} came back only when the collector ran{came}",
-                came=None,
-                notes=(Note(", in a cycle through ", through),) if through else (),
-            ),
-            fingerprint=fingerprint(
-                resource="tensors", device=device, stage=stage, suspects=("only collected", *sorted(set(named)))
-            ),
-            holder=through or None,
-            remedy=Remedy(action="gc.collect()", returns_bytes=size),
-            advice=f"break the cycle where its owner ends: set {named[0]} to None" if named else None,
-        )
+def _joining(leak: ItemLeak, patience: float) -> list[Change]:
+    """Return what ends threads, and what waits for them; all of them together for as long as for one."""
+
+    def threads() -> list[threading.Thread]:
+        own = [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
+        return [thread for thread in own if thread_ident(thread) != threading.get_ident()]
+
+    def join() -> None:
+        until = time.monotonic() + patience
+        for thread in threads():
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def end(ending: Change) -> None:
+        ending.apply()
+        join()
+
+    actions = [replace(ending, apply=functools.partial(end, ending)) for ending in leak.endings]
+    waiting = threads()
+    if len(waiting) == 1:
+        actions.append(Change(f"{of_thread(thread_name(waiting[0]))}.join()", "", join))
+    elif waiting:
+        actions.append(Change(f"join() of the {len(waiting)} threads", "", join, is_code=False))
+    return actions
+
+
+def _clearing(item: CachedItem, walk: SharedWalk | None) -> Change:
+    cache = item.cache()
+    code = None if cache is None else of_cache(cache) or expression_to(cache, walk)
+    if code is None:
+        return Change(f"clear the cache {item.code}", f"{item.code} is empty", item.clear, is_code=False)
+    return Change(f"{code}.cache_clear()", f"{code} is empty", item.clear)
+
+
+def try_actions(
+    leak: ItemLeak,
+    actions: Sequence[Change],
+    left: Callable[[], Mapping[str, int]],
+    driver: Callable[[], int],
+    budget: Budget | None = None,
+) -> Finding:
+    """Return the finding, with what each action gave back.
+
+    Args:
+        leak: what the actions are for.
+        actions: tried in this order, until nothing is left.
+        left: reads which of the names are still there.
+        driver: reads the driver's bytes of this process, on all cards, for what holds memory and is only counted.
+        budget: how long may be spent; no action is begun after that.
+    """
+    finding = leak.finding
+    if actions and leak.names and budget is not None and budget.is_spent:
+        return msgspec.structs.replace(finding, advice=untried(finding.advice))
+    tried = list(finding.tried)
+    changed: list[str] = []
+    names = dict(leak.names)
+    # What was meant for something else, and has ended a part of this.
+    before_that = [finding.remedy.action] if finding.remedy is not None and finding.tried else []
+    helped: list[str] = []
+    for action in actions:
+        if not names or (budget is not None and budget.is_spent):
+            break
+        before = driver()
+        try:
+            with unraisable_texts():
+                action.apply()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - ending a thing runs the program's code, which may raise anything
+            tried.append(Remedy(action=f"{action.code} (raised {error_text(type(error), error)})", returns_bytes=0))
+            continue
+        still = {name: size for name, size in left().items() if name in names}
+        gone = [size for name, size in names.items() if name not in still]
+        returned = sum(gone) if finding.bytes else max(0, before - driver())
+        tried.append(Remedy(action=action.code, returns_bytes=returned))
+        changed += [action.effect] if action.effect else []
+        helped += [action.code] if gone else []
+        names = still
+    return _concluded(
+        finding,
+        tried,
+        changed,
+        [*before_that, *helped] if helped else (),
+        sum(item.returns_bytes for item in tried),
+        is_code={action.code for action in actions if not action.is_code}.isdisjoint(helped),
+    )
+
+
+def _trimming(index: int) -> list[Change]:
+    """Return what has a card's default memory pool give back what nobody uses; nothing without the bindings."""
+    try:
+        runtime: Any = importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return []
+    module = "cuda.bindings.runtime"
+    name = f"{module}.cudaMemPoolTrimTo({module}.cudaDeviceGetDefaultMemPool({index})[1], 0)"
+    return [Change(name, "", lambda: runtime.cudaMemPoolTrimTo(runtime.cudaDeviceGetDefaultMemPool(index)[1], 0))]

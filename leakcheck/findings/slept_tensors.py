@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from lowtide.leakcheck.findings.remedies import Collected
-from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
-from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
+from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.storage_watch import Collected
+from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, tensors_over, within
-from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.memory.tensors import StorageReading, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc
@@ -222,9 +221,4 @@ def _bytes_of(storages: _Storages) -> int:
 
 
 def _explained(storages: _Storages, stage: str, context: Context) -> list[Finding]:
-    explained = explain_storages(set(storages), context)
-    found: list[Finding] = []
-    for device in sorted({device for device, _ in storages}):
-        row = [HeldStorage.of(each, stage) for each in storages.values() if each.device == device]
-        found += [leak.finding for leak in tensor_leaks([row], [Rung.RAW], explained, context)]
-    return found
+    return [leak.finding for leak in leaks_of([HeldStorage.of(each, stage) for each in storages.values()], context)]

@@ -15,6 +15,7 @@ from lowtide.leakcheck.findings.storage_holders import (
     Context,
     Explained,
     common_holder,
+    explain_storages,
 )
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import trend_of
@@ -64,9 +65,25 @@ class TensorLeak:
     explanations: Mapping[Key, Explanation]
     keys: frozenset[Key] = frozenset()
 
+    def sizes_by(self, turns: Mapping[Key, int]) -> dict[int, int]:
+        """Return the bytes by when they appeared, which `turns` says of each storage."""
+        found: dict[int, int] = {}
+        for key, size in self.sizes.items():
+            found[turns[key]] = found.get(turns[key], 0) + size
+        return found
+
+
+def leaks_of(held: Sequence[HeldStorage], context: Context) -> list[TensorLeak]:
+    """Return the findings for storages that are there, on any device: who holds them, the largest of a device first."""
+    explained = explain_storages({storage.key for storage in held}, context)
+    found: list[TensorLeak] = []
+    for device in sorted({storage.key[0] for storage in held}):
+        found += tensor_leaks([[each for each in held if each.key[0] == device]], [Rung.RAW], explained, context)
+    return found
+
 
 def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
-    """The same, each with what more it keeps reserved: the free part of the segments of torch's allocator around it.
+    """Return leaks, each with what more it keeps reserved: the free part of the segments around it.
 
     Args:
         leaks: of one subject; what is free in a segment is reported with the first leak in it.
@@ -96,7 +113,7 @@ class _Row:
 def tensor_leaks(
     held: Sequence[Sequence[HeldStorage]], rungs: Sequence[Rung], explained: Explained, context: Context
 ) -> list[TensorLeak]:
-    """The findings for the storages of one device that are left at the first of some steps, the largest first.
+    """Return the findings for storages of one device that are left at the first of some steps, the largest first.
 
     Args:
         held: the storages left at each step.
@@ -131,7 +148,7 @@ def tensor_leaks(
 
 
 def with_stage(finding: Finding, stage: str) -> Finding:
-    """The same finding, said to be there since `stage`; its former fingerprint is that which it had for that."""
+    """Return a finding, said to be there since `stage`; its former fingerprint is that which it had for that."""
     if finding.stage == stage:
         return msgspec.structs.replace(finding, former_fingerprint=finding.former_fingerprint or finding.fingerprint)
     parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
@@ -140,7 +157,7 @@ def with_stage(finding: Finding, stage: str) -> Finding:
 
 
 def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
-    """A stack as a report has it: up to the test, without those who called it."""
+    """Return a stack as a report has it: up to the test, without those who called it."""
     own = list(itertools.takewhile(lambda frame: not any(name in frame.file for name in _RUNNERS), stack))
     return tuple(
         Frame(file=frame.file, line=frame.line, function=frame.function, source=_source(frame))
@@ -149,7 +166,7 @@ def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
 
 
 def _source(frame: StackFrame) -> str:
-    """The text of a frame's line; not from `linecache`, which would keep the file in the judged process."""
+    """Return the text of a frame's line; not from `linecache`, which would keep the file in the judged process."""
     try:
         return lines_of(frame.file)[max(0, frame.line - 1)].strip()[:_LONGEST_LINE]
     except (OSError, ValueError, IndexError):  # made at run time, or gone
@@ -157,7 +174,7 @@ def _source(frame: StackFrame) -> str:
 
 
 def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:
-    """The advice for those storages that are reached from what a hint is about."""
+    """Return the advice for those storages that are reached from what a hint is about."""
     torch: Any = loaded("torch")
     found: dict[Key, str] = {}
     for advice, root in hints:
@@ -167,7 +184,7 @@ def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, s
 
 
 def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """What hangs on one suspect edge, or came back at one rung, or has one story without a path: it is one thing."""
+    """Group what is one thing: what hangs on one suspect edge, came back at one rung, or has no path."""
     groups: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
         explanation = row.explanation
@@ -190,7 +207,7 @@ class _Marks(NamedTuple):
 
 
 def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
-    """Of what hangs on one edge, the largest thing says where it was allocated."""
+    """Return the fingerprint of what hangs on one edge; the largest thing says where it was allocated."""
     row = max(group, key=lambda row: row.held.bytes)
     explanation = row.explanation
     if row.rung is not None and (explanation is None or not explanation.path):
@@ -284,7 +301,7 @@ def _leak(
 
 
 def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation | None:
-    """The explanation of the largest thing; where only a part of its path is known, that of another one."""
+    """Return the explanation of the largest thing; where only a part of its path is known, that of another one."""
     explanation = largest.explanation
     if explanation is None or not explanation.is_part:
         return explanation
@@ -293,7 +310,7 @@ def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation | None:
 
 
 def _returned_at(finding: Finding, rung: Rung, explanation: Explanation | None) -> Finding:
-    """A finding about storages that came back at a rung of the ladder."""
+    """Return a finding about storages that came back at a rung of the ladder."""
     action = ACTIONS[rung]
     known = explanation is not None and bool(explanation.path)
     finding = msgspec.structs.replace(finding, holder=finding.holder or HOLDER_OF_RUNG.get(rung))
@@ -307,7 +324,7 @@ def _returned_at(finding: Finding, rung: Rung, explanation: Explanation | None) 
 
 
 def _with_sizes(explanation: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
-    """The path, with the bytes that would be free if one edge of it were cut."""
+    """Return the path, with the bytes that would be free if one edge of it were cut."""
     hops = list(explanation.path)
     freed = [each if hop.suspect else None for each, hop in zip(explanation.freed, hops, strict=False)]
     for place, bytes_ in enumerate(explained.bytes_retained(freed, sizes)):
@@ -317,7 +334,7 @@ def _with_sizes(explanation: Explanation, explained: Explained, sizes: Mapping[K
 
 
 def _shared(group: Sequence[_Row], explained: Explained) -> int:
-    """Bytes that stay even if the edge behind which they were found is cut, because another one holds them too."""
+    """Return the bytes that stay even if the edge is cut behind which they were found: another one holds them too."""
     shared = 0
     for row in group:
         explanation = row.explanation

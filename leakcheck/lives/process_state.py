@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
-from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
+from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Owner

@@ -10,12 +10,10 @@ import msgspec
 
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors
-from lowtide.leakcheck.findings.storage_holders import explain_storages
-from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
-from lowtide.leakcheck.judging.storages import HeldStorage, Key, within
+from lowtide.leakcheck.findings.tensor_findings import leaks_of
+from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.resources.process_groups import ProcessGroups
-from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.sleeping_segments import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
@@ -114,12 +112,8 @@ class OwnTensors:
             is_asked = device.partition(":")[0] == kind and not is_pooled(storage.address)
             if is_asked and len(rows.setdefault(device, [])) < most:
                 rows[device].append(HeldStorage.of(storage, stage))
-        keys: set[Key] = {held.key for row in rows.values() for held in row}
-        explained = explain_storages(keys, context)
-        found = []
-        for row in rows.values():
-            found += [leak.finding for leak in tensor_leaks([row], [Rung.RAW], explained, context)]
-        return found
+        held = [each for row in rows.values() for each in row]
+        return [leak.finding for leak in leaks_of(held, context)]
 
     def levels(self) -> Levels:
         """How much this process holds."""

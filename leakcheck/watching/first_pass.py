@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.leakcheck.findings.remedies import Collected
+from lowtide.leakcheck.findings.storage_watch import Collected
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, kept_steps, rate, repeated

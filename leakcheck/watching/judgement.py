@@ -24,10 +24,10 @@ from lowtide.leakcheck.findings.item_findings import (
     with_changes,
     with_fingerprint,
 )
-from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.owner_growth import merged
-from lowtide.leakcheck.findings.remedies import StorageWatch, prove
+from lowtide.leakcheck.findings.remedies import actions_for, prove, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
+from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
 from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL
 from lowtide.leakcheck.judging.judge import FROZEN, REMEDIES_SHARE, Budget, judge, listed, missing

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
-from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
-from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
+from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import collect, trim_heap
 from lowtide.leakcheck.judging.owners import Claims, Owner
@@ -30,7 +30,6 @@ from lowtide.leakcheck.judging.storages import (
     within,
 )
 from lowtide.leakcheck.resources.first_use import driver_is_open
-from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching.attribution import Attribution, CardArrival
 from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Suspects, wait_for_return
@@ -167,14 +166,8 @@ class Watch(Attribution):
         turns = {each.key: each.turn for each in held}
         with sharing_walk() as walk:
             context = Context(born=self._watched.births.born(), roots=[(name, root)], living=True, walk=walk)
-            leaks = tensor_leaks([held], [Rung.RAW], explain_storages(turns, context), context)
-        found = []
-        for leak in leaks:
-            sizes: dict[int, int] = {}
-            for key, size in leak.sizes.items():
-                sizes[turns[key]] = sizes.get(turns[key], 0) + size
-            found.append((leak.finding, sizes))
-        return found
+            leaks = leaks_of(held, context)
+        return [(leak.finding, leak.sizes_by(turns)) for leak in leaks]
 
     def forget_settings(self) -> None:
         """Take the process-wide settings for what they were: whoever judges has put them back."""

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from lowtide.leakcheck.findings.remedies import Collected
+from lowtide.leakcheck.findings.storage_watch import Collected
 
 MIB = 1 << 20
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from lowtide.leakcheck.explaining.cut import Cut, Place
-from lowtide.leakcheck.findings.remedies import StorageWatch, Wording, named, prove
+from lowtide.leakcheck.findings.remedies import Wording, named, prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import Claims

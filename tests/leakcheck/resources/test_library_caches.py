@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.findings.item_remedies import actions_for
+from lowtide.leakcheck.findings.remedies import actions_for
 from lowtide.leakcheck.resources import library_caches
 from lowtide.leakcheck.resources.library_caches import LIBRARY_CACHES, Emptied, changes_on, empty_library_caches
 from lowtide.leakcheck.resources.rule import Rung

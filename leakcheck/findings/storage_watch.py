@@ -1,0 +1,179 @@
+"""Tells which storages are gone, and which of them came back only because the checker collected.
+
+Python's collector counts objects, not bytes: a few objects in cycles of references keep gigabytes until many others
+were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.rules import COLLECTED
+from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
+from lowtide.probes.heap.cycles import CycleEdge, cycle_behind
+from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
+from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.listed import Census
+from lowtide.probes.originals import loaded
+from lowtide.reports.schema import Finding, Remedy
+from lowtide.reports.sizes import first_of, format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement
+
+_MOST_TRACED = 3
+"""Storages, the largest ones, whose cycles are looked for."""
+
+_SHOWN_EDGES = 3
+
+
+class StorageWatch:
+    """Tells whether storages are gone, by weak references to the storages themselves (not to tensors).
+
+    So a storage that only C++ still holds counts as held.  Of a kind without such a reference (sparse tensors, say) the
+    tensors that Python knows of decide.
+
+    Args:
+        keys: the storages.
+        over: the tensors and storage objects over these and maybe others; default: they are looked for.
+    """
+
+    def __init__(self, keys: Collection[Key], over: Sequence[Any] | None = None) -> None:
+        found = _references(tensors_over(keys) if over is None else over) if keys and loaded("torch") else {}
+        self._references = {key: found[key] for key in keys if key in found}
+        self._others = set(keys) - found.keys()
+        self._gone: set[Key] = set()
+
+    @classmethod
+    def of_each(cls, keys: Sequence[Collection[Key]], walk: SharedWalk | None = None) -> list[StorageWatch]:
+        """A watch for each of some groups of storages, which are looked for together.
+
+        Args:
+            keys: the storages of each group.
+            walk: the walk over the heap to ask, if it is shared with others.
+        """
+        wanted = {key for group in keys for key in group}
+        found = _references(tensors_over(wanted, walk)) if wanted and loaded("torch") else {}
+        watches = [cls(()) for _ in keys]
+        for watch, group in zip(watches, keys, strict=True):
+            watch._references = {key: found[key] for key in group if key in found}
+            watch._others = set(group) - found.keys()
+        return watches
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether none is left; of a kind without such references that is not known, which costs nothing to say."""
+        waiting = next(iter(self._references.values()), ())
+        if self._others or not all(ref.expired() for ref in waiting):
+            return False
+        return bool(self.gone()) and not self._references
+
+    def gone(self) -> set[Key]:
+        """Those that are gone."""
+        gone = [key for key, refs in self._references.items() if all(ref.expired() for ref in refs)]
+        # What has gone does not come back, and is not asked about again.
+        for key in gone:
+            del self._references[key]
+        self._gone.update(gone)
+        return self._gone | (self._others - live_keys() if self._others else set())
+
+
+def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
+    """By storage, weak references to it, one for each of some tensors and storage objects over it."""
+    torch: Any = loaded("torch")
+    from torch.multiprocessing import reductions
+
+    found: dict[Key, list[Any]] = {}
+    reference: Any = reductions.StorageWeakRef
+    with plain_tensors(torch):
+        for item in items:
+            try:
+                storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
+                key = (str(storage.device), storage.data_ptr())
+            except RuntimeError:  # an opaque layout, or an empty shell: there is no storage to watch
+                continue
+            found.setdefault(key, []).append(reference(storage))
+    return found
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Storages as they were before a collection.
+
+    Attributes:
+        sizes: bytes of each.
+        watch: reports which of them are freed.
+        cycles: of the largest, the cycle that each hangs on.
+        let_go: those that went in `released`.
+    """
+
+    sizes: Mapping[Key, int]
+    watch: StorageWatch
+    cycles: Mapping[Key, Sequence[CycleEdge]]
+    let_go: set[Key] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """In the block something is let go: what goes there was in no cycle."""
+        before = self.watch.gone()
+        yield
+        self.let_go.update(self.watch.gone() - before)
+
+    @classmethod
+    def before(cls, tensors: Sequence[Any], least: int = COLLECTED, ignore: Collection[int] = ()) -> Collected | None:
+        """Read some tensors that are there still, before anything is collected; None where they are less than `least`.
+
+        Args:
+            tensors: they may be kept, or be garbage.
+            least: bytes.
+            ignore: the identities of what the caller holds them in.
+        """
+        survey = survey_storages(Census(list(tensors))) if tensors else None
+        sizes = {} if survey is None else {(each.device, each.address): each.bytes for each in survey.storages}
+        if sum(sizes.values()) < least:
+            return None
+        largest = set(sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TRACED])
+        cycles: dict[Key, Sequence[CycleEdge]] = {}
+        for turn, keys in enumerate(keys_of_each(tensors)):
+            for key in keys & largest:
+                largest.remove(key)
+                cycles[key] = cycle_behind(tensors[turn], {*ignore, id(tensors)})
+        return cls(sizes, StorageWatch(sizes, tensors), cycles)
+
+    def finding(self, stage: str, *, came: str = "") -> Finding | None:
+        """Return what is said of those that are gone since; None where none is.
+
+        Args:
+            stage: since when they were there.
+            came: when they came back, beside that it was when the collector ran.
+        """
+        gone = self.watch.gone() - self.let_go
+        size = sum(self.sizes[key] for key in gone)
+        if not size:
+            return None
+        edges = [edge for key in self.cycles if key in gone for edge in self.cycles[key]]
+        named = [edge.text for edge in edges if edge.is_attribute] or [edge.text for edge in edges]
+        through = first_of(list(dict.fromkeys(named)), _SHOWN_EDGES)
+        device = next(iter(gone))[0]
+        return StatedFinding(
+            resource="tensors",
+            cause="cycle",
+            bytes=size,
+            count=len(gone),
+            device=device,
+            stage=stage,
+            statement=Statement(
+                amount=f"{format_bytes(size)} on {device} came back only when the collector ran{came}",
+                came=None,
+                notes=(Note(", in a cycle through ", through),) if through else (),
+            ),
+            fingerprint=fingerprint(
+                resource="tensors", device=device, stage=stage, suspects=("only collected", *sorted(set(named)))
+            ),
+            holder=through or None,
+            remedy=Remedy(action="gc.collect()", returns_bytes=size),
+            advice=f"break the cycle where its owner ends: set {named[0]} to None" if named else None,
+        )
