@@ -35,7 +35,7 @@ from lowtide.leakcheck.lives.script import (
     simplest,
     varied,
 )
-from lowtide.leakcheck.processes.kept_asleep import explain_kept
+from lowtide.leakcheck.processes.process_levels import explain_kept
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.suppressions.entries import shipped

@@ -9,7 +9,7 @@ import msgspec
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.metrics import host_memory_tolerance
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_growth import role_of
+from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.process_files import rollup
 from lowtide.probes.host.process_tree import ProcessTree

@@ -40,9 +40,9 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.lives.shutdown_judgement import LifeMetrics, ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between
-from lowtide.leakcheck.processes.kept_asleep import explain_kept
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Inferences, Left, grown_under, is_under
+from lowtide.leakcheck.processes.process_levels import explain_kept
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch

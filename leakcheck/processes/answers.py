@@ -12,36 +12,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lowtide.leakcheck.processes.messages import (
-    Begin,
-    ClearCaches,
-    ComparePreserved,
-    ExplainAsleep,
-    ExplainAwake,
-    ExplainHeld,
-    ExplainHostMemory,
-    ExplainLeft,
-    Findings,
-    Followed,
-    HostHolder,
-    Left,
-    Levels,
-    PreservedAnswer,
-    RememberPreserved,
-    Trim,
-    Trimmed,
-    decode_question,
-    encode,
-)
+from lowtide.leakcheck.processes import messages
 from lowtide.probes.originals import contents, gc, loaded, os
 from lowtide.probes.processes.roles import RANK_VARIABLES
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.processes.own_preserved import OwnPreserved
-    from lowtide.leakcheck.processes.own_tensors import OwnTensors
+    from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
 
 _own: OwnTensors | None = None
 _own_preserved: OwnPreserved | None = None
+
+_OWN = "lowtide.leakcheck.processes.own_tensors"
+"""What a process without torch does not import."""
 
 _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 """What a process without suspicion does not import."""
@@ -61,58 +43,62 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     Raises:
         msgspec.DecodeError: it is none.
     """
-    question = decode_question(data)
+    question = messages.decode_question(data)
     own = _own_tensors(importing)
-    if isinstance(question, Begin):
+    if isinstance(question, messages.Begin):
         if own is not None:
             own.begin(question.stage, question.cycle)
-        return encode(Followed(watches=own is not None))
-    if isinstance(question, Trim):
-        return encode(Trimmed(imported=_trim(importing)))
-    if isinstance(question, ExplainAsleep):
+        return messages.encode(messages.Followed(watches=own is not None))
+    if isinstance(question, messages.Trim):
+        return messages.encode(messages.Trimmed(imported=_trim(importing)))
+    if isinstance(question, messages.ExplainAsleep):
         found = [] if own is None else own.asleep(question.cycle, question.kind)
-        return encode(Findings(findings=tuple(found)))
-    if isinstance(question, ExplainAwake):
-        return encode(Findings(findings=() if own is None else tuple(own.more_awake(question.stage))))
-    if isinstance(question, ExplainHeld):
+        return messages.encode(messages.Findings(findings=tuple(found)))
+    if isinstance(question, messages.ExplainAwake):
+        return messages.encode(messages.Findings(findings=() if own is None else tuple(own.more_awake(question.stage))))
+    if isinstance(question, messages.ExplainHeld):
         found = [] if own is None else own.held(question.stage, question.kind, question.most)
-        return encode(Findings(findings=tuple(found)))
-    if isinstance(question, ExplainLeft):
+        return messages.encode(messages.Findings(findings=tuple(found)))
+    if isinstance(question, messages.ExplainLeft):
         left = [] if own is None else own.left(question.cycle, question.stage)
-        return encode(Left(findings=tuple(each for each, _ in left), by_turn=tuple(sizes for _, sizes in left)))
-    if isinstance(question, ClearCaches):
+        return messages.encode(
+            messages.Left(findings=tuple(each for each, _ in left), by_turn=tuple(sizes for _, sizes in left))
+        )
+    if isinstance(question, messages.ClearCaches):
         cleared = [] if own is None else own.clear_caches(question.holders)
-        return encode(Findings(findings=tuple(cleared)))
-    if isinstance(question, ExplainHostMemory):
+        return messages.encode(messages.Findings(findings=tuple(cleared)))
+    if isinstance(question, messages.ExplainHostMemory):
         with importing(_EXPLAINING):
             from lowtide.leakcheck.findings.host_arrays import held_by_arrays
             from lowtide.leakcheck.findings.storage_holders import Context
 
         # Which of this process's arrays are the memory that the other one has seen grow.
         by_arrays = held_by_arrays(question.bytes, Context(living=True))
-        return encode(HostHolder(facts=None if by_arrays is None else by_arrays[0]))
-    if isinstance(question, RememberPreserved | ComparePreserved):
-        return encode(_preserved(question, importing))
+        return messages.encode(messages.HostHolder(facts=None if by_arrays is None else by_arrays[0]))
+    if isinstance(question, messages.RememberPreserved | messages.ComparePreserved):
+        return messages.encode(_preserved(question, importing))
     if question.collects:
         gc.collect()
-    levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
-    return encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
+    levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
+    return messages.encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
 
 
-def _preserved(question: RememberPreserved | ComparePreserved, importing: Importing) -> PreservedAnswer | Findings:
+def _preserved(
+    question: messages.RememberPreserved | messages.ComparePreserved, importing: Importing
+) -> messages.PreservedAnswer | messages.Findings:
     """What must survive a sleep here; an engine that announces none costs nothing."""
     global _own_preserved
     stages = loaded("lowtide.probes.stages")
     if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
-        return PreservedAnswer() if isinstance(question, RememberPreserved) else Findings()
-    if isinstance(question, RememberPreserved):
-        with importing("lowtide.leakcheck.processes.own_preserved"):
-            from lowtide.leakcheck.processes.own_preserved import OwnPreserved
+        return messages.PreservedAnswer() if isinstance(question, messages.RememberPreserved) else messages.Findings()
+    if isinstance(question, messages.RememberPreserved):
+        with importing(_OWN):
+            from lowtide.leakcheck.processes.own_tensors import OwnPreserved
 
         _own_preserved = OwnPreserved(question.kind)
-        return PreservedAnswer(tensors=_own_preserved.tensors)
+        return messages.PreservedAnswer(tensors=_own_preserved.tensors)
     preserved, _own_preserved = _own_preserved, None
-    return Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
+    return messages.Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
 
 
 def _rank_variables() -> dict[str, str]:
@@ -164,7 +150,7 @@ def _own_tensors(importing: Importing) -> OwnTensors | None:
     """Follows this process's tensors from the first question after torch was imported; None before."""
     global _own
     if _own is None and hasattr(loaded("torch"), "Tensor"):
-        with importing("lowtide.leakcheck.processes.own_tensors"):
+        with importing(_OWN):
             from lowtide.leakcheck.processes.own_tensors import OwnTensors
 
         _own = OwnTensors()

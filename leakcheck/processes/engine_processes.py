@@ -13,45 +13,27 @@ import msgspec
 
 from lowtide.leakcheck.findings.life_findings import is_cached
 from lowtide.leakcheck.findings.slept_tensors import KEPT_PART, LEAST, not_judged
-from lowtide.leakcheck.processes.ended_holders import EndedHolders
-from lowtide.leakcheck.processes.kept_asleep import (
-    ProcessLevels,
-    communicators_kept,
-    explain_kept,
-    mapped_by_failed_wake,
-)
-from lowtide.leakcheck.processes.messages import (
-    Begin,
-    ClearCaches,
-    ComparePreserved,
-    ExplainAsleep,
-    ExplainAwake,
-    ExplainHeld,
-    ExplainHostMemory,
-    ExplainLeft,
-    Findings,
-    Followed,
-    HostHolder,
-    Left,
-    Levels,
-    PreservedAnswer,
-    Question,
-    Read,
-    RememberPreserved,
-    Trim,
-    Trimmed,
-    encode,
-)
+from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.process_growth import (
     Inferences,
     ProcessGrowth,
     growing_holder,
     held_by,
     levels_of,
-    role_of,
 )
-from lowtide.leakcheck.processes.process_names import describe_process, placed, private_bytes
-from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
+from lowtide.leakcheck.processes.process_levels import (
+    NOTHING_SAID,
+    ProcessLevels,
+    RankLevels,
+    communicators_kept,
+    describe_process,
+    explain_kept,
+    explain_uneven_rank,
+    mapped_by_failed_wake,
+    role_of,
+    uneven_ranks,
+)
+from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import name_of, rollup
@@ -60,69 +42,7 @@ from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
-from lowtide.reports.statement import HolderFacts, with_holder
-
-SHOWN = 16 << 20
-"""Bytes of host memory from which on a process without torch and without a card is listed: a bare Python has less."""
-
-NOTHING_SAID = Levels(tensors={}, arenas={}, reserved={}, has_torch=False)
-"""Of a process that is seen from outside alone."""
-
-
-def is_shown(process: ProcessName, levels: Levels, host: int | None, cards: Mapping[str, int | None]) -> bool:
-    """Whether a process is listed: it has torch, or a card, or `SHOWN` bytes of host memory and is no helper."""
-    is_helper = process.role == "python resource-tracker"
-    return levels.has_torch or bool(cards) or ((host or 0) >= SHOWN and not is_helper)
-
-
-def as_stage(
-    process: ProcessName,
-    levels: Levels,
-    host: int | None,
-    cards: Mapping[str, int | None],
-    context: Callable[[str], int | None] = lambda device: None,
-) -> ProcessStage:
-    """What a process holds.
-
-    Args:
-        process: which it is.
-        levels: what it says itself.
-        host: bytes of host memory that only it has; None where that may not be read.
-        cards: bytes that the driver counts for it, by device.
-        context: gives the bytes of a context alone on a device; None where that is not known.
-    """
-    contexts = {device: size for device in cards if (size := context(device)) is not None}
-    left = {
-        device: None if size is None else max(0, size - contexts.get(device, 0))
-        for device, size in _on_cards(levels, cards).items()
-    }
-    return ProcessStage(
-        process=process,
-        tensors=levels.tensors,
-        arenas=levels.arenas,
-        reserved=levels.reserved,
-        cards=dict(cards),
-        host=host,
-        contexts=contexts,
-        unexplained={"cpu": None if host is None else max(0, host - levels.resident), **left},
-    )
-
-
-def _on_cards(levels: Levels, cards: Mapping[str, int | None]) -> dict[str, int | None]:
-    own = {device for device in (*levels.reserved, *levels.arenas) if device != "cpu"}
-    # The process numbers the cards that it may use by itself: one card is known under two names, of several none is.
-    names = dict(zip(cards, own, strict=True)) if len(own) == len(cards) == 1 else {device: device for device in cards}
-    if not own <= set(names.values()):
-        return dict.fromkeys(cards, None)
-    return {device: _left(levels, names[device], size) for device, size in cards.items()}
-
-
-def _left(levels: Levels, device: str, size: int | None) -> int | None:
-    reserved = levels.reserved.get(device, 0)
-    if size is None or reserved is None:
-        return None
-    return max(0, size - reserved - sum(levels.arenas.get(device, {}).values()))
-
+from lowtide.reports.statement import HolderFacts, in_process, with_holder
 
 EXPLAIN_S = 60.0
 """Seconds that a process may take to find who holds something: it goes through its whole heap."""
@@ -212,11 +132,7 @@ class EngineProcesses:
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
         """What each held when it was read last, for a report; those that have not answered as seen from outside."""
-        return tuple(
-            as_stage(each.process, each.levels, each.host, each.cards, self.context)
-            for each in (*self._now.values(), *self._silent)
-            if is_shown(each.process, each.levels, each.host, each.cards)
-        )
+        return tuple(each.as_stage(self.context) for each in (*self._now.values(), *self._silent) if each.is_shown)
 
     @property
     def has_answered(self) -> Collection[int]:
@@ -231,15 +147,15 @@ class EngineProcesses:
 
     def before_sleep(self) -> bool:
         """Remember what must survive the sleep that begins; whether any of them has said that something must."""
-        answers = self._each(self._pids(), RememberPreserved(kind=self.kind), PreservedAnswer, EXPLAIN_S)
+        answers = self._each(self._pids(), messages.RememberPreserved(kind=self.kind), messages.PreservedAnswer)
         self._preserving = [pid for pid, preserved in answers.items() if preserved.tensors]
         return bool(self._preserving)
 
     def after_wake(self, stage: str) -> list[Finding]:
         """What each has lost of what had to survive the sleep before; once everything is awake."""
         pids, self._preserving = [pid for pid in self._preserving if pid in self._now], []
-        answers = self._each(pids, ComparePreserved(stage=stage), Findings, EXPLAIN_S)
-        return [placed(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
+        answers = self._each(pids, messages.ComparePreserved(stage=stage), messages.Findings)
+        return [in_process(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
 
     def more_awake(self, stage: str) -> list[Finding]:
         """What each holds more under tensors than before the sleep, after a wake; right after its `end_stage`."""
@@ -249,28 +165,27 @@ class EngineProcesses:
             if pid in self._before_sleep
             and sum(now.levels.tensors.values()) >= sum(self._before_sleep[pid].levels.tensors.values()) + LEAST
         ]
-        answers = self._each(pids, ExplainAwake(stage=stage), Findings, EXPLAIN_S)
-        return [placed(more, self._now[pid].process) for pid, answer in answers.items() for more in answer.findings]
+        answers = self._each(pids, messages.ExplainAwake(stage=stage), messages.Findings)
+        return [in_process(more, self._now[pid].process) for pid, answer in answers.items() for more in answer.findings]
 
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
         """What appears in some of them from here on, appeared in this stage; returns those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
-        answers = self._each(asked, Begin(stage=stage, cycle=cycle), Followed, EXPLAIN_S)
+        answers = self._each(asked, messages.Begin(stage=stage, cycle=cycle), messages.Followed)
         return {pid for pid, answer in answers.items() if answer.watches}
 
     def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
-        """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
-        asked = [] if pid in self.not_measured else [pid]
-        answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
-        found = [placed(finding, describe_process(pid)) for finding in answer.findings]
+        """Return what appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
+        answer = self._one(pid, messages.ExplainLeft(cycle=cycle), messages.Left) or messages.Left()
+        found = [in_process(finding, describe_process(pid)) for finding in answer.findings]
         return list(zip(found, answer.by_turn, strict=True))
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
-        """Some findings about a process that lives, with what clearing gives back where an `lru_cache` is the cause."""
+        """Return findings about a process that lives, with what clearing the `lru_cache`s among them gives back."""
         holders = tuple(finding.holder for finding in findings if finding.holder and is_cached(finding))
-        asked = [pid] if holders and pid not in self.not_measured else []
-        answer = self._each(asked, ClearCaches(holders=holders), Findings, EXPLAIN_S).get(pid, Findings())
-        remedies = {finding.holder: finding.remedy for finding in answer.findings if finding.remedy is not None}
+        answer = self._one(pid, messages.ClearCaches(holders=holders), messages.Findings) if holders else None
+        cleared = () if answer is None else answer.findings
+        remedies = {finding.holder: finding.remedy for finding in cleared if finding.remedy is not None}
         return [
             msgspec.structs.replace(finding, remedy=remedies.get(finding.holder, finding.remedy))
             for finding in findings
@@ -282,9 +197,7 @@ class EngineProcesses:
         Returns:
             Bytes that the process has ever taken to answer this; None where it does not answer.
         """
-        if pid in self.not_measured or not self.agents.has_agent(pid):
-            return None
-        answer = self._each([pid], Trim(), Trimmed, EXPLAIN_S).get(pid)
+        answer = self._one(pid, messages.Trim(), messages.Trimmed) if self.agents.has_agent(pid) else None
         if answer is None:
             return None
         self._imported[pid] = self._imported.get(pid, 0) + answer.imported
@@ -299,21 +212,23 @@ class EngineProcesses:
         if finding.process is None or finding.resource != "host-memory":
             return None
         pid = finding.process.pid
-        if pid in self.not_measured or not self.agents.has_agent(pid):
-            return None
-        answer = self._each([pid], ExplainHostMemory(bytes=size), HostHolder, EXPLAIN_S)
-        return answer[pid].facts if pid in answer else None
+        answer = (
+            self._one(pid, messages.ExplainHostMemory(bytes=size), messages.HostHolder)
+            if self.agents.has_agent(pid)
+            else None
+        )
+        return None if answer is None else answer.facts
 
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
-        levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
+        levels = self._each(self._pids(), messages.Read(), messages.Levels)
         family = self.tree.descendants()
         asks = bool(family) and self.device != "cpu"
         cards = by_process(read_card_holders(self.driver())) if self.driver is not None and asks else {}
         for pid in cards.keys() & set(family):
             self.ended.note(pid)
-        self._silent = [_levels_of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
-        self._now = {pid: _levels_of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
+        self._silent = [ProcessLevels.of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
+        self._now = {pid: ProcessLevels.of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if stage.startswith("sleep"):
             self._before_sleep = self._at_work
         else:
@@ -342,12 +257,12 @@ class EngineProcesses:
         ]
         return (*unwatched, *self._undeclared.values())
 
-    def _collected(self, now: ProcessLevels) -> Levels:
+    def _collected(self, now: ProcessLevels) -> messages.Levels:
         """The levels after an inference, without garbage where tensors have become more since the one before."""
         pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
         if before is not None and any(size > before.get(device, 0) for device, size in levels.tensors.items()):
-            levels = self._each([pid], Read(collects=True), Levels, EXPLAIN_S).get(pid, levels)
+            levels = self._one(pid, messages.Read(collects=True), messages.Levels) or levels
         self._after_infer[pid] = levels.tensors
         return levels
 
@@ -355,9 +270,9 @@ class EngineProcesses:
         """Looks for who holds what has grown by now: at the end its process is gone."""
         for process in self._growth.suspects:
             if process.pid in self._now and self.trim(process.pid) is not None:
-                now = self._each([process.pid], Read(), Levels, EXPLAIN_S)
-                for pid, levels in now.items():
-                    self._growth.correct(process, self._levels(pid, levels))
+                levels = self._one(process.pid, messages.Read(), messages.Levels)
+                if levels is not None:
+                    self._growth.correct(process, self._levels(process.pid, levels))
         for finding in self._growth.findings():
             # Each search leaves pieces of the heap in use that are given back at some later time: that looks like
             # growth, and like the opposite.
@@ -368,7 +283,7 @@ class EngineProcesses:
             if facts is not None:
                 self._holders[finding.fingerprint] = facts
 
-    def _levels(self, pid: int, levels: Levels) -> dict[str, int]:
+    def _levels(self, pid: int, levels: messages.Levels) -> dict[str, int]:
         """The levels by which a process's growth is judged, without what it has taken to answer."""
         host = rollup(pid)
         private = None if host is None else host.private - self._imported.get(pid, 0)
@@ -376,25 +291,26 @@ class EngineProcesses:
 
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Who holds what a finding is about; what the process has taken for good to answer is none of its growth."""
-        before = private_bytes(finding)
+        before = _private_bytes(finding)
         if finding.resource == "tensors":
             facts = self._holder_of_tensors(finding)
         else:
             facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
         if finding.process is not None and self.trim(finding.process.pid) is not None:
             # What an earlier search has left may be given back by this one.
-            taken = self._imported[finding.process.pid] + private_bytes(finding) - before
+            taken = self._imported[finding.process.pid] + _private_bytes(finding) - before
             self._imported[finding.process.pid] = max(0, taken)
         return facts
 
     def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
         """Who holds the tensors of most inferences of the process that a finding is about."""
-        if finding.process is None:
-            return None
-        pid = finding.process.pid
-        asked = [] if pid in self.not_measured else [pid]
-        answer = self._each(asked, ExplainLeft(stage="infer"), Left, EXPLAIN_S).get(pid, Left())
-        return growing_holder(list(zip(answer.findings, answer.by_turn, strict=True)), finding.device)
+        answer = (
+            None
+            if finding.process is None
+            else self._one(finding.process.pid, messages.ExplainLeft(stage="infer"), messages.Left)
+        )
+        left = () if answer is None else zip(answer.findings, answer.by_turn, strict=True)
+        return growing_holder(list(left), finding.device)
 
     def _with_holder(self, finding: Finding) -> Finding:
         facts = self._holders.get(finding.fingerprint)
@@ -412,10 +328,12 @@ class EngineProcesses:
         self._slept_unwatched |= self._unwatched.keys() & {
             pid for pid, now in self._now.items() if now.levels.of(self.kind)
         }
-        of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
+        of_inferring = self._each(
+            list(self._now), messages.ExplainAsleep(cycle=cycle, kind=self.kind), messages.Findings
+        )
         for pid, answer in of_inferring.items():
             process = self._now[pid].process
-            found += [placed(finding, process) for finding in answer.findings]
+            found += [in_process(finding, process) for finding in answer.findings]
             holders = {finding.holder or "" for finding in answer.findings}
             self._kept_asleep.setdefault(role_of(process.name), set()).update(holders)
         # What inferring left is reported by itself.
@@ -438,7 +356,7 @@ class EngineProcesses:
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
         """What a wake that raised has left mapped in each, of what the last sleep had given up."""
-        after = self._each(list(self._now), Read(), Levels, EXPLAIN_S)
+        after = self._each(list(self._now), messages.Read(), messages.Levels)
         return mapped_by_failed_wake(stage, self.kind, self._now, after)
 
     def _uneven(self, stage: str, left: Mapping[int, int], reported_pids: Collection[int]) -> list[Finding]:
@@ -450,12 +368,10 @@ class EngineProcesses:
             if sizes is not None:
                 levels.append(RankLevels(now.process, *sizes, now.arenas(self.kind)))
 
-        def held_by(pid: int) -> Sequence[Finding]:
-            answers = self._each([pid], ExplainHeld(stage=stage, kind=self.kind), Findings, EXPLAIN_S)
-            return answers[pid].findings if pid in answers else ()
-
         return [
-            explain_uneven_rank(uneven, stage, self.kind, self.device or self.kind, held_by)
+            explain_uneven_rank(
+                uneven, stage, self.kind, self.device or self.kind, lambda pid: self._largest_in(pid, stage)
+            )
             for uneven in uneven_ranks(levels, self.kind)
             if uneven.rank.process.pid not in reported_pids
         ]
@@ -476,10 +392,13 @@ class EngineProcesses:
 
     def _explain_kept(self, stage: str, sizes: tuple[int, int], now: ProcessLevels) -> Finding:
         """What one process has kept, with the holders of the largest."""
-        question = ExplainHeld(stage=stage, kind=self.kind)
-        answers = self._each([now.process.pid], question, Findings, EXPLAIN_S)
-        holders = answers[now.process.pid].findings if now.process.pid in answers else ()
-        return explain_kept(stage, self.device or self.kind, sizes, now.process, now.arenas(self.kind), holders)
+        holders, device = self._largest_in(now.process.pid, stage), self.device or self.kind
+        return explain_kept(stage, device, sizes, now.process, now.arenas(self.kind), holders)
+
+    def _largest_in(self, pid: int, stage: str) -> tuple[Finding, ...]:
+        """Ask a process who holds its largest tensors."""
+        answer = self._one(pid, messages.ExplainHeld(stage=stage, kind=self.kind), messages.Findings)
+        return () if answer is None else answer.findings
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
@@ -487,13 +406,20 @@ class EngineProcesses:
         without = {*self.not_measured, *self.drivers, *self.tree.with_descendants(self.passed_over)}
         return [pid for pid in self.tree.descendants() if pid not in without and self.agents.has_agent(pid)]
 
-    def _each(self, pids: Sequence[int], question: Question, kind: type[_Answer], limit: float) -> dict[int, _Answer]:
+    def _each(self, pids: Sequence[int], question: messages.Question, kind: type[_Answer]) -> dict[int, _Answer]:
         """What each answers, side by side; without those that do not, which are noted."""
         if not pids:
             return {}
 
         def ask(pid: int) -> tuple[int, _Answer | AgentError]:
-            return pid, self._ask(pid, question, kind, limit)
+            try:
+                return pid, msgspec.msgpack.decode(
+                    self.agents.ask(pid, messages.encode(question), EXPLAIN_S), type=kind
+                )
+            except AgentError as error:
+                return pid, error
+            except msgspec.DecodeError as error:
+                return pid, AgentError(f"the agent of pid {pid} answered something else: {error}")
 
         answers: dict[int, _Answer] = {}
         with ThreadPoolExecutor(len(pids), thread_name_prefix="lowtide-agents") as threads:
@@ -506,21 +432,12 @@ class EngineProcesses:
                     answers[pid] = answer
         return answers
 
-    def _ask(self, pid: int, question: Question, kind: type[_Answer], limit: float) -> _Answer | AgentError:
-        try:
-            return msgspec.msgpack.decode(self.agents.ask(pid, encode(question), limit), type=kind)
-        except AgentError as error:
-            return error
-        except msgspec.DecodeError as error:
-            return AgentError(f"the agent of pid {pid} answered something else: {error}")
+    def _one(self, pid: int, question: messages.Question, kind: type[_Answer]) -> _Answer | None:
+        """Return what one answers; None where it does not, or has not answered before."""
+        return None if pid in self.not_measured else self._each([pid], question, kind).get(pid)
 
 
-def _levels_of(pid: int, levels: Levels, cards: Mapping[str, int | None]) -> ProcessLevels:
-    held = {device for device, size in levels.tensors.items() if size} | levels.arenas.keys()
-    # Each process numbers the cards that it may use from 0; the driver's number is this process's.
-    devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
-    process, memory = (
-        describe_process(pid, variables=levels.variables, devices=devices, called=levels.called),
-        rollup(pid),
-    )
-    return ProcessLevels(process, levels, cards, None if memory is None else memory.private)
+def _private_bytes(finding: Finding) -> int:
+    """Return the bytes of host memory that the process of a finding alone has; 0 where that may not be read."""
+    memory = None if finding.process is None else rollup(finding.process.pid)
+    return 0 if memory is None else memory.private

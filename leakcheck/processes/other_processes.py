@@ -15,10 +15,10 @@ import msgspec
 
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import HOST, ProcessTurns, growing_tensors, left_by_test
-from lowtide.leakcheck.processes.process_names import describe_process
+from lowtide.leakcheck.processes.process_levels import describe_process
+from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders

@@ -1,16 +1,22 @@
-"""This process's tensors, for another one that asks: the same reading and explaining as in the checked process."""
+"""This process's tensors, for another one that asks: the same reading and explaining as in the checked process.
+
+And what must survive a sleep here, as its engine has announced it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
+from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.resources.process_groups import ProcessGroups
@@ -21,8 +27,11 @@ from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, torch_with_cuda
-from lowtide.probes.stages import PoolReading, announced_pools
+from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
 from lowtide.reports.schema import Finding
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OwnTensors:
@@ -35,7 +44,7 @@ class OwnTensors:
         self._cycle = 0
 
     def begin(self, stage: str, cycle: int) -> None:
-        """From here on, what appears belongs to this stage."""
+        """Attribute what appears from here on to this stage."""
         if self._leftovers is None:
             self._leftovers = LeftoverTensors(card=_uses_cards())
             self._leftovers.open()
@@ -45,7 +54,7 @@ class OwnTensors:
         self._slept.begin(stage)
 
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
-        """Who holds what is left of inferring; the sleep has ended."""
+        """Return who holds what is left of inferring; the sleep has ended."""
         self._slept.end()
         if self._leftovers is None:
             return []
@@ -63,7 +72,7 @@ class OwnTensors:
         return self._slept.more_awake(stage, lambda: replace(context, living=True))
 
     def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
-        """Who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
+        """Return who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
 
         Args:
             cycle: which; None: any.
@@ -83,16 +92,16 @@ class OwnTensors:
         return found
 
     def clear_caches(self, holders: Collection[str]) -> list[Finding]:
-        """What some `lru_cache`s hold of what appeared, each cleared, with what that gave back."""
+        """Return what some `lru_cache`s hold of what appeared, each cleared, with what that gave back."""
         return [] if self._leftovers is None else self._leftovers.clear_caches(holders, announced_pools())
 
     def _note_imports(self) -> None:
-        """What is new among the modules was imported in the cycle that goes on."""
+        """Note that what is new among the modules was imported in the cycle that goes on."""
         for name in list(sys.modules):
             self._imported.setdefault(name, self._cycle)
 
     def _imported_in(self, finding: Finding) -> int | None:
-        """In which cycle the module was imported that has it in its namespace: what it made then is the import's."""
+        """Return in which cycle the module was imported that has it in its namespace, and so may have made it."""
         if finding.cause != "module-global" or not finding.holder:
             return None
         parts = finding.holder.split(".")
@@ -100,7 +109,7 @@ class OwnTensors:
         return next((self._imported[name] for name in names if name in self._imported), None)
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
-        """Who holds the largest storages on devices of a kind, arenas aside."""
+        """Return who holds the largest storages on devices of a kind, arenas aside."""
         leftovers = self._leftovers or LeftoverTensors(card=False)
         context = leftovers.context(None)
         with collector_paused():
@@ -116,7 +125,7 @@ class OwnTensors:
         return [leak.finding for leak in leaks_of(held, context)]
 
     def levels(self) -> Levels:
-        """How much this process holds."""
+        """Return how much this process holds."""
         pools = announced_pools()
         with collector_paused():
             survey = survey_storages(Census(all_objects()))
@@ -152,7 +161,7 @@ def outside_pools(tensors: TensorReading, pools: Sequence[PoolReading]) -> dict[
 
 
 def _communicators() -> tuple[str, ...]:
-    """The groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`."""
+    """Return the groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`."""
     known = ProcessGroups()
     groups = map(known.describe, known.read())
     # A rank alone has nobody to exchange with: its group is excused asleep, as in the checked process.
@@ -160,14 +169,14 @@ def _communicators() -> tuple[str, ...]:
 
 
 def _with_pages(allocator: AllocatorReading) -> int | None:
-    """Bytes that torch's allocator took from the driver, without those whose pages are gone while a pool sleeps."""
+    """Return what torch's allocator took from the driver, without what has no pages while a pool sleeps, in bytes."""
     if allocator.reserved is None:
         return None
     return allocator.reserved - sleeping_bytes(int(allocator.device.partition(":")[2]))
 
 
 def _pinned_for_later(on_host: list[Range]) -> int:
-    """Bytes of pinned host memory that torch keeps for the next tensors that ask for some, beside `on_host`.
+    """Return the bytes of pinned host memory that torch keeps for the next tensors that ask for some, beside `on_host`.
 
     What torch says of it is too little: a block whose tensor is gone counts as handed out until torch sees that the
     copies from it are over, and it looks only when the next tensor asks. So what is pinned and in no tensor is
@@ -191,3 +200,72 @@ def _devices(kind: str) -> list[str]:
 def _uses_cards() -> bool:
     torch = torch_with_cuda()
     return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+class OwnPreserved:
+    """Remembers the contents of the tensors that there are when it is made.
+
+    Args:
+        kind: of their devices: `cpu` or `cuda`.
+
+    Attributes:
+        tensors: how many there are.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.tensors = 0
+        self._states: dict[str, PreservedState] = {}
+        for device, tensors in _by_device(kind).items():
+            state = PreservedState(device)
+            with _current(device):
+                state.before_sleep(tensors)
+            self._states[device] = state
+            self.tensors += len(tensors)
+
+    def compare(self, stage: str) -> list[Finding]:
+        """What was lost, has moved, or points to where nothing is.
+
+        Args:
+            stage: which one has ended.
+        """
+        found: list[Finding] = []
+        recorded = announced_preserved().graph_addresses
+        for device, state in self._states.items():
+            kind = device.partition(":")[0]
+            with _current(device):
+                # Where a process has one device, as a rank has, its graphs read that one.
+                read = recorded if len(self._states) == 1 else {}
+                found += state.after_wake(stage, _by_device(kind).get(device, {}), read)
+        return found
+
+
+def _by_device(kind: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the announced tensors that can be read, by device."""
+    pools = announced_pools()
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in announced_preserved().tensors.items():
+        if tensor.device.type == kind and _has_pages(tensor, pools):
+            found.setdefault(str(tensor.device), {})[name] = tensor
+    return found
+
+
+def _has_pages(tensor: torch.Tensor, pools: tuple[PoolReading, ...]) -> bool:
+    """Return whether a tensor may be read: on a card, to read addresses without pages breaks the process."""
+    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    for pool in pools:
+        if pool.span is not None and pool.span[0] <= start < sum(pool.span):
+            overlaps = (min(stop, address + length) - max(start, address) for address, length in pool.ranges)
+            return sum(overlap for overlap in overlaps if overlap > 0) >= tensor.nbytes
+    return True
+
+
+@contextlib.contextmanager
+def _current(device: str) -> Iterator[None]:
+    """Make a device current in this thread, which has used none so far."""
+    if device.partition(":")[0] != "cuda":
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(device):
+        yield

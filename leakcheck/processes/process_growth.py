@@ -8,8 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
+from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_bytes
@@ -267,13 +267,19 @@ def grown_under(root: str, left: Left, again: Sequence[int]) -> list[Finding]:
         again: the numbers of those that followed another one.
     """
     nobody = ProcessName(pid=0, name="")
-    found = []
-    for finding, sizes in left:
-        steps = [sizes.get(turn, 0) for turn in again]
-        if is_under(root, finding) and grows(steps, [0] * len(steps)):
-            grown = _of_inferences("", f"{_TENSORS}{finding.device}", nobody, steps, 0)
-            found.append(held_by(grown, _facts_of(finding)))
-    return found
+    return [
+        held_by(_of_inferences("", f"{_TENSORS}{finding.device}", nobody, steps, 0), _facts_of(finding))
+        for finding, steps in _growing(left, again, 0)
+        if is_under(root, finding)
+    ]
+
+
+def _growing(left: Left, turns: Collection[int], tolerance: int) -> Iterator[tuple[Finding, list[int]]]:
+    """Yield the holders that keep more with each of some turns, with what each turn has added to them."""
+    for finding, by_turn in left:
+        steps = [by_turn.get(turn, 0) for turn in turns]
+        if grows(steps, [tolerance] * len(steps)):
+            yield finding, steps
 
 
 def held_by(finding: Finding, facts: HolderFacts) -> Finding:
@@ -284,11 +290,6 @@ def held_by(finding: Finding, facts: HolderFacts) -> Finding:
     role = "" if found.process is None else role_of(found.process.name)
     mark = _fingerprint_of(found.resource, found.device, role, facts.note.holder)
     return msgspec.structs.replace(found, fingerprint=mark)
-
-
-def role_of(name: str) -> str:
-    """A process's name without the numbers in it, which differ from run to run."""
-    return re.sub(r"\d+", "", name)
 
 
 class ProcessTurns:
@@ -390,13 +391,9 @@ def _what(key: str) -> str:
 
 
 def growing_tensors(
-    left: Left,
-    turns: Collection[int],
-    tolerance: int,
-    process: ProcessName,
-    stage: str,
+    left: Left, turns: Collection[int], tolerance: int, process: ProcessName, stage: str
 ) -> list[Finding]:
-    """Those holders of tensors that have kept some of most tests that used a process.
+    """Find those holders of tensors that have kept some of most tests that used a process.
 
     A cache that is full keeps what the last tests made, and nothing of the first ones.
 
@@ -408,11 +405,10 @@ def growing_tensors(
         stage: as the finding calls its time.
     """
     found = []
-    for finding, by_turn in left:
-        steps = [by_turn.get(turn, 0) for turn in turns]
+    for finding, steps in _growing(left, turns, tolerance):
         allowed = [tolerance] * len(steps)
         adding = adding_turns(steps, allowed)
-        if not grows(steps, allowed) or adding[0] > (len(steps) + 1) // 2:
+        if adding[0] > (len(steps) + 1) // 2:
             continue
         total = sum(steps[turn - 1] for turn in adding)
         message = f"{rate(steps, allowed, format_bytes)}, {format_bytes(total)} on {finding.device} in all"

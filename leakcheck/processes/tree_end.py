@@ -13,15 +13,16 @@ import msgspec
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
-from lowtide.leakcheck.processes.process_growth import role_of
-from lowtide.leakcheck.processes.process_names import describe_process
-from lowtide.probes.host.process_files import rollup
+from lowtide.leakcheck.processes.process_levels import describe_process, role_of
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import read_card_holders
+from lowtide.probes.host.process_files import rollup, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, Agents
-from lowtide.probes.processes.outside_view import ByCard
+from lowtide.probes.processes.outside_view import ByCard, by_process
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
-from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces
+from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces, gone_on_cards
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import first_of, format_bytes
@@ -311,3 +312,44 @@ def _finding(
         advice=advice,
         process=process,
     )
+
+
+PATIENCE_S = 3.0
+"""Seconds that the driver has to give back what an ended process held: it does so after the process is gone."""
+
+
+@dataclass
+class EndedHolders:
+    """Remembers which processes held memory on cards.
+
+    Attributes:
+        driver: gives whom to ask; None: nobody.
+        patience: seconds that the driver has to give back.
+    """
+
+    driver: Callable[[], Driver] | None
+    patience: float = PATIENCE_S
+    _started: dict[int, int] = field(default_factory=dict)
+    _names: dict[int, ProcessName] = field(default_factory=dict)
+
+    def note(self, pid: int) -> None:
+        """A process that is there holds memory on a card."""
+        process = stat(pid)
+        if process is not None and self._started.get(pid) != process.started:
+            self._started[pid] = process.started
+            self._names[pid] = describe_process(pid)
+
+    def findings(self) -> list[Finding]:
+        """One for each noted process that has ended and is listed; each is reported once."""
+        until = time.monotonic() + self.patience
+        while (gone := self._gone()) and time.monotonic() < until:
+            time.sleep(_STEP_S)
+        found = [held_by_a_gone(self._names[pid], by_card) for pid, by_card in gone.items()]
+        for pid in [pid for pid in self._started if stat(pid) is None]:
+            del self._started[pid], self._names[pid]
+        return found
+
+    def _gone(self) -> dict[int, ByCard]:
+        if self.driver is None or all(stat(pid) is not None for pid in self._started):
+            return {}
+        return gone_on_cards(by_process(read_card_holders(self.driver())), self._started)

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from lowtide.leakcheck.processes import ended_holders, engine_processes, other_processes
-from lowtide.leakcheck.processes.ended_holders import EndedHolders
+from lowtide.leakcheck.processes import engine_processes, other_processes, tree_end
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
+from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver.card_holders import CardHolders
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessTree
@@ -45,9 +45,9 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    for module in (ended_holders, engine_processes, other_processes):
+    for module in (tree_end, engine_processes, other_processes):
         monkeypatch.setattr(module, "read_card_holders", card.holders)
-    monkeypatch.setattr(ended_holders, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(tree_end, "PATIENCE_S", 0.1)
     return card
 
 

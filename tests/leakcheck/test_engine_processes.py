@@ -17,8 +17,7 @@ import torch
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.processes import unmeasured_processes
-from lowtide.leakcheck.processes.ended_holders import EndedHolders
-from lowtide.leakcheck.processes.tree_end import held_by_a_gone
+from lowtide.leakcheck.processes.tree_end import EndedHolders, held_by_a_gone
 from lowtide.probes import stages
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.device.driver.none import NoDriver

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.processes import own_tensors
-from lowtide.leakcheck.processes.kept_asleep import ProcessLevels, communicators_kept, mapped_by_failed_wake
 from lowtide.leakcheck.processes.messages import Levels
+from lowtide.leakcheck.processes.process_levels import ProcessLevels, communicators_kept, mapped_by_failed_wake
 from lowtide.leakcheck.resources.process_groups import ProcessGroups
 from lowtide.reports.processes.stage_processes import ProcessName
 

@@ -11,7 +11,7 @@ import torch
 
 from lowtide.leakcheck.processes import answers
 from lowtide.leakcheck.processes.messages import ComparePreserved, Findings, PreservedAnswer, RememberPreserved, encode
-from lowtide.leakcheck.processes.own_preserved import OwnPreserved
+from lowtide.leakcheck.processes.own_tensors import OwnPreserved
 from lowtide.probes.stages import PoolReading, announce, withdraw
 
 

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.kept_asleep import ProcessLevels
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import (
     HOST,
@@ -17,6 +16,7 @@ from lowtide.leakcheck.processes.process_growth import (
     held_by,
     levels_of,
 )
+from lowtide.leakcheck.processes.process_levels import ProcessLevels
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents

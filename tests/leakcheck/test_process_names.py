@@ -12,7 +12,7 @@ import msgspec
 
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
 from lowtide.leakcheck.processes.process_growth import HOST, ProcessGrowth
-from lowtide.leakcheck.processes.process_names import describe_process
+from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import decode

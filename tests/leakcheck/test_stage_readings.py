@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from lowtide.leakcheck.processes.engine_processes import NOTHING_SAID, as_stage, is_shown
+from collections.abc import Callable, Mapping
+
 from lowtide.leakcheck.processes.messages import Levels
-from lowtide.reports.processes.stage_processes import ProcessName
+from lowtide.leakcheck.processes.process_levels import NOTHING_SAID, ProcessLevels
+from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 
 MIB = 1 << 20
 CORE = ProcessName(pid=7, name="VLLM::EngineCore")
+
+
+def as_stage(
+    process: ProcessName,
+    levels: Levels,
+    host: int | None,
+    cards: Mapping[str, int | None],
+    context: Callable[[str], int | None] = lambda device: None,
+) -> ProcessStage:
+    return ProcessLevels(process, levels, cards, host).as_stage(context)
+
+
+def is_shown(process: ProcessName, levels: Levels, host: int | None, cards: Mapping[str, int | None]) -> bool:
+    return ProcessLevels(process, levels, cards, host).is_shown
 
 
 def levels(reserved: dict[str, int | None], arenas: dict[str, int] | None = None) -> Levels:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
+from lowtide.leakcheck.processes.process_levels import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
 
