@@ -115,11 +115,6 @@ def of_attribute(module: ModuleType, name: str) -> Binding:
     return found
 
 
-def of_key(module: ModuleType, holder: str, key: object) -> Binding:
-    """How a module's source binds a constant key in the dict that it gives to a name, or an attribute of that name."""
-    return binding_of(of_keys(module, holder), key)
-
-
 def binding_of(keys: Keys | None, key: object) -> Binding:
     """How a key is bound where these are."""
     if keys is None:

@@ -6,10 +6,10 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -119,82 +119,68 @@ def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:
     return resource, finding.cause != "autograd", finding.resource == "lru-cache", finding.cause == "native"
 
 
-@dataclass
-class GraphParts:
-    """Which findings of one subject are about the same graphs, each group by the place of its first finding.
-
-    Attributes:
-        names: things by their metric's key and their name.
-        places: findings about tensors, by their places.
-    """
-
-    names: dict[tuple[str, str], int] = field(default_factory=dict)
-    places: dict[int, int] = field(default_factory=dict)
+_Named = tuple[str, str]
+"""A thing by its resource and its name."""
 
 
-def graph_parts(found: Sequence[Leak], context: Context) -> GraphParts:
-    """Finds out what belongs to the graphs that a subject has left.
+def _parts_of_graphs(found: Sequence[Leak], context: Context) -> dict[_Named | int, int]:
+    """Find out what belongs to the graphs that a subject has left.
 
     Args:
         found: its findings.
         context: what is known around them.
+
+    Returns:
+        By thing, or by the place of a finding about tensors, the place of the first finding about the same graphs.
     """
-    pools = [turn for turn, draft in enumerate(found) if isinstance(draft, ItemLeak) and _is_of_graph(draft)]
-    kept = [turn for turn, draft in enumerate(found) if isinstance(draft, TensorLeak) and _is_of_graph(draft)]
-    parts = GraphParts()
+    pools = [turn for turn, leak in enumerate(found) if isinstance(leak, ItemLeak) and _is_of_graph(leak)]
+    kept = [turn for turn, leak in enumerate(found) if isinstance(leak, TensorLeak) and _is_of_graph(leak)]
+    parts: dict[_Named | int, int] = {}
     for turn in pools:
         beside = [other for other in kept if _have_one_holder(found[other], found[turn])]
         for other in beside:
-            parts.places.setdefault(other, turn)
+            parts.setdefault(other, turn)
         if beside:
-            _add(parts, found[turn], turn)
+            parts |= dict.fromkeys(_members(found, turn), turn)
     main: dict[str, int] = {}
     for turn in (*pools, *kept):
         main.setdefault(found[turn].finding.device, turn)
-    if main:
-        _with_state(parts, found, main, context)
+    state = _state_of_graphs(found, main, context) if main else []
+    for device, members in state if state and any_graph_alive() else ():
+        group = parts.get(main[device], main[device])
+        parts |= dict.fromkeys([*members, *_members(found, main[device])], group)
     return parts
 
 
-def _with_state(parts: GraphParts, found: Sequence[Leak], main: dict[str, int], context: Context) -> None:
-    """And the state of the graphs' random numbers, which lives as long as any of them does."""
-    state: list[tuple[int, list[str]]] = []
-    for turn, draft in enumerate(found):
-        device = draft.finding.device
-        if device not in main:
+def _members(found: Sequence[Leak], turn: int) -> list[_Named | int]:
+    leak = found[turn]
+    return [(leak.key, name) for name in leak.names] if isinstance(leak, ItemLeak) else [turn]
+
+
+def _state_of_graphs(
+    found: Sequence[Leak], devices: Collection[str], context: Context
+) -> list[tuple[str, list[_Named | int]]]:
+    """Return the state of graphs' random numbers, which lives as long as any of them does, with its device."""
+    state: list[tuple[str, list[_Named | int]]] = []
+    for turn, leak in enumerate(found):
+        device = leak.finding.device
+        if device not in devices:
             continue
-        if isinstance(draft, ItemLeak) and draft.key == f"native {device}":
-            at = {name: int(name.rpartition(" ")[2], 16) for name in draft.names}
+        members: list[_Named | int] = []
+        if isinstance(leak, ItemLeak) and leak.key == f"native {device}":
+            at = {name: int(name.rpartition(" ")[2], 16) for name in leak.names}
             stacks = context.stacks(device, list(at.values()))
-            state.append((turn, [name for name, address in at.items() if _is_of_capture(stacks.get(address, ()))]))
-        elif isinstance(draft, TensorLeak) and draft.finding.verdict == "native-held":
-            stacks = context.stacks(device, [address for _, address in draft.sizes])
-            if draft.sizes and all(_is_of_capture(stacks.get(address, ())) for _, address in draft.sizes):
-                state.append((turn, []))
-    state = [(turn, names) for turn, names in state if names or isinstance(found[turn], TensorLeak)]
-    if not state or not any_graph_alive():
-        return
-    for turn, names in state:
-        device = found[turn].finding.device
-        group = parts.places.get(main[device], main[device])
-        if names:
-            parts.names.update(((f"native {device}", name), group) for name in names)
-        else:
-            parts.places[turn] = group
-        if isinstance(found[main[device]], ItemLeak):
-            _add(parts, found[main[device]], group)
-        else:
-            parts.places[main[device]] = group
+            members = [(leak.key, name) for name, place in at.items() if _is_of_capture(stacks.get(place, ()))]
+        elif isinstance(leak, TensorLeak) and leak.finding.verdict == "native-held" and leak.sizes:
+            stacks = context.stacks(device, [address for _, address in leak.sizes])
+            members = [turn] if all(_is_of_capture(stacks.get(address, ())) for _, address in leak.sizes) else []
+        state += [(device, members)] if members else []
+    return state
 
 
-def _add(parts: GraphParts, draft: Leak, group: int) -> None:
-    if isinstance(draft, ItemLeak):
-        parts.names.update(((draft.key, name), group) for name in draft.names)
-
-
-def _is_of_graph(draft: TensorLeak | ItemLeak) -> bool:
-    is_pool = isinstance(draft, ItemLeak) and draft.finding.resource == "reserved"
-    return draft.finding.cause == "cuda-graph" and (is_pool or isinstance(draft, TensorLeak))
+def _is_of_graph(leak: Leak) -> bool:
+    is_pool = leak.finding.resource == "reserved"
+    return leak.finding.cause == "cuda-graph" and (is_pool or isinstance(leak, TensorLeak))
 
 
 def _is_of_capture(stack: Sequence[StackFrame]) -> bool:
@@ -206,18 +192,9 @@ def _is_of_capture(stack: Sequence[StackFrame]) -> bool:
 def _have_one_holder(one: Leak, other: Leak) -> bool:
     """Whether the ways to both lead through the same object that should be gone, and that is more than a container."""
     first, second = one.finding, other.finding
-    return first.device == second.device and any(
-        hop.suspect and hop.type not in _CONTAINERS for hop in _common(first.path, second.path)
-    )
-
-
-def _common(one: Sequence[Hop], other: Sequence[Hop]) -> list[Hop]:
-    found = []
-    for hop, twin in zip(one, other):  # noqa: B905 - the shorter one ends it
-        if (hop.edge, hop.type) != (twin.edge, twin.type):
-            break
-        found.append(hop)
-    return found
+    pairs = zip(first.path, second.path)  # noqa: B905 - the shorter one ends it
+    common = itertools.takewhile(lambda hops: (hops[0].edge, hops[0].type) == (hops[1].edge, hops[1].type), pairs)
+    return first.device == second.device and any(hop.suspect and hop.type not in _CONTAINERS for hop, _ in common)
 
 
 _EXPLAINED = 0.9
@@ -244,11 +221,11 @@ _ROOTS = (
 
 
 def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], list[CommonCause | None]]:
-    """The drafts of one subject, those with several causes split, and the cause of each that shares one.
+    """Return the leaks of one subject, those with several causes split, and the cause of each that shares one.
 
     By one walk over the heap, and none where nothing could share a cause.
     """
-    leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in BELONGING]
+    leaks = [leak for leak in found if isinstance(leak, ItemLeak) and leak.key in BELONGING]
     edges = _edges_of_tensors(found)
     shared = _causes_of_things(leaks, context, edges) if {leak.key for leak in leaks} - {"threads"} else {}
     mapped = _mapped_files(found)
@@ -256,28 +233,32 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
     by_setting = _held_by_settings(found)
     shared.update((("globals", name), CommonCause(("tensors", turn))) for name, turn in by_setting.items())
     around = {*mapped.values(), *by_setting.values()}
-    of_graphs = graph_parts(found, context)
-    shared.update((named, CommonCause(("cuda-graph", group))) for named, group in of_graphs.names.items())
-    drafts: list[Leak] = []
-    causes: list[CommonCause | None] = []
-    for turn, draft in enumerate(found):
-        own = _graph_of(draft) or (CommonCause(("tensors", turn)) if turn in around else None)
-        if own is None and turn in of_graphs.places:
-            own = CommonCause(("cuda-graph", of_graphs.places[turn]))
-        for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
+    of_graphs = _parts_of_graphs(found, context)
+    shared.update((of, CommonCause(("cuda-graph", group))) for of, group in of_graphs.items() if type(of) is tuple)
+    parts: list[_Part] = []
+    for turn, leak in enumerate(found):
+        own = _graph_of(leak) or (CommonCause(("tensors", turn)) if turn in around else None)
+        if own is None and turn in of_graphs:
+            own = CommonCause(("cuda-graph", of_graphs[turn]))
+        for part, cause in _split(leak, shared) if isinstance(leak, ItemLeak) else [(leak, own)]:
             apart = _apart(part, context)
             if cause is not None and len(apart) > 1:
                 # What a pool's threads do is one of its parts.
                 apart = [part]
             held = cause is not None and bool(cause.holder)
-            drafts += [_with_places(each, context, held=held) if isinstance(each, ItemLeak) else each for each in apart]
-            causes += [cause] * len(apart)
-    causes = _with_edges(drafts, _with_changes(drafts, _with_losses(drafts, causes)))
-    return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
+            parts += [_Part(_with_places(each, context, held=held), cause) for each in apart]
+    for join in (_join_losses, _join_changes, _join_edges, _join_threads):
+        join(parts)
+    _join_host_memory(parts, context.walk)
+    return [part.leak for part in parts], [part.cause for part in parts]
 
 
-_Named = tuple[str, str]
-"""A thing by its resource and its name."""
+@dataclass
+class _Part:
+    """A leak, and the cause that it shares with others, as far as that is known by now."""
+
+    leak: Leak
+    cause: CommonCause | None
 
 
 def _causes_of_things(
@@ -317,7 +298,7 @@ def _causes_of_things(
     for main, parts in unheld.items():
         # Of several processes one has a pipe of its own: that is no reason to report them separately.
         if any(len(members) > 1 for members in parts):
-            causes.update(dict.fromkeys(chain(*parts), CommonCause((main, "with what is theirs"))))
+            causes.update(dict.fromkeys(itertools.chain(*parts), CommonCause((main, "with what is theirs"))))
     for main, by_holder in by_main.items():
         whole = None if main in unheld else _container_of(list(by_holder.values()))
         if len(by_holder) > _MOST_HOLDERS:
@@ -353,7 +334,7 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
             advice = f"end each where its owner ends{each}"
             alone = replace(first, holder=first.holder + more, path=(), advice=advice)
             cause = replace(_container_of(holders) or alone, key=("made", place))
-            causes.update(dict.fromkeys(chain(*(members for _, members in some)), cause))
+            causes.update(dict.fromkeys(itertools.chain(*(members for _, members in some)), cause))
     return causes
 
 
@@ -404,50 +385,50 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
     return owners
 
 
-def _apart(draft: Leak, context: Context) -> list[Leak]:
+def _apart(leak: Leak, context: Context) -> list[Leak]:
     """Threads by what they do, and what caches keep by the cache; anything else as it is."""
-    if isinstance(draft, ItemLeak) and draft.key == "threads":
-        return [*_by_work(draft, context)]
-    if isinstance(draft, ItemLeak) and len(caches := _caches_of(draft)) > 1:
+    if isinstance(leak, ItemLeak) and leak.key == "threads":
+        return [*_by_work(leak, context)]
+    if isinstance(leak, ItemLeak) and len(caches := _caches_of(leak)) > 1:
         kept = [
-            {name: size for name, size in draft.names.items() if id(draft.cached[name].cache()) == cache}
+            {name: size for name, size in leak.names.items() if id(leak.cached[name].cache()) == cache}
             for cache in caches
         ]
-        return [only(draft, names) for names in kept]
-    return [draft]
+        return [only(leak, names) for names in kept]
+    return [leak]
 
 
-def _with_places(draft: ItemLeak, context: Context, *, held: bool = False) -> ItemLeak:
+def _with_places(leak: Leak, context: Context, *, held: bool = False) -> Leak:
     """Return a finding about things that the program's code was seen to make with where it did.
 
     What a resource advises is for things that nobody is seen to hold.
     """
-    if draft.key not in _MADE:
-        return draft
-    resource = resource_of(draft.key)
-    if held and resource is not None and draft.finding.advice == resource.advice([*draft.names]):
-        draft = replace(draft, finding=restated(draft.finding, {"advice": None}))
-    places = dict.fromkeys(filter(None, (context.made_at(draft.key, name) for name in sorted(draft.names))))
+    if not isinstance(leak, ItemLeak) or leak.key not in _MADE:
+        return leak
+    resource = resource_of(leak.key)
+    if held and resource is not None and leak.finding.advice == resource.advice([*leak.names]):
+        leak = replace(leak, finding=restated(leak.finding, {"advice": None}))
+    places = dict.fromkeys(filter(None, (context.made_at(leak.key, name) for name in sorted(leak.names))))
     if not places:
-        return draft
-    said = f"; {_MADE[draft.key]} in {first_of(list(places), _SHOWN_PLACES)}"
-    return replace(draft, finding=noted(draft.finding, said))
+        return leak
+    said = f"; {_MADE[leak.key]} in {first_of(list(places), _SHOWN_PLACES)}"
+    return replace(leak, finding=noted(leak.finding, said))
 
 
-def _caches_of(draft: ItemLeak) -> set[int]:
+def _caches_of(leak: ItemLeak) -> set[int]:
     """The identities of the caches that keep what a finding is about."""
-    return {id(draft.cached[name].cache()) for name in draft.names if name in draft.cached}
+    return {id(leak.cached[name].cache()) for name in leak.names if name in leak.cached}
 
 
-def _changes_for(draft: Leak) -> set[Hashable]:
+def _changes_for(leak: Leak) -> set[Hashable]:
     """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
-    if isinstance(draft, ItemLeak):
-        cut = None if draft.explanation is None else draft.explanation.cut
+    if isinstance(leak, ItemLeak):
+        cut = None if leak.explanation is None else leak.explanation.cut
         # A pool may hold more than what it is kept with, so that it is not reported as a part of that.
-        pools = {("pools", _change(cut, draft.finding.device))} if cut is not None else set()
-        return {*_caches_of(draft), *pools}
-    cuts = (cut for explanation in draft.explanations.values() for cut in explanation.cuts)
-    return {_change(cut, draft.finding.device) for cut in cuts}
+        pools = {("pools", _change(cut, leak.finding.device))} if cut is not None else set()
+        return {*_caches_of(leak), *pools}
+    cuts = (cut for explanation in leak.explanations.values() for cut in explanation.cuts)
+    return {_change(cut, leak.finding.device) for cut in cuts}
 
 
 def _change(cut: Cut, device: str) -> Hashable:
@@ -456,25 +437,24 @@ def _change(cut: Cut, device: str) -> Hashable:
     return cut.emptied
 
 
-def _with_changes(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
-    """And all that one change gives back: what one cache keeps, modules and tables alike; an entry's key and value."""
-    found = [_changes_for(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
+def _join_changes(parts: Sequence[_Part]) -> None:
+    """Join all that one change gives back: what one cache keeps, modules and tables alike; an entry's key and value."""
+    found = [_changes_for(part.leak) if part.cause is None else set() for part in parts]
     every = [next(iter(changes)) if len(changes) == 1 else 0 for changes in found]
-    return [
-        CommonCause(("change", change)) if change and every.count(change) > 1 else cause
-        for change, cause in zip(every, causes, strict=True)
-    ]
+    for part, change in zip(parts, every, strict=True):
+        if change and every.count(change) > 1:
+            part.cause = CommonCause(("change", change))
 
 
-def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
+def _by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
     """Threads by what they do."""
-    found = works(draft.names, context)
-    rest = {name: size for name, size in draft.names.items() if not any(name in work.names for work in found)}
-    parts = [(only(draft, {name: draft.names[name] for name in work.names}), work) for work in found]
+    found = works(leak.names, context)
+    rest = {name: size for name, size in leak.names.items() if not any(name in work.names for work in found)}
+    parts = [(only(leak, {name: leak.names[name] for name in work.names}), work) for work in found]
     if len(found) + bool(rest) == 1:
-        parts = [(draft, work) for work in found]
+        parts = [(leak, work) for work in found]
     leaks = [with_work(part, work) for part, work in parts]
-    return [*leaks, *([only(draft, rest) if leaks else draft] if rest else [])]
+    return [*leaks, *([only(leak, rest) if leaks else leak] if rest else [])]
 
 
 def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
@@ -536,14 +516,14 @@ def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
 def _mapped_files(found: Sequence[Leak]) -> dict[str, int]:
     """The descriptors of files in which tensors that are kept lie, by name, with the place of the tensors' finding."""
     names: dict[str, list[str]] = {}
-    for draft in found:
-        if isinstance(draft, ItemLeak) and draft.key == "file-descriptors":
-            for name in draft.names:
+    for leak in found:
+        if isinstance(leak, ItemLeak) and leak.key == "file-descriptors":
+            for name in leak.names:
                 names.setdefault(name.partition(" -> ")[2].removesuffix(" (deleted)"), []).append(name)
     places: dict[str, int] = {}
-    for turn, draft in enumerate(found if any(path.startswith("/") for path in names) else ()):
-        if isinstance(draft, TensorLeak):
-            paths = files_at([address for device, address in draft.keys if device == "cpu"])
+    for turn, leak in enumerate(found if any(path.startswith("/") for path in names) else ()):
+        if isinstance(leak, TensorLeak):
+            paths = files_at([address for device, address in leak.keys if device == "cpu"])
             places.update((name, turn) for path in paths for name in names.get(path, ()))
     # Where the graph of a loss is what is kept, that has a cause of its own.
     return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
@@ -560,8 +540,8 @@ def _held_by_settings(found: Sequence[Leak]) -> dict[str, int]:
             continue
         (change,) = left.changes
         root = next((edge for known, edge in _ROOTS if change.setting.startswith(known)), change.setting)
-        for turn, draft in enumerate(found):
-            path = draft.finding.path if isinstance(draft, TensorLeak) else ()
+        for turn, leak in enumerate(found):
+            path = leak.finding.path if isinstance(leak, TensorLeak) else ()
             if path and path[0].type == "interpreter" and (path[0].edge or "").startswith(root):
                 held.update(dict.fromkeys(left.names, turn))
                 break
@@ -579,16 +559,16 @@ def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> lis
     return [(only(leak, names), cause) for cause, names in parts.values()]
 
 
-def _graph_of(draft: Leak) -> CommonCause | None:
+def _graph_of(leak: Leak) -> CommonCause | None:
     """The loss behind whose graph something is kept."""
-    if not isinstance(draft, TensorLeak) or draft.finding.cause != "autograd":
+    if not isinstance(leak, TensorLeak) or leak.finding.cause != "autograd":
         return None
-    way = _way_to_loss(draft.finding.path)
+    way = _way_to_loss(leak.finding.path)
     if not way:
         return None
     loss = "".join(way)
     advice = f"detach it before it is kept: {loss} = {loss}.detach(), or .item() for a figure"
-    return CommonCause(way, loss, draft.finding.path[: len(way)], advice)
+    return CommonCause(way, loss, leak.finding.path[: len(way)], advice)
 
 
 def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
@@ -597,47 +577,43 @@ def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
     return tuple(hop.edge for hop in path[:end])
 
 
-def _with_losses(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
-    """And the losses themselves, held by the same edges as their graphs; where nothing else is in their finding."""
+def _join_losses(parts: Sequence[_Part]) -> None:
+    """Join losses with their graphs, held by the same edges, where nothing else is in their finding."""
+    of_tensors = [(part, part.leak.explanations) for part in parts if isinstance(part.leak, TensorLeak)]
     graphs = {
-        _way_to_loss(explanation.path): cause
-        for draft, cause in zip(drafts, causes, strict=True)
-        if isinstance(draft, TensorLeak) and cause is not None and draft.finding.cause == "autograd"
-        for explanation in draft.explanations.values()
+        _way_to_loss(explanation.path): part.cause
+        for part, explanations in of_tensors
+        if part.cause is not None and part.leak.finding.cause == "autograd"
+        for explanation in explanations.values()
     }
-    found = []
-    for draft, cause in zip(drafts, causes, strict=True):
-        if cause is None and isinstance(draft, TensorLeak) and draft.explanations:
-            ways = {tuple(hop.edge for hop in explanation.path) for explanation in draft.explanations.values()}
-            cause = graphs.get(min(ways)) if ways <= graphs.keys() else None
-        found.append(cause)
-    return found
+    for part, explanations in of_tensors:
+        ways = {tuple(hop.edge for hop in explanation.path) for explanation in explanations.values()}
+        if part.cause is None and ways and ways <= graphs.keys():
+            part.cause = graphs[min(ways)]
 
 
-def _with_edges(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
-    """And what has no bytes and hangs on the same edge as tensors or each other: an engine's thread and its sockets.
+def _join_edges(parts: Sequence[_Part]) -> None:
+    """Join what has no bytes and hangs on the same edge as tensors or each other: an engine's thread and its sockets.
 
     One change lets go of all of them.
     """
-    found = list(causes)
-    edges = _edges_of_tensors(drafts)
-    for turn, (draft, cause) in enumerate(zip(drafts, causes, strict=True)):
-        if not isinstance(draft, ItemLeak) or draft.finding.bytes:
+    edges = _edges_of_tensors([part.leak for part in parts])
+    for turn, part in enumerate(parts):
+        if not isinstance(part.leak, ItemLeak) or part.leak.finding.bytes:
             continue
-        edge = _suspect_edge(draft.finding.path or (() if cause is None else cause.path))
+        edge = _suspect_edge(part.leak.finding.path or (() if part.cause is None else part.cause.path))
         of = edges.setdefault(edge, turn) if edge else turn
         if of != turn:
-            found[turn] = found[of] = found[of] or found[turn] or CommonCause(("edge", of))
-    return found
+            part.cause = parts[of].cause = parts[of].cause or part.cause or CommonCause(("edge", of))
 
 
-def _edges_of_tensors(drafts: Sequence[Leak]) -> dict[tuple[str, ...], int]:
+def _edges_of_tensors(leaks: Sequence[Leak]) -> dict[tuple[str, ...], int]:
     """Return the edges that tensors hang on, as those of `_suspect_edge`, with the places of their findings."""
     return {
         edge: turn
-        for turn, draft in reversed([*enumerate(drafts)])
-        if isinstance(draft, TensorLeak)
-        for explanation in draft.explanations.values()
+        for turn, leak in reversed([*enumerate(leaks)])
+        if isinstance(leak, TensorLeak)
+        for explanation in leak.explanations.values()
         if (edge := _suspect_edge(explanation.path))
     }
 
@@ -648,56 +624,45 @@ def _suspect_edge(path: Sequence[Hop]) -> tuple[str, ...]:
     return () if first is None else tuple(hop.edge for hop in path[: first + 1])
 
 
-def _with_threads(drafts: Sequence[Leak], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
-    """And the running threads that hold what is kept: they end together."""
-    found = list(causes)
+def _join_threads(parts: Sequence[_Part]) -> None:
+    """Join the running threads that hold what is kept with that: they end together."""
     holding = {
-        f"{draft.finding.path[0].edge} (": turn
-        for turn, draft in enumerate(drafts)
-        if isinstance(draft, TensorLeak) and draft.finding.path and draft.finding.path[0].type == "thread"
+        f"{part.leak.finding.path[0].edge} (": part
+        for part in parts
+        if isinstance(part.leak, TensorLeak) and part.leak.finding.path and part.leak.finding.path[0].type == "thread"
     }
-    for turn, draft in enumerate(drafts):
-        if (
-            not isinstance(draft, ItemLeak)
-            or draft.key != "threads"
-            or len(draft.names) != 1
-            or found[turn] is not None
-        ):
+    for part in parts:
+        leak = part.leak
+        if not isinstance(leak, ItemLeak) or leak.key != "threads" or len(leak.names) != 1 or part.cause is not None:
             continue
-        of = next((of for name, of in holding.items() if next(iter(draft.names)).startswith(name)), None)
+        of = next((of for name, of in holding.items() if next(iter(leak.names)).startswith(name)), None)
         if of is not None:
-            advice = draft.finding.advice or ""
-            found[of] = found[turn] = found[of] or CommonCause(("thread", *draft.names), advice=advice)
-    return found
+            advice = leak.finding.advice or ""
+            of.cause = part.cause = of.cause or CommonCause(("thread", *leak.names), advice=advice)
 
 
-def _with_host_memory(
-    drafts: Sequence[Leak], causes: Sequence[CommonCause | None], walk: SharedWalk | None
-) -> list[CommonCause | None]:
-    """And host memory that lies in arrays behind what another finding is about."""
-    found = list(causes)
-    of_host = [turn for turn, draft in enumerate(drafts) if isinstance(draft, ItemLeak) and draft.key == "host-memory"]
+def _join_host_memory(parts: Sequence[_Part], walk: SharedWalk | None) -> None:
+    """Join host memory that lies in arrays behind what another finding is about with that."""
+    of_host = [part for part in parts if isinstance(part.leak, ItemLeak) and part.leak.key == "host-memory"]
     if not of_host:
-        return found
-    behind = [_objects_of(draft, walk) for draft in drafts]
-    largest = max(range(len(drafts)), key=lambda turn: _bytes_behind(behind[turn]))
-    left = sum(draft.finding.bytes for draft in drafts if isinstance(draft, ItemLeak) and draft.key == "host-memory")
+        return
+    behind = [_bytes_behind(_objects_of(part.leak, walk)) for part in parts]
+    largest = max(range(len(parts)), key=behind.__getitem__)
     # Less than all of it leaves room for another leak, which nothing may hide.
-    if _bytes_behind(behind[largest]) >= _EXPLAINED * left:
-        cause = found[largest] or CommonCause(("host-memory", largest))
-        for turn in (*of_host, largest):
-            found[turn] = cause
-    return found
+    if behind[largest] >= _EXPLAINED * sum(part.leak.finding.bytes for part in of_host):
+        cause = parts[largest].cause or CommonCause(("host-memory", largest))
+        for part in (*of_host, parts[largest]):
+            part.cause = cause
 
 
-def _objects_of(draft: Leak, walk: SharedWalk | None) -> list[Any]:
+def _objects_of(leak: Leak, walk: SharedWalk | None) -> list[Any]:
     """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
-    if isinstance(draft, TensorLeak):
-        new = frozenset().union(*(explanation.new for explanation in draft.explanations.values()))
+    if isinstance(leak, TensorLeak):
+        new = frozenset().union(*(explanation.new for explanation in leak.explanations.values()))
         return objects_of(new, walk) if new else []
-    if draft.key == "threads":
-        return [thread for thread in threading.enumerate() if thread_key(thread) in draft.names]
-    return [entry for item in draft.cached.values() for entry in item.entries]
+    if leak.key == "threads":
+        return [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
+    return [entry for item in leak.cached.values() for entry in item.entries]
 
 
 def _bytes_behind(objects: Sequence[Any]) -> int:

@@ -78,13 +78,14 @@ class _Attempt:
         needed = [remedy for remedy in self.tried[: last + 1] if remedy.returns_bytes or remedy.action in self.cuts]
         actions = [item.action for item in needed]
         is_compound = len(actions) > 1 and any(action.startswith("for ") for action in actions)
+        is_code = not is_compound and self.words.isdisjoint(actions)
         return _concluded(
             self.leak.finding,
             tried,
             self.changed,
-            [self._with_error(action) for action in actions],
+            actions if is_code else list(map(self._with_error, actions)),
             sum(remedy.returns_bytes for remedy in needed),
-            is_code=not is_compound and self.words.isdisjoint(actions),
+            is_code=is_code,
         )
 
     def _with_error(self, action: str) -> str:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.explaining.declarations import (
+    Binding,
+    binding_of,
     of_attribute,
     of_class_attribute,
     of_global,
     of_instance_attribute,
-    of_key,
+    of_keys,
 )
 
 Load = Callable[[str], Any]
@@ -39,6 +41,10 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     yield load
     for name in loaded:
         del sys.modules[name]
+
+
+def of_key(module: Any, holder: str, key: object) -> Binding:
+    return binding_of(of_keys(module, holder), key)
 
 
 # --- globals --------------------------------------------------------------------------------------------------------

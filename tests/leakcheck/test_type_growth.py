@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.explaining.type_growth import MOST_TYPES, TypeCounts
+from lowtide.leakcheck.lives.shutdown_judgement import MOST_TYPES, TypeCounts
 from lowtide.reports.schema import TypeGrowth
 
 
@@ -126,7 +126,7 @@ def test_no_foreign_code_runs_and_nothing_else_is_counted_otherwise() -> None:
 FROZEN = """
 import gc, sys
 sys.path.insert(0, sys.argv[1])
-from lowtide.leakcheck.explaining.type_growth import TypeCounts
+from lowtide.leakcheck.lives.shutdown_judgement import TypeCounts
 
 class Planted:
     pass
