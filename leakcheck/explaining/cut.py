@@ -85,7 +85,7 @@ class Entries:
         return type_name(self._types[place])
 
     def can_delete(self, place: int) -> bool:
-        """Whether `delete_from_dict` can delete what is at a place of a dict."""
+        """Return whether `delete_from_dict` can delete what is at a place of a dict."""
         if is_a(self.container, OrderedDict):
             # It hashes even what it pops, and whenever it changes it may look all its keys up again.
             return not self._not_plain
@@ -93,11 +93,11 @@ class Entries:
         return place not in self._not_plain or next(reversed(self._not_plain)) <= place
 
     def can_delete_key(self, place: int) -> bool:
-        """Whether `delete_keys` can delete what is at a place of a dict."""
+        """Return whether `delete_keys` can delete what is at a place of a dict."""
         return place not in self._not_plain and (not is_a(self.container, OrderedDict) or not self._not_plain)
 
     def can_discard(self, place: int) -> bool:
-        """Whether `discard` can take the element at a place out of a set."""
+        """Return whether `discard` can take the element at a place out of a set."""
         return place not in self._not_plain or len(self._not_plain) == 1
 
 
@@ -174,12 +174,12 @@ def discard(elements: Any, held: Collection[int]) -> None:
 
 
 def _base(entries: Any) -> Any:
-    """The built-in type whose methods keep a dict whole: an ordered one has an order of its own."""
+    """Return the built-in type whose methods keep a dict whole: an ordered one has an order of its own."""
     return OrderedDict if is_a(entries, OrderedDict) else dict
 
 
 def _base_of(container: Any) -> Any:
-    """The built-in type of a list, deque or set."""
+    """Return the built-in type of a list, deque or set."""
     return next(base for base in (list, deque, set) if is_a(container, base))
 
 
@@ -266,7 +266,7 @@ class Names:
     def bound(
         self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
     ) -> declarations.Binding:
-        """What the program's source says of a name in a class or module; a file is read once for each question."""
+        """Return what the program's source says of a name in a class or module; asks each question of a file once."""
         if id(where) not in self._sources:
             # With what it is about, so that the identity stays its own.
             self._sources[id(where)] = where, declarations.source_of(where)
@@ -278,36 +278,36 @@ class Names:
         return self._asked[key][1]
 
     def bound_key(self, module: ModuleType, key: object) -> declarations.Binding:
-        """What a module's source says of a key in the dict that has the holder's name there."""
+        """Return what a module's source says of a key in the dict that has the holder's name there."""
         if (id(module), self.holder) not in self._keys:
             self._keys[id(module), self.holder] = module, declarations.of_keys(module, self.holder)
         return declarations.binding_of(self._keys[id(module), self.holder][1], key)
 
     def entries(self, container: Any) -> Entries:
-        """Where a container has what it holds; read once, so that these names are for one reading of the program."""
+        """Return where a container has what it holds; read once, so these names are for one reading of the program."""
         if id(container) not in self._read:
             self._read[id(container)] = Entries(container, self.may_have_been_there)
         return self._read[id(container)]
 
     def is_bound_elsewhere(self, name: str) -> bool:
-        """Whether the modules at hand bind an attribute of that name outside their functions and classes."""
+        """Return whether the modules at hand bind an attribute of that name outside their functions and classes."""
         return any(self.bound(declarations.of_attribute, module, name) != "absent" for module in self.modules)
 
     def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
-        """The same, for what a module's code made."""
+        """Return these names for what a module's code made."""
         return replace(self, home=home, root=root, holder=holder)
 
     @property
     def modules(self) -> tuple[ModuleType, ...]:
-        """Where something may be bound before anything runs."""
+        """Return the modules where something may be bound before anything runs."""
         return tuple(module for module in dict.fromkeys((self.home, self.root)) if module is not None)
 
     def may_have_been_there(self, item: object) -> bool:
-        """Whether an object is older than the leak, or nobody knows."""
+        """Return whether an object is older than the leak, or nobody knows."""
         return self.older is None or id(item) in self.older
 
     def is_new_global(self, namespace: dict[str, object], name: str, bound: declarations.Binding) -> bool:
-        """Whether a module got a name since; `bound` is what its source says of the name."""
+        """Return whether a module got a name since; `bound` is what its source says of the name."""
         if self.sizes is None:
             return bound == "absent" and self.is_new(namespace, name)
         # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
@@ -316,7 +316,7 @@ class Names:
         return is_added and bound in ("absent", "unknown")
 
     def is_new(self, namespace: dict[str, object], name: str) -> bool:
-        """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
+        """Return whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
         place = self.entries(namespace).place_of_name(name)
         return self.older is not None and place is not None and self.entries(namespace).last_old <= place
 
@@ -334,13 +334,13 @@ class NamespaceSizes:
     sizes: Ints
 
     def of(self, namespace: Mapping[str, object]) -> int:
-        """How many names a namespace had; 0 for that of a module that was not there."""
+        """Return how many names a namespace had; 0 for that of a module that was not there."""
         places = np.flatnonzero(self.namespaces == id(namespace))
         return int(self.sizes[places[0]]) if len(places) else 0
 
 
 def namespace_sizes() -> NamespaceSizes:
-    """How many names each module has; a tenth of a millisecond for 4,000 modules, since every test begins with it."""
+    """Return how many names each module has; takes 0.1 ms for 4,000 modules, since every test begins with it."""
     modules = list(sys.modules.values())
     for place in np.flatnonzero(types_of(identities(modules)) != id(ModuleType)).tolist():
         if not is_a(modules[place], ModuleType):
@@ -367,7 +367,7 @@ class LinkOwner:
 
     @property
     def text(self) -> str:
-        """The expression, or the words."""
+        """Return the expression, or the words."""
         return self.words if self.code is None else self.code
 
     def cut(

@@ -79,7 +79,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut | None:
-    """How to cut a link, None if it cannot be: what lies in a tuple, a bound method, a running function.
+    """Return how to cut a link, None if it cannot be: what lies in a tuple, a bound method, a running function.
 
     What is new is deleted.  A name or key that the program had before becomes None if it began as None, by the
     program's own source: code that asks for it is prepared for that.
@@ -98,7 +98,7 @@ def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut |
 
 
 def is_declared(link: Link, names: Names) -> bool:
-    """Whether a program's source binds the name of a global or attribute to something, and not to None."""
+    """Return whether a program's source binds the name of a global or attribute to something, and not to None."""
     name = link.edge[1:]
     if link.kind == "module-global" and is_a(link.owner, ModuleType):
         return names.bound(declarations.of_global, link.owner, name) == "other"
@@ -116,7 +116,7 @@ def _cache(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """An entry of a dict."""
+    """Cut an entry of a dict."""
     carrier = link.carrier
     if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
         return None
@@ -165,12 +165,12 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _with_others(cut: Cut, held: int, together: Callable[[Collection[int]], object]) -> Cut:
-    """The same, which can be made together with the deletion of other entries."""
+    """Return a cut that can be made together with the deletion of other entries."""
     return replace(cut, held=held, together=together)
 
 
 def _key(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """A key of a dict, with its entry: where the key is new, so is that."""
+    """Cut a key of a dict, with its entry: where the key is new, so is that."""
     carrier = link.carrier
     if link.kind != "item" or not link.edge.startswith("<key") or not is_a(carrier, dict) or carrier is not link.owner:
         return None
@@ -202,7 +202,7 @@ def _setting(code: str, entries: object, key: str) -> str:
 
 
 def _deleting(code: str, entries: object, key: str | None, *, is_last: bool) -> str | None:
-    """The deletion of an entry of a dict as code; the last one can go without its key."""
+    """Return the deletion of an entry of a dict as code; the last one can go without its key."""
     if key is None:
         return call(code, entries, "popitem") if is_last else None
     if is_plain(type(entries), "__delitem__"):
@@ -218,7 +218,7 @@ def _place_in(of: LinkOwner, items: Any, index: int, key: str, ordered: str) -> 
 
 
 def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """An item of a list or deque."""
+    """Cut an item of a list or deque."""
     carrier: Any = link.carrier
     base: Any = list if is_a(carrier, list) else deque
     if link.kind != "item" or not is_a(carrier, base) or carrier is not link.owner:
@@ -250,7 +250,7 @@ def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _item_of_array(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """An item of an array of objects; None is what an empty one has."""
+    """Cut an item of an array of objects; None is what an empty one has."""
     numpy: Any = loaded("numpy")
     if link.kind != "item" or numpy is None or not is_a(link.carrier, numpy.ndarray):
         return None
@@ -310,7 +310,7 @@ def _global(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _removal(of: LinkOwner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
-    """The deletion of an attribute, past a `__delattr__` of the program's own."""
+    """Return the deletion of an attribute, past a `__delattr__` of the program's own."""
     text = f"{of.text}.{name}"
     code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
     return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
@@ -325,7 +325,7 @@ def _emptying(
     *,
     is_replaced: bool = False,
 ) -> Cut:
-    """None for an attribute, past a `__setattr__` of the program's own; words where a function was in its place."""
+    """Set an attribute to None, past a `__setattr__` of the program's own; in words where it was a function."""
     text = f"{of.text}.{name}"
     if is_replaced:
         return of.cut(None, _PUT_BACK.format(text), f"{text}{where} is None", apply, sets_none=True)
@@ -377,20 +377,20 @@ def _attribute(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _has_method(cls: type, name: str) -> bool:
-    """Whether a class has a function of that name, which an instance's own attribute hides."""
+    """Return whether a class has a function of that name, which an instance's own attribute hides."""
     found = next((namespace_of(base)[name] for base in mro_of(cls) if name in namespace_of(base)), None)
     return any(type(found) is kind for kind in (FunctionType, classmethod, staticmethod))
 
 
 def _is_left_over(owner: object, name: str) -> bool:
-    """Whether an attribute is one that nobody relies on: an exception's traceback, the gradient of a tensor."""
+    """Return whether an attribute is one that nobody relies on: an exception's traceback, the gradient of a tensor."""
     if is_a(owner, BaseException):
         return name in ("__traceback__", "__context__")
     return name == "grad" and any(type_name(base) == "torch.Tensor" for base in mro_of(type(owner)))
 
 
 def _registered(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """What a `torch.nn.Module` has registered.
+    """Cut what a `torch.nn.Module` has registered.
 
     None is legal for each of them, but a module of whose class one is does not run without.
     """
@@ -444,7 +444,7 @@ def _cell_index(link: Link) -> int:
 
 
 def _suspended(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """A generator or coroutine that waits: closing it ends it."""
+    """Cut a variable of a generator or coroutine that waits: closing it ends it."""
     if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
         return None
     if not names.are_free and names.may_have_been_there(link.owner):
@@ -525,13 +525,13 @@ class Way:
         self._offering: list[int] = []
 
     def _public_name(self) -> tuple[str, str] | None:
-        """By what a module that is written in C holds something, under no name of its own: another module's name."""
+        """Return another module's name for what a module that is written in C holds under no name of its own."""
         if self.begin or len(self.links) < 2 or self.links[0].kind != "opaque":
             return None
         return of_public_global(self.links[1].owner)
 
     def can_cut(self, turn: int) -> bool:
-        """Whether changing what a step starts from may be of use: not past what nobody can look into.
+        """Return whether changing what a step starts from may be of use: not past what nobody can look into.
 
         Nor where what is leaked is itself what the runner keeps, as a fixture's value: that is not the program's entry.
         """
@@ -547,7 +547,7 @@ class Way:
         return self.shown.path.root_name.startswith("weakref.finalize(")
 
     def code(self, turn: int) -> str | None:
-        """What a step starts from, as code; None where no expression leads to it that anybody would write."""
+        """Return what a step starts from, as code; None where no expression leads to it that anybody would write."""
         while len(self._code) <= turn:
             before = self._code[-1]
             code = None if before is None else one_step(before, self.links[len(self._code) - 1])
@@ -555,11 +555,11 @@ class Way:
         return self._code[turn]
 
     def words(self, turn: int) -> str:
-        """What a step starts from, as the path has it."""
+        """Return what a step starts from, as the path has it."""
         return self._words(turn - self.shown.skipped)
 
     def names(self, turn: int, known: Names) -> Names:
-        """What is known of the program for what a step starts from."""
+        """Return what is known of the program for what a step starts from."""
         return known.of(*self._homes(turn))
 
     def territory(self, turn: int) -> Territory:
@@ -567,7 +567,7 @@ class Way:
         return self._territories[max(0, turn - self.begin)]
 
     def advice(self, first: int, *, has_cut: bool) -> str:
-        """What to do where the first suspect edge lies inside a library, unless it can be cut there."""
+        """Return what to do where the first suspect edge lies inside a library, unless it can be cut there."""
         turn = max(first, self.begin)
         if self._is_finalizers:
             return advice_for_finalizer(self.shown.path.root_name, [link.owner for link in self.links])
@@ -585,7 +585,7 @@ class Way:
         return advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
 
     def traceback_behind(self, turn: int) -> int | None:
-        """The step behind another one by which an exception has its traceback, if code leads there."""
+        """Return the step behind another one by which an exception has its traceback, if code leads there."""
         turns = (behind for behind in range(turn + 1, len(self.links)) if _is_only_traceback(self.links[behind]))
         trace = next(turns, None)
         if trace is None or not self.can_cut(trace) or self.territory(trace).is_ground:
@@ -593,7 +593,7 @@ class Way:
         return trace if self.code(trace) is not None else None
 
     def offer(self, turn: int) -> Cut | None:
-        """What the library offers by which what lies inside it is let go of."""
+        """Return what the library offers by which what lies inside it is let go of."""
         offer = offered_function(self.words(turn + 1)) or self._offer_of_module()
         if offer is not None:
             return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
@@ -611,14 +611,14 @@ class Way:
         return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
 
     def _offer_of_module(self) -> Offer | None:
-        """The function by which a library's module empties the global that the path begins with."""
+        """Return the function by which a library's module empties the global that the path begins with."""
         link = self.links[0]
         if link.kind != "module-global" or not is_a(link.owner, ModuleType):
             return None
         return offered_by_module(link.owner, link.edge[1:])
 
     def undoing(self, turn: int) -> Cut | None:
-        """The call by which torch takes out again what it has put into a module, where a step leads to such a thing."""
+        """Return the call by which torch takes out again what it has put into a module, if a step leads to that."""
         link, code = self.links[turn], self.code(turn)
         if link.kind != "instance-attribute" or code is None:
             return None
@@ -633,7 +633,7 @@ class Way:
         return Cut(call, f"{parameter} of {code} is plain again", undo, ends_anyway=True)
 
     def _offering_at(self, turn: int) -> int:
-        """The last step up to one that starts from what has a method of its own to end; -1 if none does."""
+        """Return the last step up to one that starts from what has a method of its own to end; -1 if none does."""
         while len(self._offering) <= turn:
             at, before = len(self._offering), self._offering[-1] if self._offering else -1
             offers = at >= self.begin and offered_method(self.links[at].owner) is not None
@@ -642,7 +642,7 @@ class Way:
 
 
 def cut_of_root(way: Way, first: int, names: Names) -> Cut | None:
-    """The cut of what the interpreter holds and gives back on request."""
+    """Return the cut of what the interpreter holds and gives back on request."""
     path, held = way.shown.path, way.links[0].owner
     if first or not names.are_free or names.may_have_been_there(held):
         return None
@@ -658,7 +658,7 @@ def cut_of_root(way: Way, first: int, names: Names) -> Cut | None:
 
 
 def cut_of_new_dict(way: Way, first: int, names: Names) -> Cut | None:
-    """The cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
+    """Return the cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
 
     (A dict passes for older, since the collector does not know an empty one.)
     """
@@ -677,7 +677,7 @@ def cut_of_new_dict(way: Way, first: int, names: Names) -> Cut | None:
 
 
 def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
-    """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it.
+    """Return the cut of the first edge, from the first suspect on, that can be made without harm.
 
     Returns:
         The cut, and the step that decided: whatever lies behind that has the same.
@@ -719,7 +719,7 @@ def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
 
 
 def _is_only_traceback(link: Link) -> bool:
-    """Whether an edge leads to the traceback of an exception that has no other exception in it."""
+    """Return whether an edge leads to the traceback of an exception that has no other exception in it."""
     if link.edge != ".__traceback__" or not is_a(link.owner, BaseException):
         return False
     chained = (BaseException.__dict__[name].__get__(link.owner) for name in ("__context__", "__cause__"))
@@ -727,7 +727,7 @@ def _is_only_traceback(link: Link) -> bool:
 
 
 def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
-    """Whether a link is a container's that an instance of a library's class fills itself, and needs: its list, say."""
+    """Return whether a link's container is one that an instance of a library's class fills itself, and needs."""
     link = links[turn]
     if link.kind != "instance-attribute" or turn + 1 >= len(links) or not library_of(link.owner):
         return False
@@ -761,7 +761,7 @@ class _Homes:
 
 
 def _own_module(type_name: str) -> ModuleType | None:
-    """The module of a class, by the class's name, where it is the program's own."""
+    """Return the module of a class, by the class's name, where it is the program's own."""
     module = type_name.rpartition(".")[0]
     while module and module not in sys.modules:  # a class within a class
         module = module.rpartition(".")[0]

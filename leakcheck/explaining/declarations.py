@@ -27,7 +27,7 @@ _NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def of_global(module: ModuleType, name: str) -> Binding:
-    """How a module's code binds a global at last, outside its functions and classes."""
+    """Return how a module's code binds a global at last, outside its functions and classes."""
     tree = _tree(module)
     if tree is None:
         return "unknown"
@@ -36,7 +36,7 @@ def of_global(module: ModuleType, name: str) -> Binding:
 
 
 def of_class_attribute(cls: type, name: str) -> Binding:
-    """How the body of a class, or of one that it inherits from, binds an attribute."""
+    """Return how the body of a class, or of one that it inherits from, binds an attribute."""
     for definition in _definitions(cls):
         if definition is None:
             return "unknown"
@@ -50,7 +50,7 @@ def of_class_attribute(cls: type, name: str) -> Binding:
 
 
 def of_instance_attribute(cls: type, name: str) -> Binding:
-    """How methods of a class, or the class itself, bind an attribute: to None if any of them does."""
+    """Return how methods of a class, or the class itself, bind an attribute: to None if any of them does."""
     found: Binding = of_class_attribute(cls, name)
     for definition in _definitions(cls):
         if found == "absent" and (definition is None or _sets_by_name(definition)):
@@ -68,7 +68,7 @@ def of_instance_attribute(cls: type, name: str) -> Binding:
 
 
 def _may_bind(tree: ast.Module, name: str) -> bool:
-    """Whether a module may bind a global in a way that its source does not spell out where it does so."""
+    """Return whether a module may bind a global in a way that its source does not spell out where it does so."""
     for node in _outside(tree.body):
         if isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names):
             return True
@@ -78,7 +78,7 @@ def _may_bind(tree: ast.Module, name: str) -> bool:
 
 
 def _stores(definition: ast.ClassDef, name: str) -> bool:
-    """Whether code in a class gives an attribute of that name to anything but an instance."""
+    """Return whether code in a class gives an attribute of that name to anything but an instance."""
     return any(
         isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
@@ -89,7 +89,7 @@ def _stores(definition: ast.ClassDef, name: str) -> bool:
 
 
 def _sets_by_name(definition: ast.ClassDef) -> bool:
-    """Whether a class gives its instances attributes whose names do not appear in its source."""
+    """Return whether a class gives its instances attributes whose names do not appear in its source."""
     for node in ast.walk(definition):
         if isinstance(node, ast.Attribute) and node.attr == "__dict__":
             return True
@@ -99,7 +99,7 @@ def _sets_by_name(definition: ast.ClassDef) -> bool:
 
 
 def of_attribute(module: ModuleType, name: str) -> Binding:
-    """How a module's code, outside its functions and classes, binds an attribute of that name of anything."""
+    """Return how a module's code, outside its functions and classes, binds an attribute of that name of anything."""
     tree = _tree(module)
     if tree is None:
         return "unknown"
@@ -116,7 +116,7 @@ def of_attribute(module: ModuleType, name: str) -> Binding:
 
 
 def binding_of(keys: Keys | None, key: object) -> Binding:
-    """How a key is bound where these are."""
+    """Return how a key is bound where these are."""
     if keys is None:
         return "unknown"
     if not any(type(key) is kind for kind in (str, int, bytes, float, bool, type(None))):
@@ -125,7 +125,7 @@ def binding_of(keys: Keys | None, key: object) -> Binding:
 
 
 def of_keys(module: ModuleType, holder: str) -> Keys | None:
-    """How a module's source binds all constant keys of such a dict; None where the source cannot be read."""
+    """Return how a module's source binds all constant keys of such a dict; None where the source cannot be read."""
     tree = _tree(module)
     if tree is None:
         return None
@@ -147,7 +147,7 @@ def _note(pairs: Iterable[tuple[object, ast.expr | None]], found: dict[tuple[typ
 
 
 def source_of(where: object) -> str:
-    """The text of a module, or of the modules of a class and those that it inherits from, as far as it can be read."""
+    """Return the text of a module, or of the modules of a class and its bases, as far as it can be read."""
     if is_a(where, ModuleType):
         return _text(where) or ""
     bases: list[type] = list(mro_of(where)) if is_a(where, type) else []
@@ -156,12 +156,12 @@ def source_of(where: object) -> str:
 
 
 def _name_of(target: ast.expr) -> str:
-    """The name, or the attribute's name, that an assignment binds; empty if it binds none."""
+    """Return the name, or the attribute's name, that an assignment binds; empty if it binds none."""
     return target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
 
 
 def _entries(value: ast.expr | None) -> Iterator[tuple[object, ast.expr | None]]:
-    """The constant keys of the dicts that are written down in a value, as `{…}` or with keywords."""
+    """Yield the constant keys of the dicts that are written down in a value, as `{…}` or with keywords."""
     for node in [] if value is None else ast.walk(value):
         if isinstance(node, ast.Dict):
             for key, item in zip(node.keys, node.values, strict=True):
@@ -176,7 +176,7 @@ def _entry(key: ast.expr, value: ast.expr | None) -> Iterator[tuple[object, ast.
 
 
 def _before_use(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes that run when the module is imported, and in its classes' `__init__`."""
+    """Yield the nodes that run when the module is imported, and in its classes' `__init__`."""
     for node in _outside(body):
         yield node
         if isinstance(node, ast.ClassDef):
@@ -187,7 +187,7 @@ def _before_use(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _last(body: Sequence[ast.stmt], name: str) -> Binding:
-    """What the last binding of a name in some statements is; functions, classes and imports bind names too."""
+    """Return what the last binding of a name in some statements is; functions, classes and imports bind names too."""
     found: Binding = "absent"
     for node in _outside(body):
         if isinstance(node, _NESTED[:3]) and node.name == name:
@@ -207,7 +207,7 @@ def _last(body: Sequence[ast.stmt], name: str) -> Binding:
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """What an assignment binds, name by name, as far as the source shows it; otherwise the value is None."""
+    """Yield what an assignment binds, name by name, as far as the source shows it; otherwise the value is None."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield from _pairs(target, node.value)
@@ -227,7 +227,7 @@ def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr,
 
 
 def _outside(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes of some statements in order, functions and classes as one node each."""
+    """Yield the nodes of some statements in order, functions and classes as one node each."""
     for statement in body:
         yield from _nodes(statement)
 
@@ -249,7 +249,7 @@ def _is_none(value: ast.expr | None) -> bool:
 
 
 def _definitions(cls: type) -> Iterator[ast.ClassDef | None]:
-    """The statements that define a class and those it inherits from; None for one whose source cannot be read."""
+    """Yield the statements that define a class and those it inherits from; None for one whose source cannot be read."""
     for base in mro_of(cls):
         if base is object:
             continue
@@ -260,12 +260,12 @@ def _definitions(cls: type) -> Iterator[ast.ClassDef | None]:
 
 
 def attribute_of_class(cls: type, name: str) -> object:
-    """An entry of a class's own namespace."""
+    """Return an entry of a class's own namespace."""
     return type.__dict__["__dict__"].__get__(cls).get(name)
 
 
 def _named(tree: ast.Module, qualname: str) -> ast.ClassDef | None:
-    """The class of that qualified name."""
+    """Return the class of that qualified name."""
     body: list[ast.stmt] = tree.body
     found: ast.ClassDef | None = None
     for part in qualname.split("."):

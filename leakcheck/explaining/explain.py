@@ -105,7 +105,7 @@ class Explanation:
 
     @property
     def is_of_node(self) -> bool:
-        """Whether the path begins at a node of an autograd graph that C++ holds."""
+        """Return whether the path begins at a node of an autograd graph that C++ holds."""
         return bool(self.root) and AUTOGRAD.fullmatch(self.path[0].edge) is not None
 
     @property
@@ -114,7 +114,7 @@ class Explanation:
         return self.also if self.cut is None else (self.cut, *self.also)
 
     def with_parts(self, parts: Sequence[Explanation], holder: str) -> Explanation:
-        """The same for memory of which other explanations' suspects hold parts, and so each of them all of it."""
+        """Return it for memory of which other explanations' suspects hold parts, and so each of them all."""
         also = tuple(cut for part in parts if part is not self for cut in part.cuts)
         new = self.new.union(*(part.new for part in parts))
         return replace(self, holder=holder, new=new, also=(*self.also, *also))
@@ -192,7 +192,7 @@ def _past_first_new(found: Sequence[Mark | None], items: Sequence[object], names
 
 
 def expression_to(item: object, walk: SharedWalk | None = None) -> str | None:
-    """The expression that leads to an object from a module, say; None where there is none.
+    """Return the expression that leads to an object from a module, say; None where there is none.
 
     Args:
         item: the object.
@@ -234,7 +234,7 @@ def first_holders(
     names: Names | None = None,
     walk: SharedWalk | None = None,
 ) -> list[Holder | None]:
-    """For each of `targets` what holds it of the program; None where only the system or a running frame does.
+    """Return for each of `targets` what of the program holds it; None where only the system or a frame does.
 
     Arguments are those of `explain`, and `not_roots`: the ids of running threads that hold nothing by themselves, as
     any that is a target does not. By one walk over the heap.
@@ -272,7 +272,7 @@ def _first_holder(found: Traces, place: int, inspect: Inspector, names: Names | 
 
 
 def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -> bool:
-    """Whether a path begins at a suspect that C++ holds, and ends at a tensor by whose graph it may do so."""
+    """Return whether a path begins at a suspect that C++ holds, and ends at a tensor by whose graph it may do so."""
     torch = loaded("torch")
     if root is None or id(root) not in held_from_c or torch is None or not hasattr(torch, "Tensor"):
         return False
@@ -308,7 +308,7 @@ class _Draft:
 
     @property
     def end(self) -> int:
-        """The number of steps that are shown up to the one that decided."""
+        """Return the number of steps that are shown up to the one that decided."""
         return max(self.decided, self.first, self.skipped) - self.skipped + 1
 
 
@@ -468,7 +468,7 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
 
 
 def _with_declared(path: Path, links: Sequence[Link], names: Names) -> Path:
-    """The path with what the program's own source makes marked as meant to live, as far as it leads through that."""
+    """Return the path with what the program's own source makes marked as meant to live."""
     steps = list(path.steps)
     for turn, link in enumerate(links[:-1]):
         if not is_declared(link, names):
@@ -492,7 +492,7 @@ def _without_path(target: Any, natively: Collection[int], holders: Collection[st
 
 
 def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:
-    """For what C or C++ refers to, and a tensor that torch's own counter says is held from C++, else None."""
+    """Explain what C or C++ refers to, and a tensor that by torch's own counter is held from C++; else None."""
     torch = loaded("torch")
     node = ""
     if torch is not None and hasattr(torch, "Tensor") and Census([target]).instances_of(torch.Tensor):

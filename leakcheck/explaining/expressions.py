@@ -58,7 +58,7 @@ _FRAMES: dict[int, str] = {id(GeneratorType): "gi_frame", id(CoroutineType): "cr
 
 
 def of_root(path: Path, root: object) -> str | None:
-    """What a path begins at, as code."""
+    """Return what a path begins at, as code."""
     if path.root_kind == "module":
         return of_module(path.root_name)
     if path.root_kind == "class":
@@ -75,12 +75,12 @@ def of_root(path: Path, root: object) -> str | None:
 
 
 def of_thread(name: str) -> str:
-    """A running thread, as code."""
+    """Return a running thread, as code."""
     return f"next(thread for thread in threading.enumerate() if thread.name == {name!r})"
 
 
 def of_module(name: str) -> str:
-    """A module that is loaded, as code that runs where it, or `sys`, is imported."""
+    """Return a module that is loaded, as code that runs where it, or `sys`, is imported."""
     parts = name.split(".")
     whole = parts[0]
     for part in parts[1:]:
@@ -92,7 +92,7 @@ def of_module(name: str) -> str:
 
 
 def of_definition(item: object) -> str | None:
-    """A class or function, by the name that it has in its module."""
+    """Return a class or function, by the name that it has in its module."""
     place = place_of_definition(item)
     if place is None or not all(map(is_name, place[1].split("."))):
         return None
@@ -101,7 +101,7 @@ def of_definition(item: object) -> str | None:
 
 
 def of_cache(cache: Any) -> str | None:
-    """A `functools.lru_cache`, by the name that holds it: in the module of its function, or in any other.
+    """Return a `functools.lru_cache`, by the name that holds it: in the module of its function, or in any other.
 
     The function's own name may stand for the function itself, where the cache was made of it under another one.
     """
@@ -122,7 +122,7 @@ def of_cache(cache: Any) -> str | None:
 
 
 def of_public_global(item: object) -> tuple[str, str] | None:
-    """The public name of a public module that an object is the value of, as code, and that module's name."""
+    """Return the public name of a public module that an object is the value of, as code, and that module's name."""
     for name, module in list(sys.modules.items()):
         if type(name) is not str or name == "__main__" or any(part.startswith("_") for part in name.split(".")):
             continue
@@ -134,7 +134,7 @@ def of_public_global(item: object) -> tuple[str, str] | None:
 
 
 def one_step(code: str, link: Link) -> str | None:
-    """What a link leads to, as code.
+    """Return what a link leads to, as code.
 
     Args:
         code: the link's owner, as code.
@@ -144,7 +144,7 @@ def one_step(code: str, link: Link) -> str | None:
 
 
 def entry_of(code: str, entries: Any, held: int) -> str | None:
-    """The entry of a dict, or of a read-only view of one, as code: by its key if that can be written down.
+    """Return the entry of a dict, or of a read-only view of one, as code: by its key if that can be written down.
 
     Args:
         code: the dict or view.
@@ -159,7 +159,7 @@ def entry_of(code: str, entries: Any, held: int) -> str | None:
 
 
 def key_of(code: str, entries: Any, place: int, key: object) -> str | None:
-    """A key of a dict as code: as a literal, by the name of a class or function, or by its place.
+    """Return a key of a dict as code: as a literal, by the name of a class or function, or by its place.
 
     None for a key that only its place identifies and that runs the program's code when it is hashed; an ordered dict
     may hash all of them.
@@ -174,12 +174,12 @@ def key_of(code: str, entries: Any, place: int, key: object) -> str | None:
 
 
 def call(code: str, item: object, method: str, *arguments: str) -> str:
-    """A call of a special method past what a class of the program's own makes of it: `dict.__delitem__(x, 'a')`."""
+    """Return a call of a special method past an override of the program's own: `dict.__delitem__(x, 'a')`."""
     return f"{_built_in(item)}.{method}({', '.join((code, *arguments))})"
 
 
 def is_plain(cls: type, method: str) -> bool:
-    """Whether a special method of a class is the interpreter's, or a library's that this project knows."""
+    """Return whether a special method of a class is the interpreter's, or a library's that this project knows."""
     for base in mro_of(cls):
         if method in namespace_of(base):
             return base is object or module_of_class(base) == "builtins" or is_library(module_of_class(base))
@@ -187,12 +187,12 @@ def is_plain(cls: type, method: str) -> bool:
 
 
 def is_name(text: object) -> bool:
-    """Whether it can stand behind a dot."""
+    """Return whether it can stand behind a dot."""
     return type(text) is str and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def attribute_of(code: str, owner: object, name: str) -> str:
-    """An attribute as code, past a `__getattribute__` of the program's own."""
+    """Return an attribute as code, past a `__getattribute__` of the program's own."""
     if is_plain(type(owner), "__getattribute__"):
         return f"{code}.{name}"
     base = "type" if is_a(owner, type) else "types.ModuleType" if is_a(owner, ModuleType) else "object"
@@ -219,14 +219,14 @@ def _subscript(code: str, entries: object, key: str) -> str:
 
 
 def listed(code: str, items: object) -> str:
-    """A container's keys or items, as code, in a list."""
+    """Return a container's keys or items, as code, in a list."""
     if is_plain(type(items), "__iter__"):
         return f"list({code})"
     return f"list({call(code, items, '__iter__')})"
 
 
 def _built_in(item: object) -> str:
-    """The type whose methods do what the container's would, if the program had not overridden them."""
+    """Return the type whose methods do what the container's would, if the program had not overridden them."""
     kinds = ((OrderedDict, "collections.OrderedDict"), (dict, "dict"), (list, "list"), (deque, "collections.deque"))
     others = (
         (tuple, "tuple"),
@@ -287,7 +287,7 @@ def _of_suspended(code: str, link: Link) -> str | None:
 
 
 def _of_attribute(code: str, link: Link) -> str | None:
-    """An attribute of an instance; what a `torch.nn.Module` has registered is one too."""
+    """Return an attribute of an instance; what a `torch.nn.Module` has registered is one too."""
     if link.kind not in ("instance-attribute", "bound-self", "thread", "other"):
         return None
     for registry in ("_parameters", "_buffers", "_modules"):
@@ -315,12 +315,12 @@ def _of_attribute(code: str, link: Link) -> str | None:
 
 
 def _entries_of(link: Link) -> dict[Any, object] | None:
-    """The `__dict__` in which an instance's attribute lies."""
+    """Return the `__dict__` in which an instance's attribute lies."""
     return link.carrier if type(link.carrier) is dict else instance_dict(link.owner)
 
 
 def is_this_threads(link: Link) -> bool:
-    """Whether an edge of a `threading.local` is of the thread that asks, so that the attribute is what it says."""
+    """Return whether an edge of a `threading.local` is of the thread that asks."""
     cls = type(link.owner)
     # A subclass with an `__init__` of its own would run it where this thread has not used it yet.
     if cls is not threading.local and any("__init__" in namespace_of(base) for base in mro_of(cls)[:-2]):
@@ -351,7 +351,7 @@ def _of_item(code: str, link: Link) -> str | None:
 
 
 def _of_unseen(code: str, link: Link) -> str | None:
-    """What an object has and does not show the collector: an array's base and objects, the result of a future."""
+    """Return what an object does not show the collector: an array's base and objects, a future's result."""
     is_view = type(link.owner) is memoryview and link.edge == ".obj"
     if not is_view and (link.edge == UNNAMED or reader_of(type(link.owner), thorough=True) is None):
         return None
@@ -368,7 +368,7 @@ def _has(cls: type, name: str) -> bool:
 
 
 def _is_shadowed(cls: type, name: str) -> bool:
-    """Whether the class answers for an attribute by something of its own, whatever the instance's dict has."""
+    """Return whether the class answers for an attribute by something of its own, whatever the instance's dict has."""
     for base in mro_of(cls):
         if name in namespace_of(base):
             kind = type(namespace_of(base)[name])
@@ -397,7 +397,7 @@ _VARIABLE_ARGUMENTS = 0x04
 
 
 def class_named(name: str) -> type | None:
-    """The class of a type's name, as `package.module.Class`; None where its module does not have it under that."""
+    """Return the class of a name such as `package.module.Class`; None where its module does not have it."""
     module, _, rest = name.rpartition(".")
     while module and module not in sys.modules:
         module, _, rest = module.rpartition(".")[0], "", f"{module.rpartition('.')[2]}.{rest}"
@@ -412,7 +412,7 @@ def class_named(name: str) -> type | None:
 
 
 def ending_of(cls: type | None) -> str:
-    """The call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none."""
+    """Return the call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none."""
     if cls is None:
         return ""
     names: dict[str, object] = {}
@@ -429,7 +429,7 @@ def ending_of(cls: type | None) -> str:
 
 
 def on(code: str, ending: str) -> str:
-    """The call of an ending on an object that is given as code."""
+    """Return the call of an ending on an object that is given as code."""
     return f"await {code}.{ending.removeprefix('await ')}" if ending.startswith("await ") else f"{code}.{ending}"
 
 

@@ -51,12 +51,12 @@ class Territory:
 
     @property
     def is_librarys(self) -> bool:
-        """Whether it is not the program's own."""
+        """Return whether it is not the program's own."""
         return bool(self.shared or self.inside)
 
     @property
     def is_ground(self) -> bool:
-        """Whether it is the interpreter's, torch's or the test runner's, which a process needs to its last step.
+        """Return whether it is the interpreter's, torch's or the test runner's, which a process needs to its last step.
 
         Of another library, as an engine that is installed, what a leak added is taken out like the program's own: when
         no test follows, and only where the name had no other value before.
@@ -65,7 +65,7 @@ class Territory:
 
 
 def territories(root: str, links: Sequence[Link]) -> list[Territory]:
-    """For each step of a path, whose the object is that it starts from, and whether that lies inside a library.
+    """Return, for each step of a path, the library that owns its object, and that whose inside the path entered.
 
     Args:
         root: the module that the path begins at; empty if it begins elsewhere.
@@ -88,7 +88,7 @@ def territories(root: str, links: Sequence[Link]) -> list[Territory]:
 
 
 def library_of(owner: object) -> str | None:
-    """The installed library that an object is a part of, or an instance of a class of: empty for the program's own.
+    """Return the installed library that an object, or its class, is a part of: empty for the program's own.
 
     None where the object says nothing of that: a container is whose what holds it is.
     """
@@ -109,7 +109,7 @@ def library_of(owner: object) -> str | None:
 
 
 def advice_for(library: str, owners: Sequence[object], words: str) -> str:
-    """What to do about something that lies inside a library.
+    """Return what to do about something that lies inside a library.
 
     Args:
         library: its name.
@@ -124,7 +124,7 @@ def advice_for(library: str, owners: Sequence[object], words: str) -> str:
 
 
 def known_advice(words: str) -> str:
-    """What takes back what lies at a path, where that is known; else empty."""
+    """Return what takes back what lies at a path, where that is known; else empty."""
     return next((text for pattern, text in _KNOWN if pattern.fullmatch(words)), "")
 
 
@@ -144,12 +144,12 @@ class Offer:
 
 
 def advice_for_root(name: str) -> str:
-    """What to do about something that the interpreter or torch holds in C, by the name of that; empty if unknown."""
+    """Return what to do about what the interpreter or torch holds in C, by its name; empty if unknown."""
     return next((f"{name}: {text}" for start, text in _OF_ROOTS.items() if name.startswith(start)), "")
 
 
 def advice_for_finalizer(name: str, owners: Sequence[object]) -> str:
-    """What to do about what a `weakref.finalize` holds.
+    """Return what to do about what a `weakref.finalize` holds.
 
     Args:
         name: the finalizer, for a reader.
@@ -194,7 +194,7 @@ _OF_ROOTS = {
 
 
 def offered_function(words: str) -> Offer | None:
-    """The function that a library offers for what lies on a path."""
+    """Return the function that a library offers for what lies on a path."""
     if not words.startswith("unittest.mock._patch._active_patches"):
         return None
     # It undoes what `start()` of a patch does, and nothing else.
@@ -202,7 +202,7 @@ def offered_function(words: str) -> Offer | None:
 
 
 def offered_by_module(module: ModuleType, name: str) -> Offer | None:
-    """The function of a library's module that empties what the module keeps in a global; None where it has none.
+    """Return the function of a library's module that empties what the module keeps in a global; None where it has none.
 
     It is public, needs no arguments, says by its name what it does, and mentions the global.
     """
@@ -227,18 +227,18 @@ _EMPTIES = re.compile(r"(clear|reset|empty|flush|purge)(_|$)|\w+_(clear|reset|pu
 
 
 def is_hook(words: str) -> bool:
-    """Whether a path leads to the function of a hook that is still registered."""
+    """Return whether a path leads to the function of a hook that is still registered."""
     return _HOOK.fullmatch(words) is not None
 
 
 def offered_method(owner: object) -> Offer | None:
-    """The method by which an object of the standard library ends, and with it what it holds."""
+    """Return the method by which an object of the standard library ends, and with it what it holds."""
     name = type_name(type(owner))
     return next((offer for names, offer in _METHODS if name in names), None)
 
 
 def offered_by_torch(module: Any, name: str, behind: str) -> tuple[str, str, str] | None:
-    """The function of `torch.nn.utils` that takes out of a module what another one has put there.
+    """Return the function of `torch.nn.utils` that takes out of a module what another one has put there.
 
     Args:
         module: whatever has the attribute.
@@ -342,12 +342,12 @@ _KNOWN: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is the interpreter's or of an installed library, and not of the project that is tested."""
+    """Return whether a module is the interpreter's or an installed library's, and not the tested project's."""
     return is_library(module) or _is_installed(top_of(module))
 
 
 def top_of(module: str) -> str:
-    """The library that a module is of."""
+    """Return the library that a module is of."""
     return module.partition(".")[0]
 
 
@@ -356,7 +356,7 @@ def _library(module: str) -> str:
 
 
 def _library_of_private(link: Link) -> str:
-    """The library from whose class an instance of the program's own has a private attribute; empty if from none.
+    """Return the library from whose class an instance of the program's own has a private attribute; empty if from none.
 
     As `_forward_hooks` of a `torch.nn.Module`: that library's code mentions it.
     """
@@ -391,7 +391,7 @@ def _is_installed(top: str) -> bool:
 
 
 def _names_in(folder: str) -> list[str]:
-    """What is in a folder; nothing if it is none, or may not be read."""
+    """Return what is in a folder; nothing if it is none, or may not be read."""
     try:
         return os.listdir(folder)
     except OSError:

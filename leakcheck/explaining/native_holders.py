@@ -28,7 +28,7 @@ def as_gradients(
     explained: Callable[[Sequence[Any]], Sequence[Explanation]],
     walk: SharedWalk | None = None,
 ) -> dict[int, Explanation]:
-    """Of tensors that no path leads to, by identity: those that are gradients, explained by the tensor they belong to.
+    """Explain tensors that no path leads to and that are gradients by the tensors that they belong to, by identity.
 
     Python's graph does not have this edge: a tensor holds its gradient in C++.
 
@@ -63,7 +63,7 @@ def saved_for_backward(
     explained: Callable[[Sequence[Any]], Sequence[Explanation]],
     walk: SharedWalk | None = None,
 ) -> dict[int, Explanation]:
-    """Of tensors that no path leads to, by identity: those that an autograd graph has saved, and who holds the graph.
+    """Explain tensors that no path leads to and that autograd graphs have saved by who holds these, by identity.
 
     Args:
         lost: the tensors.
@@ -103,7 +103,7 @@ def held_by_nodes(
     explained: Callable[[Sequence[Any]], Sequence[Explanation]],
     walk: SharedWalk | None = None,
 ) -> dict[int, Explanation]:
-    """Of tensors whose path begins at an object that C++ holds, by identity: those where that is a node of a graph.
+    """Explain tensors whose path begins at a node of a graph that C++ holds by who holds the graph, by identity.
 
     A `torch.autograd.Function`'s context is such a node, and what it keeps is held by who holds the graph.
 
@@ -141,7 +141,7 @@ def held_by_nodes(
 
 
 def _behind_node(hops: tuple[tuple[str, str], ...], explanation: Explanation, rest: Explanation) -> Explanation:
-    """What holds a graph's output, the way from there to a node, and from the node to what it keeps."""
+    """Return what holds a graph's output, the way from there to a node, and from the node to what it keeps."""
     what = f"{hops[-1][0]} has {''.join(hop.edge for hop in rest.path[1:])}"
     return _through_graph(explanation, (*(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]), what)
 
@@ -167,7 +167,7 @@ class _SavedBy:
 
 
 def _through_graph(explanation: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:
-    """What is behind the graph of something that is held.
+    """Return what is behind the graph of something that is held.
 
     Args:
         explanation: that of the tensor.

@@ -94,7 +94,7 @@ class Shown:
 
 
 def shown_from_landmark(path: Path) -> Shown:
-    """The path from its last landmark on; the whole path if there is none, or if a module's global name is shorter."""
+    """Return the path from its last landmark on; all of it if there is none or a module's global name is shorter."""
     for turn in reversed(range(len(path.steps))):
         name = path.steps[turn].landmark
         if name and (turn or path.root_kind != "module" or is_library(path.root_name)):
@@ -108,7 +108,7 @@ def shown_from_landmark(path: Path) -> Shown:
 
 
 def holder_name(path: Path, first: int) -> str:
-    """The path as code from its root, up to where something holds on to all that follows and has no code for it.
+    """Return the path as code from its root, up to where something holds on to all that follows and has no code for it.
 
     Args:
         path: the path.
@@ -135,14 +135,14 @@ def holder_name(path: Path, first: int) -> str:
 
 
 def way_text(path: Sequence[Hop]) -> str:
-    """A finding's path from its root on, as code."""
+    """Return a finding's path from its root on, as code."""
     return "".join(
         hop.edge if hop.edge.startswith((".", "[")) or not turn else f" {hop.edge}" for turn, hop in enumerate(path)
     )
 
 
 def code_of(path: Path, end: int) -> str:
-    """The path as code from its root up to a step."""
+    """Return the path as code from its root up to a step."""
     return CodeOfPath(path)(end)
 
 
@@ -186,7 +186,7 @@ class CodeOfPath:
 
 
 def _public(steps: Sequence[PathStep], turn: int, *, is_last: bool) -> str:
-    """A step's edge; for a mock, what the mock offers in its place."""
+    """Return a step's edge; for a mock, what the mock offers in its place."""
     edge = steps[turn].edge
     if turn and edge.startswith("['") and steps[turn - 1].edge == "._mock_children":
         return f".{edge[2:-2]}"
@@ -207,7 +207,7 @@ def _shortened(code: str) -> str:
 
 
 def verdict_of(steps: Sequence[PathStep]) -> Verdict:
-    """Whether a path passes a frozen holder or what is still under way, or is just one."""
+    """Return whether a path passes a frozen holder or what is still under way, or is just one."""
     if any(_is_frozen_holder(step) for step in steps[:-1]):
         return "frozen-holder"
     return "in-flight" if any(step.mark == "pending" for step in steps) else "reachable"
@@ -219,7 +219,7 @@ def _is_frozen_holder(step: PathStep) -> bool:
 
 
 def suspect_steps(steps: Sequence[PathStep]) -> tuple[int, int]:
-    """The places of the first and the last step that may be the mistake.
+    """Return the places of the first and the last step that may be the mistake.
 
     From where the path leaves what is meant to live, to the first object that is known to be wrong where it is.
     """
@@ -234,7 +234,7 @@ def suspect_steps(steps: Sequence[PathStep]) -> tuple[int, int]:
 
 
 def first_registered(steps: Sequence[PathStep], first: int) -> int:
-    """The first of the functions and classes right before a step that are not meant to live: somebody registered them.
+    """Return the first function or class right before a step that is not meant to live: somebody registered it.
 
     Where there are none, the step itself. A cache is no such thing: it is emptied, wherever it is.
 
@@ -250,7 +250,7 @@ def first_registered(steps: Sequence[PathStep], first: int) -> int:
 
 
 def cause_of_edge(path: Path, place: int) -> Cause:
-    """The cause that the step at `place` stands for: an entry of a container counts as the edge to the container."""
+    """Return the cause that a step stands for: an entry of a container counts as the edge to the container."""
     for step in reversed(path.steps[: place + 1]):
         if step.kind in _CAUSE_OF_KIND:
             cause = _CAUSE_OF_KIND[step.kind]
@@ -259,7 +259,7 @@ def cause_of_edge(path: Path, place: int) -> Cause:
 
 
 def telling_cause(path: Path) -> Cause | None:
-    """What the path says whatever its first suspect edge is; the first rule that answers decides."""
+    """Return what the path says whatever its first suspect edge is; the first rule that answers decides."""
     return next((cause for cause, crosses in _TELLING if crosses(path)), None)
 
 
@@ -276,7 +276,7 @@ def _crosses_cache(path: Path) -> bool:
 
 
 def _crosses_type(pattern: re.Pattern[str]) -> Callable[[Path], bool]:
-    """Whether the path leads from a module, or through an object of a type, of such a name; its end does not count."""
+    """Return a test of whether a path leads from a module, or through an object of a type, of such a name."""
 
     def crosses(path: Path) -> bool:
         # Of a long path the types are few.
@@ -294,7 +294,7 @@ def _crosses_workspace(path: Path) -> bool:
 
 
 def suspects_of(path: Path, first: int, last: int) -> tuple[str, ...]:
-    """The suspect edges with what they start from, and every number, address, digest and UUID in them as `*`.
+    """Return the suspect edges with what they start from, and every number, address, digest and UUID in them as `*`.
 
     What a cache keeps by the hashes of its keys is one thing, whatever these are.
     """
@@ -376,7 +376,7 @@ def marks(
 
 
 def _young_by_what_they_hold(items: Sequence[object], innocent: Container[int]) -> set[int]:
-    """Those of the objects on a path of which it is unknown when they were made, but that hold what came later.
+    """Return those of the objects on a path of which it is unknown when they were made, but that hold what came later.
 
     What they hold was there before them: a view's base, the cells of a function.
     """
@@ -394,13 +394,13 @@ def _clue(item: object) -> Mark | None:
 
 
 def _is_owned(item: object, owned: bool) -> bool:
-    """Whether an object is a module of the engine that the path has passed."""
+    """Return whether an object is a module of the engine that the path has passed."""
     torch: Any = loaded("torch")
     return owned and torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)
 
 
 def _future(item: object) -> Mark | None:
-    """A future whose result is not there yet."""
+    """Mark a future whose result is not there yet."""
     if is_a(item, concurrent.futures.Future):
         return "pending" if attribute(item, "_state") in ("PENDING", "RUNNING") else None
     # A class written in C, whose own method is asked past the object's.
@@ -410,7 +410,7 @@ def _future(item: object) -> Mark | None:
 
 
 def _thread(item: object) -> Mark | None:
-    """A thread that has ended."""
+    """Mark a thread that has ended."""
     if not is_a(item, threading.Thread):
         return None
     started = attribute(item, "_started")
@@ -420,7 +420,7 @@ def _thread(item: object) -> Mark | None:
 
 
 def _transfer(item: object) -> Mark | None:
-    """A collective operation or another piece of torch's asynchronous work that has not ended."""
+    """Mark a collective operation or another piece of torch's asynchronous work that has not ended."""
     distributed: Any = loaded("torch.distributed")
     if distributed is None or not hasattr(distributed, "Work") or not is_a(item, distributed.Work):
         return None
@@ -428,7 +428,7 @@ def _transfer(item: object) -> Mark | None:
 
 
 def _resource(item: object) -> Mark | None:
-    """Anything that can be closed or shut down, and says whether it was: executors, pools, connections, engines."""
+    """Mark what can be closed or shut down, and says whether it was: executors, pools, connections, engines."""
     if not can_end(item):
         return None
     if any(_flag(item, flag) is True for flag in _FLAGS):
@@ -445,7 +445,7 @@ def _resource(item: object) -> Mark | None:
 
 
 def _flag(item: object, name: str) -> object:
-    """An attribute, or a slot."""
+    """Return an attribute, or a slot."""
     for base in mro_of(type(item)):
         member = namespace_of(base).get(name)
         if type(member) is MemberDescriptorType:
@@ -457,7 +457,7 @@ def _flag(item: object, name: str) -> object:
 
 
 def _file(item: Any) -> Mark | None:
-    """A closed file of Python's own, or what reads from one; another one's answer would be foreign code."""
+    """Mark a closed file of Python's own, or what reads from one; another one's answer would be foreign code."""
     name = type_name(type(item))
     try:
         if name == "_io.TextIOWrapper":
@@ -472,7 +472,7 @@ def _file(item: Any) -> Mark | None:
 
 
 def can_end(item: object) -> bool:
-    """Whether an object has a life of its own, by a method that ends it."""
+    """Return whether an object has a life of its own, by a method that ends it."""
     return any(name in namespace_of(base) for base in mro_of(type(item)) for name in _ENDINGS)
 
 

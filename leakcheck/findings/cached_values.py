@@ -108,7 +108,7 @@ class _Memo:
 
     @property
     def has_native_objects(self) -> bool:
-        """Whether a library has there what it made in C++, which may own what no Python code made."""
+        """Return whether a library has there what it made in C++, which may own what no Python code made."""
         if not self.is_table:
             return False
         objects = _behind(self.holders)
@@ -139,7 +139,7 @@ class _Kept:
         self._is_told = self._has_grown = False
 
     def is_of(self, memo: _Memo) -> bool:
-        """Whether it is this memo, and none that had its place before."""
+        """Return whether it is this memo, and none that had its place before."""
         return memo.cache is None or (self._cache is not None and self._cache() is memo.cache)
 
     def end_turn(self, turn: int) -> None:
@@ -200,7 +200,7 @@ class CachedValues:
         self._turn = 0
 
     def mark(self) -> None:
-        """From here on it is a later test."""
+        """Begin another test."""
         for kept in self._kept.values():
             kept.end_turn(self._turn)
         self._turn += 1
@@ -264,7 +264,7 @@ def _listed(memo: _Memo, held: Sequence[HeldStorage]) -> NotMeasured:
 
 
 def _held_by_these_alone(memos: Sequence[_Memo], walk: SharedWalk | None) -> set[Key]:
-    """The storages that nothing leads to but some memos."""
+    """Return the storages that nothing leads to but some memos."""
     keys = storage_keys(item for memo in memos for item in memo.tensors)
     # All over that memory: the base of a view is held by the view, where no walk sees it.
     tensors = tensors_over(keys, walk)
@@ -278,7 +278,7 @@ def _sizes(tensors: Sequence[Any]) -> dict[Key, int]:
 
 
 def _compiled_with(new: Mapping[Key, int]) -> Iterator[_Memo]:
-    """Each function of which `torch.compile` made something that keeps one of some storages, with the tensors there."""
+    """Yield the functions of which `torch.compile` made something that keeps one of some storages."""
     by_code = _compiled()
     if not by_code:
         return
@@ -300,7 +300,7 @@ def _compiled_with(new: Mapping[Key, int]) -> Iterator[_Memo]:
 
 
 def _compiled() -> dict[tuple[str, int, str], list[Any]]:
-    """What dynamo has compiled and installed, by file, first line and name of the function that it is of.
+    """Return what dynamo has compiled and installed, by file, first line and name of the function that it is of.
 
     It notes what it puts into a function's globals, to take it out when the code that uses it is gone.
     """
@@ -318,7 +318,7 @@ def _compiled() -> dict[tuple[str, int, str], list[Any]]:
 
 
 def _tables_with(new: Mapping[Key, int], memos: Sequence[_Memo], walk: SharedWalk | None) -> Iterator[_Memo]:
-    """What installed libraries have under private names that keeps some storages, with all others that do.
+    """Yield what installed libraries have under private names that keeps some storages, with all others that do.
 
     Args:
         new: the storages.
@@ -367,7 +367,7 @@ def _tables_with(new: Mapping[Key, int], memos: Sequence[_Memo], walk: SharedWal
 
 
 def _behind(holders: Iterable[object]) -> list[Any]:
-    """The objects that some holders lead to, past no cache that is none of them."""
+    """Return the objects that some holders lead to, past no cache that is none of them."""
     entries = [part for item in holders for part in (cache_entries(item) if type(item) is LRU_CACHE else (item,))]
     return reach(entries, boundaries=BEYOND_CACHES, namespaces=module_namespaces(), max_objects=_MOST_BEHIND)[0]
 
@@ -388,7 +388,7 @@ class _Table:
 
 
 def _table_of(item: Any, place: int, found: Traces) -> _Table | None:
-    """What of a library's leads to a tensor by nothing but the library's objects; None where something else does.
+    """Return what of a library's leads to a tensor by nothing but its objects; None where something else does.
 
     An object that can be ended is no memo, and neither is a bare tensor of which nobody says that a cache keeps it:
     a registry of what should have ended looks the same.
@@ -418,7 +418,7 @@ def _table_of(item: Any, place: int, found: Traces) -> _Table | None:
 
 
 def _native_table_of(item: Any, place: int, found: Traces) -> _Table | None:
-    """What of a library that keeps such things in C++ leads to a tensor by nothing but the library's objects."""
+    """Return what of a library that keeps such things in C++ leads to a tensor by nothing but the library's objects."""
     path = found.path(place)
     if path is None or path.root_kind != "native" or not path.root_name.startswith(_KEPT_IN_CPP):
         return None
@@ -429,14 +429,14 @@ def _native_table_of(item: Any, place: int, found: Traces) -> _Table | None:
 
 
 def _is_constant(item: Any) -> bool:
-    """Whether a tensor or a storage object is nobody's parameter."""
+    """Return whether a tensor or a storage object is nobody's parameter."""
     torch: Any = loaded("torch")
     is_plain = type(item) is torch.Tensor and not torch_member(item, "requires_grad")
     return is_plain or type(item) is torch.UntypedStorage
 
 
 def _is_librarys_link(link: Link) -> bool:
-    """Whether an edge starts from a container or an object of a library's that nobody can end, by a key of such."""
+    """Return whether an edge starts from a container or a library's object that nobody can end, by a key of such."""
     torch: Any = loaded("torch")
     owner = link.owner
     if library_of(owner) == "" or is_a(owner, torch.nn.Module) or can_end(owner):
@@ -447,7 +447,7 @@ def _is_librarys_link(link: Link) -> bool:
 
 
 def _is_librarys(key: Any) -> bool:
-    """Whether a key is made of plain data and objects of libraries."""
+    """Return whether a key is made of plain data and objects of libraries."""
     if is_a(key, weakref.ref):
         key = weakref.ref.__call__(key)
     if type(key) is tuple:
@@ -461,7 +461,7 @@ def _library_of_site(owner: object) -> bool:
 
 
 def _caches_with(new: Mapping[Key, int], caches: Iterable[Any]) -> Iterator[_Memo]:
-    """Each `lru_cache` that has computed one of some storages, with the tensors behind it."""
+    """Yield each `lru_cache` that has computed one of some storages, with the tensors behind it."""
     for cache in caches:
         tensors = _computed(cache)
         name = _name(cache) if tensors and storage_keys(tensors) & new.keys() else ""
@@ -473,7 +473,7 @@ def _caches_with(new: Mapping[Key, int], caches: Iterable[Any]) -> Iterator[_Mem
 
 
 def _computed(cache: Any) -> list[Any]:
-    """The tensors behind those values of a cache that were computed from plain data."""
+    """Return the tensors behind those values of a cache that were computed from plain data."""
     _, _, most, entries = cache.cache_info()
     if not entries or loaded("torch") is None:
         return []
@@ -485,7 +485,7 @@ def _computed(cache: Any) -> list[Any]:
 
 
 def _entries(cache: Any, number: int, *, is_bounded: bool) -> Iterable[tuple[Any, Any]]:
-    """The keys of a cache, each with its value; none if the interpreter shows them otherwise.
+    """Return the keys of a cache, each with its value; none if the interpreter shows them otherwise.
 
     It shows the collector the dict of all keys, which has the values where it has no bound; and a bounded one each key
     and right behind it the value.
@@ -507,7 +507,7 @@ def _entries(cache: Any, number: int, *, is_bounded: bool) -> Iterable[tuple[Any
 
 
 def _is_plain(item: Any) -> bool:
-    """Whether something of a key is data that belongs to nobody: no object, class or function of the program."""
+    """Return whether something of a key is data that belongs to nobody: no object, class or function of the program."""
     kind = type(item)
     if id(kind) in _PLAIN_KINDS:
         return True
@@ -529,7 +529,7 @@ def _is_torchs(kind: type, names: Collection[str]) -> bool:
 
 
 def _tensors_in(value: Any) -> list[Any] | None:
-    """The tensors in a value that is made of nothing but tensors, plain data and containers; else None."""
+    """Return the tensors in a value that is made of nothing but tensors, plain data and containers; else None."""
     torch: Any = loaded("torch")
     found: list[Any] = []
     seen: set[int] = set()
@@ -554,7 +554,7 @@ def _tensors_in(value: Any) -> list[Any] | None:
 
 
 def _name(cache: Any) -> str:
-    """A cache as code, if a module made it of a function of its own: where the module has it.
+    """Return a cache as code, if a module made it of a function of its own: where the module has it.
 
     That is a global or a class attribute, perhaps behind decorators; empty if it is not the module's.
     """
@@ -582,7 +582,7 @@ def _name(cache: Any) -> str:
 
 
 def _way_to(cache: Any, value: Any, wrapped: int = 0) -> str | None:
-    """From a decorated function to its cache, as code; None if it does not lead there."""
+    """Return the way from a decorated function to its cache, as code; None if it does not lead there."""
     if value is cache:
         return ""
     if wrapped == _MOST_WRAPPED:

@@ -79,7 +79,7 @@ class CommonCause:
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
-    """The findings, those with one cause as one with the others as its parts, where the first of them stood.
+    """Return the findings, those with one cause as one with the others as its parts, where the first of them stood.
 
     Args:
         findings: those of one subject.
@@ -184,13 +184,13 @@ def _is_of_graph(leak: Leak) -> bool:
 
 
 def _is_of_capture(stack: Sequence[StackFrame]) -> bool:
-    """Whether it was torch's beginning of a capture that allocated."""
+    """Return whether it was torch's beginning of a capture that allocated."""
     site = next((frame for frame in stack if frame.function.rpartition(".")[2] not in _MODES), None)
     return site is not None and site.function in _BEGINS and _CAPTURE.search(site.file) is not None
 
 
 def _have_one_holder(one: Leak, other: Leak) -> bool:
-    """Whether the ways to both lead through the same object that should be gone, and that is more than a container."""
+    """Return whether the ways to both lead through one object that should be gone, and is more than a container."""
     first, second = one.finding, other.finding
     pairs = zip(first.path, second.path)  # noqa: B905 - the shorter one ends it
     common = itertools.takewhile(lambda hops: (hops[0].edge, hops[0].type) == (hops[1].edge, hops[1].type), pairs)
@@ -339,7 +339,7 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
 
 
 def with_holders(leak: ItemLeak, context: Context) -> Finding:
-    """A finding about things that several lives have left, with who holds them: they stay one finding.
+    """Return a finding about things that several lives have left, with who holds them: they stay one finding.
 
     Args:
         leak: the things.
@@ -416,12 +416,12 @@ def _with_places(leak: Leak, context: Context, *, held: bool = False) -> Leak:
 
 
 def _caches_of(leak: ItemLeak) -> set[int]:
-    """The identities of the caches that keep what a finding is about."""
+    """Return the identities of the caches that keep what a finding is about."""
     return {id(leak.cached[name].cache()) for name in leak.names if name in leak.cached}
 
 
 def _changes_for(leak: Leak) -> set[Hashable]:
-    """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
+    """Return the caches that have to be emptied for a finding, and the entries that have to be deleted."""
     if isinstance(leak, ItemLeak):
         cut = None if leak.explanation is None else leak.explanation.cut
         # A pool may hold more than what it is kept with, so that it is not reported as a part of that.
@@ -458,7 +458,7 @@ def _by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
 
 
 def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
-    """What holds several things that each are held by an entry of it."""
+    """Return what holds several things that each are held by an entry of it."""
     ways = {tuple(hop.edge for hop in holder.path[:-1]) for holder in holders}
     if len(holders) < 2 or len(ways) != 1 or not next(iter(ways)):
         return None
@@ -472,7 +472,7 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
 def _causes_by_name(
     owners: Mapping[_Named, Any], context: Context, names: Names | None = None
 ) -> dict[_Named, CommonCause]:
-    """What the things that an object stands for are held by.
+    """Return what the things that an object stands for are held by.
 
     Args:
         owners: these objects.
@@ -488,7 +488,7 @@ def _causes_by_name(
 
 
 def _cause(holder: Holder | None, item: object) -> CommonCause | None:
-    """The first object on the way that should be gone; None where nothing of the program's leads to it."""
+    """Return the first object on the way that should be gone; None where nothing of the program's leads to it."""
     if holder is None:
         return None
     path = _of_thread(holder.path)
@@ -503,7 +503,7 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
 
 
 def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
-    """The path from the thread that runs, where it begins at Python's own table of those."""
+    """Return the path from the thread that runs, where it begins at Python's own table of those."""
     if [hop.edge for hop in path[:2]] != ["threading", "._active"] or len(path) < 3:
         return path
     running = (each for each in threading.enumerate() if path[2].edge == f"[{thread_ident(each)}]")
@@ -514,7 +514,7 @@ def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
 
 
 def _mapped_files(found: Sequence[Leak]) -> dict[str, int]:
-    """The descriptors of files in which tensors that are kept lie, by name, with the place of the tensors' finding."""
+    """Return the descriptors of files in which kept tensors lie, by name, with the place of their finding."""
     names: dict[str, list[str]] = {}
     for leak in found:
         if isinstance(leak, ItemLeak) and leak.key == "file-descriptors":
@@ -530,7 +530,7 @@ def _mapped_files(found: Sequence[Leak]) -> dict[str, int]:
 
 
 def _held_by_settings(found: Sequence[Leak]) -> dict[str, int]:
-    """A process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
+    """Return a process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
 
     The message on several settings states what each was and how it is put back: these stay together.
     """
@@ -549,7 +549,7 @@ def _held_by_settings(found: Sequence[Leak]) -> dict[str, int]:
 
 
 def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> list[tuple[Leak, CommonCause | None]]:
-    """A leak as one for each cause of its things, and one for those whose cause is not known."""
+    """Return a leak as one for each cause of its things, and one for those whose cause is not known."""
     parts: dict[Hashable, tuple[CommonCause | None, dict[str, int]]] = {}
     for name, size in leak.names.items():
         cause = shared.get((leak.key, name))
@@ -560,7 +560,7 @@ def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> lis
 
 
 def _graph_of(leak: Leak) -> CommonCause | None:
-    """The loss behind whose graph something is kept."""
+    """Return the loss behind whose graph something is kept."""
     if not isinstance(leak, TensorLeak) or leak.finding.cause != "autograd":
         return None
     way = _way_to_loss(leak.finding.path)
@@ -572,7 +572,7 @@ def _graph_of(leak: Leak) -> CommonCause | None:
 
 
 def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
-    """The edges that lead to the tensor whose graph a path goes through; none if it goes through no graph."""
+    """Return the edges that lead to the tensor whose graph a path goes through; none if it goes through no graph."""
     end = next((turn for turn, hop in enumerate(path) if hop.edge == ".grad_fn"), 0)
     return tuple(hop.edge for hop in path[:end])
 
@@ -656,7 +656,7 @@ def _join_host_memory(parts: Sequence[_Part], walk: SharedWalk | None) -> None:
 
 
 def _objects_of(leak: Leak, walk: SharedWalk | None) -> list[Any]:
-    """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
+    """Return the objects that stand for a finding: new ones on the way to tensors, threads, entries of caches."""
     if isinstance(leak, TensorLeak):
         new = frozenset().union(*(explanation.new for explanation in leak.explanations.values()))
         return objects_of(new, walk) if new else []
@@ -666,7 +666,7 @@ def _objects_of(leak: Leak, walk: SharedWalk | None) -> list[Any]:
 
 
 def _bytes_behind(objects: Sequence[Any]) -> int:
-    """Bytes of the arrays of numpy and of the plain bytes that some objects keep; tensors are counted elsewhere."""
+    """Return the bytes of numpy's arrays and plain bytes that objects keep; tensors are counted elsewhere."""
     if not objects:
         return 0
     reached, _ = reach(objects, max_objects=_MOST_REACHED)

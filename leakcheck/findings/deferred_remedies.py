@@ -70,7 +70,7 @@ class UnprovenLeak:
             self.came_back = when
 
     def left(self) -> dict[Key, int]:
-        """The storages that are still there; another one at the address of one that went is not meant."""
+        """Return the storages that are still there; another one at the address of one that went is not meant."""
         gone = self.watch.gone()
         return {key: size for key, size in self.sizes.items() if key not in gone}
 
@@ -84,7 +84,7 @@ class DeferredRemedies:
     new: frozenset[int] = frozenset()
 
     def only(self, fingerprints: frozenset[str]) -> DeferredRemedies:
-        """The part that these findings are about.
+        """Return the part that these findings are about.
 
         And blocks of a workspace's size, though they pass for known: they are something else if they go with a tensor.
         """
@@ -129,7 +129,7 @@ def try_deferred(
     patience: float,
     budget: Budget | None = None,
 ) -> list[dict[str, Finding]]:
-    """The findings of some subjects, with what gave each back; changes the program as it likes.
+    """Return the findings of some subjects, with what gave each back; changes the program as it likes.
 
     By the fingerprints that they had before: what goes with a tensor is no library's workspace any more.
 
@@ -216,7 +216,7 @@ class _PoolHolders:
         self._known: dict[int, Explanation | None] = {}
 
     def of(self, item: ItemLeak) -> Explanation | None:
-        """Who holds the pools of one of them, each asked for once and in their order."""
+        """Return who holds the pools of one of them, each asked for once and in their order."""
         if id(item) not in self._known:
             with sharing_walk() as walk:
                 context = replace(self._context, walk=walk)
@@ -245,7 +245,7 @@ def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Ke
 
 
 def _with_return(finding: Finding, leak: UnprovenLeak) -> Finding:
-    """A finding, with what took its place, and when the program itself gave that back: nothing was left to try."""
+    """Return a finding, with what took its place, and when the program itself gave that back."""
     if leak.replaced:
         tests = format_amount(leak.replaced, "later tests")
         finding = noted(finding, f"; replaced in {tests}", trend="bounded")

@@ -70,7 +70,7 @@ def by_holder(names: Mapping[str, int], context: Context) -> tuple[HeldPools, ..
 
 
 def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
-    """A finding about private pools as one for each of their holders; any other as it is."""
+    """Return a finding about private pools as one for each of their holders; any other as it is."""
     # What emptying the cache gave back nobody held.
     is_held = leak.finding.resource == "reserved" and leak.finding.remedy is None
     parts = by_holder(leak.names, context) if is_held else ()
@@ -79,12 +79,12 @@ def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
 
 
 def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
-    """Who holds the private pools that a finding is about; of several the one with the most."""
+    """Return who holds the private pools that a finding is about; of several the one with the most."""
     return next((part.explanation for part in by_holder(leak.names, context)), None)
 
 
 def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context: Context) -> list[Finding]:
-    """The finding with the pools' ids and their holder, and not with the address of each segment; one for each holder.
+    """Return one finding for each holder, with its pools' ids and not with the address of each segment.
 
     Args:
         finding: as the metric reports it.
@@ -107,7 +107,7 @@ def _of_held_pools(finding: Finding, key: str, held: HeldPools, mapped: Sequence
 
 
 def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
-    """The finding about pools that `torch.cuda.empty_cache()` gave back: only torch held them, as it holds its cache.
+    """Return the finding about pools that `torch.cuda.empty_cache()` gave back: only torch held them.
 
     Args:
         pools: as the metric reports it.
@@ -141,7 +141,7 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
 
 
 def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] | None) -> ItemLeak:
-    """The finding as one about these pools, with their ids and not with the address of each segment."""
+    """Return the finding as one about these pools, with their ids and not with the address of each segment."""
     finding, sizes = leak.finding, _sizes(names)
     size = sum(sizes.values())
     pools = first_of([f"{pool}: {format_bytes(amount)}" for pool, amount in sizes.items()], _SHOWN)
@@ -158,7 +158,7 @@ def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] 
 
 
 def _sizes(names: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by pool."""
+    """Return the bytes by pool."""
     sizes: dict[str, int] = {}
     for name, amount in names.items():
         pool = _POOL.match(name)
@@ -168,7 +168,7 @@ def _sizes(names: Mapping[str, int]) -> dict[str, int]:
 
 
 def _mapped(device: str, names: Mapping[str, int]) -> Sequence[Range] | None:
-    """What the driver lists of a card where some segments are, read once for all pools; None if it cannot."""
+    """Return what the driver lists of a card where some segments are, read once for all pools; None if it cannot."""
     try:
         return read_allocations(int(device.partition(":")[2]), _segments(names))
     except AllocationsError:
@@ -181,7 +181,7 @@ def _segments(names: Mapping[str, int]) -> list[Range]:
 
 
 def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) -> str:
-    """What is to be said of segments behind which the driver holds less than torch counts; empty if there is nothing.
+    """Return what to say of segments behind which the driver holds less than torch counts; empty for nothing.
 
     An allocator of the program's own may have unmapped them, as one does that puts an engine to sleep: torch counts
     them as before.
@@ -213,7 +213,7 @@ def _with_holder(leak: ItemLeak, held: HeldPools) -> ItemLeak:
 
 
 def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:
-    """Who holds each of some pools, and what that is, for those that anybody holds."""
+    """Return who holds each of some pools, and what that is, for those that anybody holds."""
     holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
     explanations = context.explain(holders)
     found: dict[PoolId, tuple[Explanation, Cause]] = {}

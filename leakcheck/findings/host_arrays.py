@@ -40,7 +40,7 @@ class _Held:
 
     @property
     def container(self) -> Hashable:
-        """What is the same for all arrays that lie in one container."""
+        """Return what is the same for all arrays that lie in one container."""
         return tuple(hop.edge for hop in self.explanation.path[:-1])
 
     @property
@@ -51,7 +51,7 @@ class _Held:
 
 
 def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
-    """For host memory: the arrays that are as large, and their holder; without any, what of it is free in the heaps.
+    """Say of host memory which arrays are as large, and who holds them; else what of it is free in the heaps.
 
     When they were made is unknown, since Python does not track them: the evidence is their size, that of one alone, of
     all in one container, or of the last in a list.  The message says no more than that they are there.
@@ -82,7 +82,7 @@ def with_fragments(finding: Finding) -> Finding:
 
 
 def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
-    """Who holds the arrays that are of a size, for a finding about host memory; None where none are.
+    """Return who holds the arrays that are of a size, for a finding about host memory; None where none are.
 
     Args:
         size: bytes of the arrays, of one alone or of several in one place.
@@ -111,7 +111,7 @@ def _advice(explanation: Explanation) -> str:
 
 
 def _arrays(wanted: int, context: Context) -> Sequence[_Held]:
-    """The arrays that together are about so many bytes; none if no sum matches."""
+    """Return the arrays that together are about so many bytes; none if no sum matches."""
     buffers = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:_MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
     held = _held(buffers, context)
@@ -146,7 +146,7 @@ def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
 
 
 def _is_own(explanation: Explanation) -> bool:
-    """Whether this checker itself holds it."""
+    """Return whether this checker itself holds it."""
     return any(
         f"{hop.type}.".startswith("lowtide.") or f"{hop.edge}.".startswith("lowtide.") for hop in explanation.path
     )

@@ -68,7 +68,7 @@ class ItemLeak:
     endings: tuple[Change, ...] = ()
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
-        """The same after an action that was meant for something else, and may have ended some of this too."""
+        """Return the same after an action that was meant for something else, and may have ended some of this too."""
         names = {name: size for name, size in self.names.items() if name in left}
         if len(names) == len(self.names):
             return self
@@ -81,11 +81,11 @@ class ItemLeak:
         return replace(self, finding=finding, names=names)
 
     def among(self, left: Mapping[str, int]) -> ItemLeak:
-        """The same, of what is there still."""
+        """Return the same, of what is there still."""
         return replace(self, names={name: size for name, size in self.names.items() if name in left})
 
     def left(self, read: Callable[[str], Mapping[str, int] | None]) -> Mapping[str, int]:
-        """What is still there of it; all of it if that is unknown.
+        """Return what is still there of it; all of it if that is unknown.
 
         Args:
             read: gives what there is now by a metric's key, None if that cannot be read.
@@ -101,12 +101,12 @@ class ItemLeak:
 
 
 def is_harmless(leak: ItemLeak) -> bool:
-    """Whether a remedy takes nothing that a program that goes on could need."""
+    """Return whether a remedy takes nothing that a program that goes on could need."""
     return leak.finding.resource in HARMLESS or leak.key.startswith(MEMORY_POOL)
 
 
 def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Callable[[str], str]) -> ItemLeak:
-    """A finding about process-wide settings, with what each was and is, and what puts it back.
+    """Return a finding about process-wide settings, with what each was and is, and what puts it back.
 
     Args:
         leak: as far as the names of the settings show it.
@@ -131,13 +131,13 @@ def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Cal
 
 
 def still_changed(changes: Iterable[SettingChange]) -> list[SettingChange]:
-    """Those of the settings that are not what they were."""
+    """Return those of the settings that are not what they were."""
     now = SettingReader().read()
     return [change for change in changes if not change.is_undone_by(now.get(change.name, ABSENT))]
 
 
 def with_followers(leak: ItemLeak) -> ItemLeak:
-    """The same, of the objects that later tests have put in the place of those that were added to settings."""
+    """Return the same, of the objects that later tests have put in the place of those that were added to settings."""
     if not leak.changes:
         return leak
     now = SettingReader().read()
@@ -145,7 +145,7 @@ def with_followers(leak: ItemLeak) -> ItemLeak:
 
 
 def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
-    """The leak with the fingerprint that names it.
+    """Return the leak with the fingerprint that names it.
 
     Args:
         leak: with all that is known of it.
@@ -169,7 +169,7 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
 
 
 def only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
-    """The leak of some of the things, with the fingerprint that they would have alone."""
+    """Return the leak of some of the things, with the fingerprint that they would have alone."""
     finding = leak.finding
     finding = restated(
         finding,
@@ -211,7 +211,7 @@ def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], 
 
 
 def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
-    """A finding about blocks of a workspace's size that turned out to be something else."""
+    """Return a finding about blocks of a workspace's size that turned out to be something else."""
     size = sum(names.values())
     blocks = [name.replace("workspace", "block", 1) for name in names]
     mark = fingerprint_of_items(
@@ -244,6 +244,6 @@ def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
 
 
 def frozen_items() -> dict[str, int]:
-    """The objects that the program has frozen, as one thing with their number."""
+    """Return the objects that the program has frozen, as one thing with their number."""
     frozen = gc.get_freeze_count()
     return {"frozen objects": frozen} if frozen > FROZEN_AT_STARTUP else {}

@@ -77,7 +77,7 @@ class LeftoverTensors:
 
     @property
     def earlier(self) -> tuple[Finding, ...]:
-        """What lives that are not the last have left, and was explained."""
+        """Return what lives that are not the last have left, and was explained."""
         return tuple(self._earlier.values())
 
     def of_process(self) -> frozenset[Key]:
@@ -103,7 +103,7 @@ class LeftoverTensors:
         self._stacks.stop()
 
     def stage(self, name: str, cycle: int) -> None:
-        """What appears from here on, appeared in this stage of this life."""
+        """Attribute what appears from here on to this stage of this life."""
         # Not once a life: what a stage makes takes the address of what an earlier one of the same life let go.
         self._births.forget_dead()
         times = sum(turn.stage == name for turn in self._turns) + 1
@@ -111,12 +111,12 @@ class LeftoverTensors:
         self._births.begin(name, len(self._turns))
 
     def importing(self, owner: Owner) -> None:
-        """A module that a life imports is about to run: what it makes from here on is its own."""
+        """Attribute what appears from here on to a module that a life imports, and that is about to run."""
         self._around_import = (self._births.label, self._births.turn)
         self._births.begin(_IMPORT + owner.name)
 
     def imported(self) -> None:
-        """The module has run."""
+        """Return to the stage around the import."""
         self._births.begin(*self._around_import)
 
     def imported_bytes(self) -> dict[str, int]:
@@ -189,7 +189,7 @@ class LeftoverTensors:
         return [(leak.finding, leak.sizes_by(counted)) for leak in leaks]
 
     def clear_caches(self, holders: Collection[str], pools: Sequence[PoolReading]) -> list[Finding]:
-        """The findings of some `lru_cache` holders of what appeared in any turn, each cleared and measured.
+        """Return the findings of some `lru_cache` holders of what appeared in any turn, each cleared and measured.
 
         Clearing one is the only remedy that no program notices but by its time: the process goes on.
 
@@ -203,7 +203,7 @@ class LeftoverTensors:
     def _leaks_of_turns(
         self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
     ) -> tuple[list[TensorLeak], dict[Key, _Turn], Context]:
-        """As `explain_turns`: what is there, and when each storage appeared."""
+        """Return what is there, as `explain_turns` does, and when each storage appeared."""
         is_pooled = within(pools)
         turns: dict[Key, _Turn] = {}
 
@@ -235,7 +235,7 @@ class LeftoverTensors:
         return self._turns[held.turn - 1] if held.turn <= len(self._turns) else _Turn(1, held.stage, 1)
 
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
-        """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
+        """Return the findings of all lives, what gives each back tried; and the changes that this made, as actions.
 
         Args:
             engine: what is left of the last life.
@@ -278,7 +278,7 @@ class LeftoverTensors:
         return leaks
 
     def context(self, engine: object, lives: int = 1) -> Context:
-        """What is known around what is left, while an engine is held.
+        """Return what is known around what is left, while an engine is held.
 
         Args:
             engine: the one that was shut down, or sleeps.
@@ -295,12 +295,12 @@ class LeftoverTensors:
 
 
 def _advised(finding: Finding) -> Finding:
-    """A finding of an engine that goes on, so that nothing can be tried: with what to change in its code."""
+    """Return a finding of an engine that goes on, so that nothing can be tried: with what to change in its code."""
     if not finding.holder:
         return finding
     return msgspec.structs.replace(finding, advice=f"let go of {finding.holder} before the engine sleeps")
 
 
 def is_cached(finding: Finding) -> bool:
-    """Whether a finding is of what an `lru_cache` keeps."""
+    """Return whether a finding is of what an `lru_cache` keeps."""
     return finding.cause == "lru-cache"

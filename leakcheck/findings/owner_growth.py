@@ -66,7 +66,7 @@ def note_growth(
 
 
 def growth_of(owner: Owner, stacks: Stacks, now: Counters) -> list[Finding]:
-    """What grows test after test under an owner: one finding for each kind of thing; asked while the owner lives.
+    """Return what grows test after test under an owner that lives: one finding for each kind of thing.
 
     Args:
         owner: the owner.
@@ -80,7 +80,7 @@ def growth_of(owner: Owner, stacks: Stacks, now: Counters) -> list[Finding]:
 
 
 def limit_passed(owner: Owner, limit: int, stacks: Stacks) -> list[Finding]:
-    """What has grown under an owner by more than a limit since it was set up, or since that was last reported.
+    """Return what has grown under an owner by more than a limit since it was set up, or since that was last reported.
 
     Args:
         owner: the owner.
@@ -98,7 +98,7 @@ def limit_passed(owner: Owner, limit: int, stacks: Stacks) -> list[Finding]:
 
 
 def merged(finding: Finding, grown: Sequence[Finding]) -> Finding:
-    """A finding of an owner's end, with the growth that did not end with the owner: the two are one thing."""
+    """Return a finding of an owner's end, with the growth that did not end with the owner: the two are one thing."""
     growth = next((growth for growth in grown if _is_of(growth, finding)), None)
     if growth is None:
         return finding
@@ -107,12 +107,12 @@ def merged(finding: Finding, grown: Sequence[Finding]) -> Finding:
 
 
 def rest_of(grown: Sequence[Finding], findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The growth that ended with its owner."""
+    """Return the growth that ended with its owner."""
     return tuple(growth for growth in grown if not any(_is_of(growth, finding) for finding in findings))
 
 
 def _is_of(growth: Finding, finding: Finding) -> bool:
-    """Whether most of what grew is what a finding is about."""
+    """Return whether most of what grew is what a finding is about."""
     where = (growth.resource, growth.device)
     return (
         where == (finding.resource, finding.device)
@@ -167,7 +167,7 @@ def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None)
 
 
 def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key, Explanation]] | None:
-    """The storages that grew in one place, and how all that were looked at are held; None where no place grows.
+    """Return the storages that grew in one place, and how all that were looked at are held; None where no place grows.
 
     Three attributes, each filled once by another test, are three places, and none of them grows. Where what a turn made
     replaced that of the turns before, the last turn's is the one to show.
@@ -203,7 +203,7 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
 
 
 def _in_full_caches(explanations: Mapping[Key, Explanation]) -> set[Key]:
-    """Those storages that a bounded `lru_cache` holds which is full: what it takes from here on, it makes room for."""
+    """Return the storages in bounded `lru_cache`s that are full: what these take from here on, they make room for."""
     cached = {key for key, explanation in explanations.items() if any(_is_of_a_cache(hop) for hop in explanation.path)}
     if not cached:
         return set()
@@ -216,7 +216,7 @@ def _is_of_a_cache(hop: Hop) -> bool:
 
 
 def place_of(edges: Iterable[str]) -> str:
-    """The edges of a path without what differs between things that are held in the same place.
+    """Return the edges of a path without what differs between things that are held in the same place.
 
     Numbers and keys are left out, and what repeats itself (the links of a chain, the nodes of a graph) counts once.
     """

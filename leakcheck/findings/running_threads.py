@@ -68,7 +68,7 @@ class Work:
 
 
 def works(names: Collection[str], context: Context) -> list[Work]:
-    """What threads do, those together that do the same; nothing of threads that have ended.
+    """Return what threads do, those together that do the same; nothing of threads that have ended.
 
     Args:
         names: the threads, as the counters name them.
@@ -98,7 +98,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
 
 
 def with_work(leak: ItemLeak, work: Work) -> ItemLeak:
-    """A finding about threads, with what they do."""
+    """Return a finding about threads, with what they do."""
     finding = restated(leak.finding, {"path": work.path or leak.finding.path, "advice": work.advice}, most=_SHOWN)
     finding = noted(finding, f"; {work.text}{', held by ' if work.holder else ''}", work.holder or "")
     return replace(leak, finding=finding, endings=work.endings)
@@ -119,7 +119,7 @@ class _Running:
 
     @property
     def held(self) -> tuple[Any, Holder] | None:
-        """The first of the objects that the program keeps."""
+        """Return the first of the objects that the program keeps."""
         return next(((item, of) for item, of in zip(self.owners, self.holders, strict=True) if of is not None), None)
 
 
@@ -150,7 +150,7 @@ def _work(group: Sequence[_Running]) -> Work:
 
 
 def _unheld(running: _Running, runs: str) -> str:
-    """What to change where nothing of the program knows the thread, or what it works for, any more."""
+    """Return what to change where nothing of the program knows the thread, or what it works for, any more."""
     for owner in running.owners:
         call, name = _call(type(owner)), type_name(type(owner))
         if call:
@@ -172,7 +172,7 @@ def _is_context(cls: type) -> bool:
 
 
 def _endings(running: _Running) -> Iterator[Change]:
-    """The calls of the standard library that end the thread, as code that runs."""
+    """Yield the calls of the standard library that end the thread, as code that runs."""
     for owner, holder in zip(running.owners, running.holders, strict=True):
         code = None if holder is None else holder.target
         if type_name(type(owner)) == _TIMER:
@@ -191,7 +191,7 @@ def _end(reference: weakref.ref[Any], offer: Offer) -> None:
 
 
 def _owners(thread: threading.Thread) -> Iterator[Any]:
-    """The objects that a thread works for: its pool, that of the method that it runs, itself, and what it was given."""
+    """Yield the objects that a thread works for: its pool, its method's object, itself, and what it was given."""
     target, arguments = _target(thread), _arguments(thread)
     executor = _executor(arguments)
     if executor is not None:
@@ -217,12 +217,12 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _is_an_end(cls: type) -> bool:
-    """Whether what a thread was given may be what ends it."""
+    """Return whether what a thread was given may be what ends it."""
     return type_name(cls).partition(".")[0] not in ("torch", "_io", "numpy") and bool(_call(cls))
 
 
 def _target(thread: threading.Thread) -> Any:
-    """What a thread calls, out of its partials; None where its class has a `run` of its own."""
+    """Return what a thread calls, out of its partials; None where its class has a `run` of its own."""
     run = next(namespace_of(base)["run"] for base in mro_of(type(thread)) if "run" in namespace_of(base))
     if run is not threading.Thread.run:
         return None
@@ -250,7 +250,7 @@ def _executor(arguments: Sequence[Any]) -> Any:
 
 
 def _runs(thread: threading.Thread) -> str:
-    """What a thread runs, as part of a sentence."""
+    """Return what a thread runs, as part of a sentence."""
     if _is_executors(thread):
         executor = _executor(_arguments(thread))
         return f"tasks of a {_EXECUTOR if executor is None else type_name(type(executor))}"
@@ -267,7 +267,7 @@ def _named(function: Any) -> str:
 
 
 def _waiting(group: Sequence[_Running]) -> str:
-    """How many tasks wait for a thread of their executor."""
+    """Return how many tasks wait for a thread of their executor."""
     given = [item for running in group if _is_executors(running.thread) for item in _arguments(running.thread)]
     queues = {id(item): item for item in given if type_name(type(item)) == "_queue.SimpleQueue"}
     waiting = sum(queue.qsize() for queue in queues.values())
@@ -275,5 +275,5 @@ def _waiting(group: Sequence[_Running]) -> str:
 
 
 def _is_programs(holder: Holder | None) -> bool:
-    """Whether the way to an object begins at something of the program's, and not in the interpreter's own lists."""
+    """Return whether the way to an object begins at the program's, and not in the interpreter's own lists."""
     return holder is not None and not (holder.way[0].type == "module" and is_library(holder.way[0].edge))

@@ -40,7 +40,7 @@ class Explained:
 
     @functools.cached_property
     def _keys(self) -> Mapping[int, list[Key]]:
-        """The storages over which each of the explained tensors lies, by its place."""
+        """Return the storages over which each of the explained tensors lies, by its place."""
         found: dict[int, list[Key]] = {}
         for key, places in self.places.items():
             for place in places:
@@ -75,7 +75,7 @@ class Explained:
         return found
 
     def _by_level(self, levels: Ints, sizes: Mapping[Key, int]) -> tuple[Ints, Ints]:
-        """The first cut that does not free some storages, in order, and the bytes that all cuts before that free."""
+        """Return the first cuts that do not free some storages, in order, and the bytes that all before these free."""
         amounts: dict[int, int] = {}
         # Most of many paths free few of all targets.
         freed_at_all = np.flatnonzero(levels > 0).tolist()
@@ -227,13 +227,13 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
 
 
 def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[Key]:
-    """Those of some storages whose path passes what `gc.freeze()` hides: to be asked before the heap is unfrozen."""
+    """Return the storages whose path passes what `gc.freeze()` hides: to be asked before the heap is unfrozen."""
     explanations = explain_storages(keys, context).by_key
     return frozenset(key for key, explanation in explanations.items() if explanation.verdict == "frozen-holder")
 
 
 def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
-    """The same, found in the meantime unfrozen heap, for storages that were `behind_frozen_holders`."""
+    """Return the same, found in the meantime unfrozen heap, for storages that were `behind_frozen_holders`."""
     by_key = {
         key: replace(found, verdict="frozen-holder") if key in keys and found.verdict == "reachable" else found
         for key, found in explained.by_key.items()
@@ -242,7 +242,7 @@ def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
 
 
 def common_holder(explanations: Sequence[Explanation]) -> str:
-    """Who holds all of them: the holder of one, or the part of the way to several that they have in common."""
+    """Return who holds all of them: the holder of one, or the part of the way to several that they have in common."""
     holders = list(dict.fromkeys(explanation.holder for explanation in explanations))
     paths = [[(hop.type, hop.edge) for hop in explanation.path] for explanation in explanations]
     if len(holders) == 1 or not all(path and path[0] == paths[0][0] for path in paths):
@@ -254,7 +254,7 @@ def common_holder(explanations: Sequence[Explanation]) -> str:
 
 
 def _begins_with(holder: str, way: str) -> bool:
-    """Whether a holder, which may be shortened in the middle, begins with a way."""
+    """Return whether a holder, which may be shortened in the middle, begins with a way."""
     return holder.startswith(way) or ("…" in holder and way.startswith(holder.partition("…")[0]))
 
 

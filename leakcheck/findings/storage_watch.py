@@ -49,7 +49,7 @@ class StorageWatch:
 
     @classmethod
     def of_each(cls, keys: Sequence[Collection[Key]], walk: SharedWalk | None = None) -> list[StorageWatch]:
-        """A watch for each of some groups of storages, which are looked for together.
+        """Return a watch for each of some groups of storages, which are looked for together.
 
         Args:
             keys: the storages of each group.
@@ -65,14 +65,14 @@ class StorageWatch:
 
     @property
     def all_gone(self) -> bool:
-        """Whether none is left; of a kind without such references that is not known, which costs nothing to say."""
+        """Return whether none is left; False of a kind without such references, of which that is not known."""
         waiting = next(iter(self._references.values()), ())
         if self._others or not all(ref.expired() for ref in waiting):
             return False
         return bool(self.gone()) and not self._references
 
     def gone(self) -> set[Key]:
-        """Those that are gone."""
+        """Return those that are gone."""
         gone = [key for key, refs in self._references.items() if all(ref.expired() for ref in refs)]
         # What has gone does not come back, and is not asked about again.
         for key in gone:
@@ -82,7 +82,7 @@ class StorageWatch:
 
 
 def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
-    """By storage, weak references to it, one for each of some tensors and storage objects over it."""
+    """Return weak references to each storage, one for each of some tensors and storage objects over it."""
     torch: Any = loaded("torch")
     from torch.multiprocessing import reductions
 
@@ -117,7 +117,7 @@ class Collected:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """In the block something is let go: what goes there was in no cycle."""
+        """Take what goes in the block, where something is let go, for what was in no cycle."""
         before = self.watch.gone()
         yield
         self.let_go.update(self.watch.gone() - before)

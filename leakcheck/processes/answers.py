@@ -86,7 +86,7 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
 def _preserved(
     question: messages.RememberPreserved | messages.ComparePreserved, importing: Importing
 ) -> messages.PreservedAnswer | messages.Findings:
-    """What must survive a sleep here; an engine that announces none costs nothing."""
+    """Return what must survive a sleep here; an engine that announces none costs nothing."""
     global _own_preserved
     stages = loaded("lowtide.probes.stages")
     if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
@@ -141,7 +141,7 @@ def _give_back_heap(trim_heap: Callable[[], bool]) -> None:
 
 
 def _resident() -> int:
-    """Bytes in memory that are no file's; without a module that is not there yet, since it would count."""
+    """Return the bytes in memory that are no file's; without a module that is not there yet, since it would count."""
     _, resident, shared, *_ = map(int, contents("/proc/self/statm").split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 

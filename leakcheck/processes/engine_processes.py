@@ -103,23 +103,23 @@ class EngineProcesses:
 
     @property
     def kind(self) -> str:
-        """Of the engine's device: `cpu` or `cuda`. A rank's own number is its own matter."""
+        """Return the kind of the engine's device: `cpu` or `cuda`. A rank's own number is its own matter."""
         if self.device is not None:
             return self.device.partition(":")[0]
         return "cuda" if any(each.cards for each in self._now.values()) else "cpu"
 
     @property
     def judged(self) -> frozenset[int]:
-        """The processes that have always answered, in turns enough to say whether they grow."""
+        """Return the processes that have always answered, in turns enough to say whether they grow."""
         return frozenset(self._growth.judged) - self.not_measured.keys()
 
     @property
     def answering(self) -> frozenset[int]:
-        """The processes that have always answered."""
+        """Return the processes that have always answered."""
         return frozenset(self._growth.noted) - self.not_measured.keys()
 
     def findings_at_end(self) -> list[Finding]:
-        """What grows from inference to inference, and is not reported as what a sleep has kept."""
+        """Return what grows from inference to inference, and is not reported as what a sleep has kept."""
         found = [self._with_holder(finding) for finding in self._growth.findings()]
         return [finding for finding in found if not self._is_kept_asleep(finding)]
 
@@ -131,16 +131,16 @@ class EngineProcesses:
 
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
-        """What each held when it was read last, for a report; those that have not answered as seen from outside."""
+        """Return what each held when it was read last; those that have not answered as seen from outside."""
         return tuple(each.as_stage(self.context) for each in (*self._now.values(), *self._silent) if each.is_shown)
 
     @property
     def has_answered(self) -> Collection[int]:
-        """The processes that answered at the end of the last stage."""
+        """Return the processes that answered at the end of the last stage."""
         return self._now.keys()
 
     def begin_stage(self, stage: str, cycle: int) -> None:
-        """What appears in any of them from here on, appeared in this stage."""
+        """Attribute what appears in any of them from here on to this stage."""
         watching = self.announce(self._pids(), stage, cycle)
         if stage == "infer":
             self._watched_inference = watching
@@ -152,13 +152,13 @@ class EngineProcesses:
         return bool(self._preserving)
 
     def after_wake(self, stage: str) -> list[Finding]:
-        """What each has lost of what had to survive the sleep before; once everything is awake."""
+        """Return what each has lost of what had to survive the sleep before; once everything is awake."""
         pids, self._preserving = [pid for pid in self._preserving if pid in self._now], []
         answers = self._each(pids, messages.ComparePreserved(stage=stage), messages.Findings)
         return [in_process(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
 
     def more_awake(self, stage: str) -> list[Finding]:
-        """What each holds more under tensors than before the sleep, after a wake; right after its `end_stage`."""
+        """Return what each holds more under tensors after a wake than before the sleep; right after its `end_stage`."""
         pids = [
             pid
             for pid, now in self._now.items()
@@ -169,7 +169,7 @@ class EngineProcesses:
         return [in_process(more, self._now[pid].process) for pid, answer in answers.items() for more in answer.findings]
 
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
-        """What appears in some of them from here on, appeared in this stage; returns those that follow it."""
+        """Return what appears in some of them from here on, appeared in this stage; returns those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
         answers = self._each(asked, messages.Begin(stage=stage, cycle=cycle), messages.Followed)
         return {pid for pid, answer in answers.items() if answer.watches}
@@ -204,7 +204,7 @@ class EngineProcesses:
         return self._imported[pid]
 
     def named_by_arrays(self, finding: Finding, size: int) -> Finding:
-        """A finding about the host memory of a process with the holder of arrays of a size, if there are such."""
+        """Return a finding about the host memory of a process with the holder of arrays of a size, if there are any."""
         facts = self._holder_of_arrays(finding, size)
         return finding if facts is None else with_holder(finding, facts)
 
@@ -249,7 +249,7 @@ class EngineProcesses:
 
     @property
     def not_judged_asleep(self) -> tuple[NotMeasured, ...]:
-        """What is not known of sleeps: what inferring has left in a process, and whether as much as came is enough."""
+        """Return what is not known of sleeps: what inferring has left in a process, and whether enough came back."""
         why = "it was not ready when the first inference began: let create return once it is"
         unwatched = [
             NotMeasured(what=f"what inferring has left asleep in {self._unwatched[pid].text}", why=why)
@@ -258,7 +258,7 @@ class EngineProcesses:
         return (*unwatched, *self._undeclared.values())
 
     def _collected(self, now: ProcessLevels) -> messages.Levels:
-        """The levels after an inference, without garbage where tensors have become more since the one before."""
+        """Return the levels after an inference, without garbage where tensors have become more since the one before."""
         pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
         if before is not None and any(size > before.get(device, 0) for device, size in levels.tensors.items()):
@@ -284,13 +284,13 @@ class EngineProcesses:
                 self._holders[finding.fingerprint] = facts
 
     def _levels(self, pid: int, levels: messages.Levels) -> dict[str, int]:
-        """The levels by which a process's growth is judged, without what it has taken to answer."""
+        """Return the levels by which a process's growth is judged, without what it has taken to answer."""
         host = rollup(pid)
         private = None if host is None else host.private - self._imported.get(pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
-        """Who holds what a finding is about; what the process has taken for good to answer is none of its growth."""
+        """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""
         before = _private_bytes(finding)
         if finding.resource == "tensors":
             facts = self._holder_of_tensors(finding)
@@ -303,7 +303,7 @@ class EngineProcesses:
         return facts
 
     def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
-        """Who holds the tensors of most inferences of the process that a finding is about."""
+        """Return who holds the tensors of most inferences of the process that a finding is about."""
         answer = (
             None
             if finding.process is None
@@ -317,7 +317,7 @@ class EngineProcesses:
         return finding if facts is None else held_by(finding, facts)
 
     def after_sleep(self, stage: str, cycle: int, *, empties: bool) -> list[Finding]:
-        """What each has kept that a sleep gives up; right after `end_stage`.
+        """Return what each has kept that a sleep gives up; right after `end_stage`.
 
         Args:
             stage: the sleep.
@@ -355,12 +355,12 @@ class EngineProcesses:
         return [*found, *kept_groups, *self._uneven(stage, left, reported_pids)]
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
-        """What a wake that raised has left mapped in each, of what the last sleep had given up."""
+        """Return what a wake that raised has left mapped in each, of what the last sleep had given up."""
         after = self._each(list(self._now), messages.Read(), messages.Levels)
         return mapped_by_failed_wake(stage, self.kind, self._now, after)
 
     def _uneven(self, stage: str, left: Mapping[int, int], reported_pids: Collection[int]) -> list[Finding]:
-        """The ranks that have kept more than their peers, without those that are reported for what they kept."""
+        """Return the ranks that have kept more than their peers, without those that are reported for what they kept."""
         levels = []
         for pid, now in self._now.items():
             before = self._at_work.get(pid)
@@ -377,7 +377,7 @@ class EngineProcesses:
         ]
 
     def _asked_and_kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:
-        """Bytes that a sleep asks one process for, and those of them that are there; None where that is not known."""
+        """Return the bytes that a sleep asks one process for, and those of them that are there; None if unknown."""
         held, holds = before.held(self.kind), now.held(self.kind)
         if held is None or holds is None:
             return None
@@ -386,12 +386,12 @@ class EngineProcesses:
         return held - excused, holds - excused
 
     def kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:
-        """What `_asked_and_kept` says of a process that has not given back its part; None where it has."""
+        """Return what `_asked_and_kept` says of a process that has not given back its part; None where it has."""
         sizes = self._asked_and_kept(before, now, left)
         return None if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART else sizes
 
     def _explain_kept(self, stage: str, sizes: tuple[int, int], now: ProcessLevels) -> Finding:
-        """What one process has kept, with the holders of the largest."""
+        """Return what one process has kept, with the holders of the largest."""
         holders, device = self._largest_in(now.process.pid, stage), self.device or self.kind
         return explain_kept(stage, device, sizes, now.process, now.arenas(self.kind), holders)
 
@@ -407,7 +407,7 @@ class EngineProcesses:
         return [pid for pid in self.tree.descendants() if pid not in without and self.agents.has_agent(pid)]
 
     def _each(self, pids: Sequence[int], question: messages.Question, kind: type[_Answer]) -> dict[int, _Answer]:
-        """What each answers, side by side; without those that do not, which are noted."""
+        """Return what each answers, side by side; without those that do not, which are noted."""
         if not pids:
             return {}
 

@@ -177,7 +177,7 @@ class Levels(_Message, frozen=True, kw_only=True):
     called: str = ""
 
     def of(self, kind: str) -> int:
-        """Bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""
+        """Return the bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""
         devices = {*self.tensors, *self.arenas}
         return sum(
             self.tensors.get(device, 0) + sum(self.arenas.get(device, {}).values())
@@ -250,12 +250,12 @@ class Trimmed(_Message, frozen=True, kw_only=True):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return encoded(msgspec.msgpack.encode, message)
 
 
 def decode_question(data: bytes) -> Question:
-    """A question from bytes.
+    """Return a question from bytes.
 
     Raises:
         msgspec.DecodeError: it is none.

@@ -116,11 +116,11 @@ class OtherProcesses:
         self._agents.stop()
 
     def began(self) -> Mapping[int, float]:
-        """Each process that has had an agent, with the time at which it began; see `Agents.began`."""
+        """Return each process that has had an agent, with the time at which it began; see `Agents.began`."""
         return self._agents.began()
 
     def begin(self, now: Counters) -> None:
-        """A test begins: what is there now is its baseline.
+        """Begin a test: what is there now is its baseline.
 
         Args:
             now: the counters, which have just been read: they say whether there is a tree.
@@ -148,7 +148,7 @@ class OtherProcesses:
             self._followed = {pid: turn for pid, turn in self._followed.items() if pid in alive}
 
     def follow(self) -> None:
-        """What appears in any process with torch from here on, appears in this test."""
+        """Attribute what appears in any process with torch from here on to this test."""
         if not self._asks or not self._tree.any_alive():
             return
         pids = [pid for pid in self._tree.descendants() if self._has_torch(pid)]
@@ -168,13 +168,13 @@ class OtherProcesses:
         self._reported_pids |= self._tree.with_descendants(known)
 
     def entered(self, stage: EnteredStage) -> None:
-        """The program says where it is in its life."""
+        """Note where the program says that it is in its life."""
         if self._asks and self._tree.any_alive():
             self._is_marked = True
             self._engine.begin_stage(stage.name, self._turn)
 
     def left(self, stage: EnteredStage, error: BaseException | None) -> None:
-        """And that it is there no more."""
+        """Judge a stage that the program says has ended."""
         if not self._asks or not self._tree.any_alive():
             return
         if error is None:
@@ -188,18 +188,18 @@ class OtherProcesses:
 
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
-        """What each held at the end of the last stage."""
+        """Return what each held at the end of the last stage."""
         return self._engine.readings
 
     def used(self, owners: Iterable[Owner]) -> None:
-        """The test uses these owners: what it leaves in their processes may be growth."""
+        """Note that the test uses some owners: what it leaves in their processes may be growth."""
         for owner in owners if self._asks else ():
             turns = self._owned.setdefault(owner.label, _Owned()).turns
             if self._turn not in turns[-1:]:
                 turns.append(self._turn)
 
     def judge(self, owners: Sequence[Owner]) -> tuple[Finding, ...]:
-        """The test is over: what it has left in processes that nobody owns, and what their stages have shown.
+        """Return the test is over: what it has left in processes that nobody owns, and what their stages have shown.
 
         Args:
             owners: those that are alive; what has grown in their processes is theirs.
@@ -220,7 +220,7 @@ class OtherProcesses:
         return found
 
     def growth_of(self, owner: Owner) -> list[Finding]:
-        """What has grown test after test in the processes of an owner, asked while they live."""
+        """Return what has grown test after test in the processes of an owner, asked while they live."""
         if owner.label not in self._owned or not self._asks:
             return []
         self._note_levels([owner], self._outside())
@@ -256,7 +256,7 @@ class OtherProcesses:
         return trimmed is not None
 
     def _trimmed(self, pid: int) -> _Outside | None:
-        """What a process has once it has given back what is free; without what it has taken to answer this."""
+        """Return what a process has once it has given back what is free; without what it has taken to answer this."""
         imported = self._engine.trim(pid)
         now = self._outside().get(pid) if imported is not None else None
         if now is None or imported is None or now.private is None:
@@ -268,13 +268,13 @@ class OtherProcesses:
         self._unexplained.append(NotMeasured(what=finding.message, why=why, process=other))
 
     def unseen(self) -> tuple[NotMeasured, ...]:
-        """The processes whose memory had to be seen since the test began, and could not be; as of now."""
+        """Return the processes whose memory had to be seen since the test began, and could not be; as of now."""
         self.look()
         return self.not_measured
 
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
-        """The processes of which something had to be seen that could not be."""
+        """Return the processes of which something had to be seen that could not be."""
         if not self._asks:
             return self._unmeasured.not_measured
         silent = self._engine.not_measured
@@ -290,7 +290,7 @@ class OtherProcesses:
         return (*kept, *silent_ones, *self._engine.not_judged_asleep, *self._unexplained)
 
     def _is_unknown(self, item: NotMeasured) -> bool:
-        """Whether nobody has judged a process: one that has begun and ended within a test may have leaked all along."""
+        """Return whether nobody has judged a process: one that lives within a test may have leaked all along."""
         if item.process is None:
             return True
         pid = item.process.pid
@@ -323,7 +323,7 @@ class OtherProcesses:
         return owned
 
     def _left_in(self, pid: int, before: _Outside, now: _Outside) -> list[Finding]:
-        """What a test has left in a process that was there before it, and that no fixture owns."""
+        """Return what a test has left in a process that was there before it, and that no fixture owns."""
         self._judged.add(pid)
         process = describe_process(pid)
         # Before it is asked for more, for which it takes memory itself.
@@ -344,7 +344,7 @@ class OtherProcesses:
         return found
 
     def _more(self, before: _Outside, now: _Outside, named: Mapping[str, int]) -> dict[str, int]:
-        """By how many bytes each level of a process has risen, where that is more than it may."""
+        """Return by how many bytes each level of a process has risen, where that is more than it may."""
         risen: dict[str, int] = {}
         if before.private is not None and now.private is not None:
             on_host = now.private - before.private - named.get("cpu", 0)
@@ -362,7 +362,7 @@ class OtherProcesses:
         return pid in self._followed or (self._agents.has_agent(pid) and maps_library(pid, _TORCH))
 
     def _outside(self) -> dict[int, _Outside]:
-        """What is seen of each descendant."""
+        """Return what is seen of each descendant."""
         pids = self._tree.descendants()
         cards: dict[int, dict[str, int | None]] = {}
         if pids and self._driver is not None:
@@ -381,7 +381,7 @@ class OtherProcesses:
 
 
 def _by_device(findings: Sequence[Finding]) -> dict[str, int]:
-    """Bytes of some findings, by their device."""
+    """Return the bytes of some findings, by their device."""
     found: dict[str, int] = {}
     for finding in findings:
         found[finding.device] = found.get(finding.device, 0) + finding.bytes

@@ -223,7 +223,7 @@ class OwnPreserved:
             self.tensors += len(tensors)
 
     def compare(self, stage: str) -> list[Finding]:
-        """What was lost, has moved, or points to where nothing is.
+        """Return what was lost, has moved, or points to where nothing is.
 
         Args:
             stage: which one has ended.

@@ -30,7 +30,7 @@ def end(code: int) -> NoReturn:
 
 
 def end_soon(code: int) -> None:
-    """From here on this process ends: in the ordinary way, or after `LINGER_S` without what is waited for.
+    """End this process: in the ordinary way, or after `LINGER_S` without what is waited for.
 
     Args:
         code: its exit code then.
@@ -42,7 +42,7 @@ def end_soon(code: int) -> None:
 
 
 def awaited() -> list[str]:
-    """The threads and processes that Python waits for when it ends, in words; not an executor's, which it ends."""
+    """Return the threads and processes that Python waits for when it ends, in words; not an executor's."""
     executors: Any = loaded("concurrent.futures.thread")
     ended = getattr(executors, "_threads_queues", ())
     own = (threading.main_thread().ident, threading.get_ident())

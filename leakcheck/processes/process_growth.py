@@ -52,7 +52,7 @@ class _Role:
 
     @property
     def steps(self) -> dict[ProcessName, list[int]]:
-        """What each inference has added to a process for good that came right after another one.
+        """Return what each inference has added to a process for good that came right after another one.
 
         Not one with a sleep before it: its host copy, or a cache of pinned memory, is there from then on, once.
         """
@@ -64,7 +64,7 @@ class _Role:
         return found
 
     def growing(self) -> tuple[ProcessName, list[int]] | None:
-        """The process that grows most and its steps; the last one and those of all, if only all together show it.
+        """Return the process that grows most and its steps; the last one and all steps, if only these show it.
 
         One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
         """
@@ -90,7 +90,7 @@ class ProcessGrowth:
         self._roles: dict[tuple[str, str], _Role] = {}
 
     def note(self, process: ProcessName, levels: Mapping[str, int], *, again: bool = True) -> None:
-        """A process's levels after an inference.
+        """Note a process's levels after an inference.
 
         Args:
             process: which.
@@ -111,19 +111,19 @@ class ProcessGrowth:
                 role.levels[process.pid][-1] = size
 
     def _with_gone(self, process: ProcessName, levels: Mapping[str, int]) -> Mapping[str, int]:
-        """The levels, with 0 for a device on which there is no tensor any more."""
+        """Return the levels, with 0 for a device on which there is no tensor any more."""
         name = role_of(process.name)
         known = [key for (of, key), role in self._roles.items() if of == name and process.pid in role.levels]
         return {**{key: 0 for key in known if key.startswith(_TENSORS)}, **levels}
 
     @property
     def noted(self) -> Collection[int]:
-        """The processes whose host memory is known."""
+        """Return the processes whose host memory is known."""
         return {pid for (_, key), role in self._roles.items() if key == HOST for pid in role.levels}
 
     @property
     def judged(self) -> Collection[int]:
-        """The processes of which there were enough turns to say whether they grow."""
+        """Return the processes of which there were enough turns to say whether they grow."""
         return {
             pid
             for (_, key), role in self._roles.items()
@@ -133,7 +133,7 @@ class ProcessGrowth:
 
     @property
     def suspects(self) -> Collection[ProcessName]:
-        """The processes of all names that grow."""
+        """Return the processes of all names that grow."""
         growing = [role for role in self._roles.values() if role.growing() is not None]
         return list({process.pid: process for role in growing for process in role.processes.values()}.values())
 
@@ -209,11 +209,11 @@ class Inferences:
 
     @property
     def follows(self) -> bool:
-        """Whether the last one came right after another one."""
+        """Return whether the last one came right after another one."""
         return self.again[-1:] == [self.count]
 
     def after(self, stage: str) -> None:
-        """A stage has ended."""
+        """Note that a stage has ended."""
         if stage == "infer":
             self.count += 1
             self.again += [self.count] if self._has_inferred else []
@@ -321,16 +321,16 @@ class ProcessTurns:
 
     @property
     def can_show_growth(self) -> bool:
-        """Whether so many tests were noted that growth would show."""
+        """Return whether so many tests were noted that growth would show."""
         return len(self._levels.get(HOST, ())) > FEWEST_TURNS
 
     @property
     def last_turn(self) -> int:
-        """The number of the test that was noted last; 0 before the first."""
+        """Return the number of the test that was noted last; 0 before the first."""
         return self._last_turn
 
     def findings(self, process: ProcessName, stage: str, named: Mapping[str, int]) -> list[tuple[Finding, int]]:
-        """What grows, each with the usual step.
+        """Return what grows, each with the usual step.
 
         Args:
             process: which it is.
@@ -356,7 +356,7 @@ class ProcessTurns:
 
 
 def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
-    """What one test has left in a process that no fixture owns.
+    """Return what one test has left in a process that no fixture owns.
 
     Args:
         process: which it is.

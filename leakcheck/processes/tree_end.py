@@ -152,7 +152,7 @@ class Running:
 
 
 def read_running(pid: int, agents: Agents, cards: ByCard) -> Running:
-    """What a process holds, as seen from outside and as its agent says.
+    """Return what a process holds, as seen from outside and as its agent says.
 
     Args:
         pid: its process identifier.
@@ -183,7 +183,7 @@ def _asked(pid: int, agents: Agents) -> Levels | None:
 
 
 def with_running(finding: Finding, running: Sequence[Running]) -> Finding:
-    """A finding about processes that a life has left, with what each of them holds, and what ends them now.
+    """Return a finding about processes that a life has left, with what each of them holds, and what ends them now.
 
     Args:
         finding: as far as their numbers show it.
@@ -204,7 +204,7 @@ def with_running(finding: Finding, running: Sequence[Running]) -> Finding:
 
 
 def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Finding:
-    """A finding about shared memory that a life has left, with where it is, who made it, and what removes it.
+    """Return a finding about shared memory that a life has left, with where it is, who made it, and what removes it.
 
     Args:
         finding: as far as their names show it.
@@ -227,7 +227,7 @@ def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Find
 
 
 def held_by_a_gone(process: ProcessName, by_card: ByCard) -> Finding:
-    """What the driver counts for a process that has ended.
+    """Return what the driver counts for a process that has ended.
 
     Args:
         process: which it was.
@@ -333,7 +333,7 @@ class EndedHolders:
     _names: dict[int, ProcessName] = field(default_factory=dict)
 
     def note(self, pid: int) -> None:
-        """A process that is there holds memory on a card."""
+        """Note that a process that is there holds memory on a card."""
         process = stat(pid)
         if process is not None and self._started.get(pid) != process.started:
             self._started[pid] = process.started

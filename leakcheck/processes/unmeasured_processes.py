@@ -65,7 +65,7 @@ class UnmeasuredProcesses:
         self._looked_at: frozenset[int] = frozenset()
 
     def begin(self, now: Counters | None = None) -> None:
-        """What was found before is no matter any more.
+        """Forget what was found before.
 
         Args:
             now: the counters, where they have just been read.
@@ -125,7 +125,7 @@ class UnmeasuredProcesses:
 
     @property
     def on_cards(self) -> tuple[int, ...]:
-        """Those of them for which the driver counts memory."""
+        """Return those of them for which the driver counts memory."""
         return tuple(pid for pid, process in self._found.items() if process.cards)
 
     @property
@@ -134,7 +134,7 @@ class UnmeasuredProcesses:
         return tuple(map(_not_measured, sorted(self._found.values(), key=_size, reverse=True)))
 
     def besides(self, measured: Collection[int], answering: Collection[int]) -> tuple[NotMeasured, ...]:
-        """As `not_measured`, where some processes have been asked.
+        """Return `not_measured` where some processes have been asked.
 
         Args:
             measured: those that have been judged.
@@ -185,12 +185,12 @@ def _not_measured(process: ProcessMemory) -> NotMeasured:
 
 
 def _is_vllm(name: str) -> bool:
-    """Whether a process is vLLM's: by its title, or where it has none because this process uses vLLM."""
+    """Return whether a process is vLLM's: by its title, or where it has none because this process uses vLLM."""
     return "vllm" in name.lower() or ("vllm" in sys.modules and "sglang" not in name.lower())
 
 
 def _is_helper(pid: int) -> bool:
-    """Whether a process serves a library, and is no engine whatever it holds on the host."""
+    """Return whether a process serves a library, and is no engine whatever it holds on the host."""
     names: Collection[str] = exempt("processes", (str(pid),))
     try:
         return bool(names) or _comm(pid) in _HELPERS

@@ -116,7 +116,7 @@ class LeakCheck:
 
     @property
     def report(self) -> Report:
-        """What was found.
+        """Return what was found.
 
         Raises:
             LeakCheckError: the block has not ended.
@@ -134,7 +134,7 @@ class LeakCheck:
         return render_fragment(self._report)
 
     def stage_entered(self, stage: EnteredStage) -> None:
-        """What appears from here on appeared in this stage."""
+        """Attribute what appears from here on to this stage."""
         if stage.thread == threading.main_thread().ident:
             self._outer.append(self._watch.stage_now)
             self._watch.phase("/".join(stage.path), again=True)
@@ -142,7 +142,7 @@ class LeakCheck:
             self._watch.others.entered(stage)
 
     def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
-        """And from here on in the one around it."""
+        """Attribute what appears from here on to the stage around it."""
         if stage.thread == threading.main_thread().ident:
             self._watch.phase(self._outer.pop())
             self._sleeps.left(stage, error)

@@ -53,7 +53,7 @@ class SleepWatch:
         self._unjudged: dict[str, NotMeasured] = {}
 
     def entered(self, stage: EnteredStage) -> None:
-        """A stage begins."""
+        """Note what is there when a stage begins."""
         if _sleeps_or_wakes(stage):
             self._slept.begin(stage.name)
         if _is_outermost(stage, "sleep"):
@@ -64,7 +64,7 @@ class SleepWatch:
                 )
 
     def left(self, stage: EnteredStage, error: BaseException | None) -> None:
-        """A stage has ended; a wake that failed may be made again."""
+        """Judge a stage that has ended; a wake that failed may be made again."""
         if _sleeps_or_wakes(stage):
             self._compare(stage.name, failed=error is not None)
         if self._memory and error is None and _is_outermost(stage, "wake"):
@@ -80,7 +80,7 @@ class SleepWatch:
             self._memory = {device: memory for device, memory in self._memory.items() if memory}
 
     def take(self) -> tuple[Finding, ...]:
-        """What was found since the last call."""
+        """Return what was found since the last call."""
         found, self._findings = tuple(self._findings), []
         return found
 
@@ -158,7 +158,7 @@ def _arenas() -> list[PoolReading]:
 
 
 def _tables(torch: Any, device: str, gone: Sequence[Range]) -> list[Any]:
-    """The live tensors of 64-bit integers whose memory can be read."""
+    """Return the live tensors of 64-bit integers whose memory can be read."""
     readable = _readable(device)
     kinds = [getattr(torch, name, None) for name in ("int64", "uint64")]
     found: list[Any] = []
@@ -181,7 +181,7 @@ def _tables(torch: Any, device: str, gone: Sequence[Range]) -> list[Any]:
 
 
 def _readable(device: str) -> Sequence[Range] | None:
-    """What is mapped on a card, from its driver's list; None where all can be read, nothing where no list is."""
+    """Return what is mapped on a card, from its driver's list; None where all can be read, nothing where no list is."""
     if device == "cpu":
         return None
     return merge(read_allocations(int(device.partition(":")[2])) or ())
@@ -202,12 +202,12 @@ class EngineGrowth:
         self._found: dict[str, Finding] = {}
 
     def before(self, stage: str, engine: object) -> None:
-        """A stage begins; a shutdown may give back what has grown."""
+        """Look before a stage that may give back what has grown: a shutdown."""
         if stage == "shutdown" and len(self._inferences.again) >= FEWEST_TURNS:
             self._look(engine)
 
     def after(self, stage: str, engine: object, label: str) -> None:
-        """A stage has ended.
+        """Note that a stage has ended.
 
         Args:
             stage: its name.
@@ -227,7 +227,7 @@ class EngineGrowth:
             self._found[finding.fingerprint] = finding
 
     def take(self, known: Sequence[Finding]) -> tuple[Finding, ...]:
-        """What was found since the last call.
+        """Return what was found since the last call.
 
         Args:
             known: what the test has left: what an engine still keeps is told by that alone.

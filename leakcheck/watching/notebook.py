@@ -274,7 +274,7 @@ def _in_words(finding: Finding, shell: InteractiveShell, before: CellNames) -> F
 
 
 def _without_module(finding: Finding, module: str) -> Finding:
-    """Without `__main__.` in front of names, which no cell needs."""
+    """Return the finding without `__main__.` in front of names, which no cell needs."""
     prefix = re.compile(rf"(?<![\w.]){re.escape(module)}\.(?=[^\W\d])")
 
     def shorter(text: str) -> str:
