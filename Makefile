@@ -53,9 +53,9 @@ NIGHTLY := $(addprefix tests/package/test_, cli.py colors.py examples.py extras.
 	imports_in_lives.py life_processes.py lifecycle.py own_growth.py ranks_in_lives.py ray_workers.py sleeping_lives.py sweep.py \
 	target_life.py witness.py) \
 	$(addprefix tests/leakcheck/targets/test_, damaged_shards.py transformers_target.py) \
-	tests/leakcheck/watching/test_notebook_cells.py \
-	$(addprefix tests/leakcheck/test_, cached_values.py check.py compiled_values.py engine_processes.py growing_processes.py \
-	known_ways.py left_in_a_process.py leftovers.py owner_growth.py unseen.py) \
+	$(addprefix tests/leakcheck/findings/test_, cached_values.py compiled_values.py life_findings.py owner_growth.py) \
+	$(addprefix tests/leakcheck/processes/test_, engine_processes.py growing_processes.py left_in_a_process.py unmeasured_processes.py) \
+	$(addprefix tests/leakcheck/watching/test_, check.py known_ways.py notebook_cells.py) \
 	tests/leakcheck/judging/test_filled_caches.py \
 	$(addprefix tests/leakcheck/resources/test_, files_of_the_dead.py library_items.py)
 

@@ -16,8 +16,8 @@ from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import explain
 from lowtide.leakcheck.explaining.library_objects import HANDLE
 from lowtide.probes.heap.paths import Link
-from tests.leakcheck.executing import execute
-from tests.leakcheck.test_cuts import Case, Load, Others, Tried, as_program, cut_all, load
+from tests.leakcheck.explaining.executing import execute
+from tests.leakcheck.explaining.test_cuts import Case, Load, Others, Tried, as_program, cut_all, load
 
 __all__ = ["load"]
 

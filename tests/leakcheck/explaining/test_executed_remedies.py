@@ -16,8 +16,8 @@ import pytest
 
 from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.explain import explain, expression_to
-from tests.leakcheck.executing import execute
-from tests.leakcheck.test_cuts import CASES, WAYS, Others, Thing, parts_of
+from tests.leakcheck.explaining.executing import execute
+from tests.leakcheck.explaining.test_cuts import CASES, WAYS, Others, Thing, parts_of
 
 # What a holder may be, as an attribute of the program or of something in it; `thing` is what leaks.
 SHAPES = {

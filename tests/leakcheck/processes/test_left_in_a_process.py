@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.leakcheck.growing_child import MIB, Child, child
+from tests.leakcheck.processes.growing_child import MIB, Child, child
 
 __all__ = ["child"]
 
