@@ -39,12 +39,19 @@ class StorageWatch:
     Args:
         keys: the storages.
         over: the tensors and storage objects over these and maybe others; default: they are looked for.
+        references: weak references to these storages and maybe others, where they have been made.
     """
 
-    def __init__(self, keys: Collection[Key], over: Sequence[Any] | None = None) -> None:
-        found = _references(tensors_over(keys) if over is None else over) if keys and loaded("torch") else {}
-        self._references = {key: found[key] for key in keys if key in found}
-        self._others = set(keys) - found.keys()
+    def __init__(
+        self,
+        keys: Collection[Key],
+        over: Sequence[Any] | None = None,
+        references: Mapping[Key, list[Any]] | None = None,
+    ) -> None:
+        if references is None:
+            references = _references(tensors_over(keys) if over is None else over) if keys and loaded("torch") else {}
+        self._references = {key: references[key] for key in keys if key in references}
+        self._others = set(keys) - references.keys()
         self._gone: set[Key] = set()
 
     @classmethod
@@ -57,11 +64,7 @@ class StorageWatch:
         """
         wanted = {key for group in keys for key in group}
         found = _references(tensors_over(wanted, walk)) if wanted and loaded("torch") else {}
-        watches = [cls(()) for _ in keys]
-        for watch, group in zip(watches, keys, strict=True):
-            watch._references = {key: found[key] for key in group if key in found}
-            watch._others = set(group) - found.keys()
-        return watches
+        return [cls(group, references=found) for group in keys]
 
     @property
     def all_gone(self) -> bool:

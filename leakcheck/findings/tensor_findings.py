@@ -31,7 +31,7 @@ from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import lines_of, loaded
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement, noted, restated
 
 _LEAST_FREE = 2 << 20
@@ -245,12 +245,11 @@ def _leak(
     device = largest.held.key[0]
     keys = frozenset(row.held.key for row in group)
     size = sum(row.held.bytes for row in group)
-    things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
     others = dict.fromkeys(row.held.stage for row in by_size if row.held.stage != stage)
     since = f"; some of it since {', '.join(others)}" if others else ""
     statement = Statement(
-        amount=f"{format_bytes(size)} in {things} on {device}",
+        amount=f"{format_bytes(size)} in {format_amount(len(group), 'tensors')} on {device}",
         came="",
         is_since=True,
         notes=(Note(f" ({largest.held.text}{since})"),),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_bytes
-from lowtide.reports.statement import HolderFacts, Note, reworded, with_holder
+from lowtide.reports.statement import HolderFacts, Note, StatedFinding, Statement, reworded, with_holder
 
 HOST = "host-memory"
 """The key of the level that is no card's."""
@@ -140,10 +141,10 @@ class ProcessGrowth:
     def findings(self) -> list[Finding]:
         """One for each name whose processes grow, and for each of their levels that does."""
         found = []
-        for (name, key), role in self._roles.items():
+        for (_, key), role in self._roles.items():
             growing = role.growing()
             if growing is not None:
-                found.append(_of_inferences(name, key, *growing, role.allowed))
+                found.append(_of_inferences(key, *growing, role.allowed))
         return found
 
 
@@ -159,35 +160,25 @@ def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) ->
     return {**host, **{f"{_TENSORS}{device}": size for device, size in tensors.items()}}
 
 
-def _of_inferences(name: str, key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
+def _of_inferences(key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
     kept = [step for step in steps if step > allowed]
     usual = sorted(kept)[len(kept) // 2]
-    is_host = key == HOST
-    device = "cpu" if is_host else key.removeprefix(_TENSORS)
-    what = "host memory that is under no tensor grows" if is_host else f"tensors on {device} grow"
+    what = "host memory that is under no tensor grows" if key == HOST else f"tensors on {_device(key)} grow"
     looking = "look in that process for what keeps bytes of each request, as with `memray attach`"
-    # An engine in this process has none.
-    where = f"{process.text}: " if process.name else ""
-    return Finding(
-        resource="host-memory" if is_host else "tensors",
-        cause="unknown",
-        bytes=sum(kept),
-        count=len(kept),
-        device=device,
-        stage="infer",
-        message=(
-            f"{where}{what} by {format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
-            f"{len(kept)} of {len(steps)} that followed another one"
-        ),
-        fingerprint=_fingerprint_of("host-memory" if is_host else "tensors", device, name),
-        trend="growth",
-        advice=looking if is_host else _OF_REQUESTS,
-        process=process if process.name else None,
+    said = (
+        f"{what} by {format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
+        f"{len(kept)} of {len(steps)} that followed another one"
     )
-
-
-def _fingerprint_of(resource: ResourceName, device: str, role: str, *holder: str) -> str:
-    return fingerprint(resource=resource, device=device, stage="infer", suspects=("other process", role, *holder))
+    return _finding(
+        process,
+        key,
+        "infer",
+        sum(kept),
+        said,
+        count=len(kept),
+        trend="growth",
+        advice=looking if key == HOST else _OF_REQUESTS,
+    )
 
 
 FILLING = ("create", "sleep", "wake", "reload", "shutdown")
@@ -268,7 +259,7 @@ def grown_under(root: str, left: Left, again: Sequence[int]) -> list[Finding]:
     """
     nobody = ProcessName(pid=0, name="")
     return [
-        held_by(_of_inferences("", f"{_TENSORS}{finding.device}", nobody, steps, 0), _facts_of(finding))
+        held_by(_of_inferences(f"{_TENSORS}{finding.device}", nobody, steps, 0), _facts_of(finding))
         for finding, steps in _growing(left, again, 0)
         if is_under(root, finding)
     ]
@@ -288,7 +279,7 @@ def held_by(finding: Finding, facts: HolderFacts) -> Finding:
     if found.resource != "tensors":
         return found
     role = "" if found.process is None else role_of(found.process.name)
-    mark = _fingerprint_of(found.resource, found.device, role, facts.note.holder)
+    mark = _fingerprint(found.resource, found.device, found.stage, role, facts.note.holder)
     return msgspec.structs.replace(found, fingerprint=mark)
 
 
@@ -348,10 +339,9 @@ class ProcessTurns:
             sizes = [steps[turn - 1] for turn in adding_turns(steps, allowed)]
             if sum(sizes) <= named.get(_device(key), 0) * 2:
                 continue
-            message = f"{_what(key)} {rate(steps, allowed, format_bytes)}"
-            finding = _finding(process, key, stage, sum(sizes), message)
-            grown = msgspec.structs.replace(finding, count=len(sizes), trend="growth", advice=ADVICE)
-            found.append((grown, sorted(sizes)[len(sizes) // 2]))
+            said = f"{_what(key)} {rate(steps, allowed, format_bytes)}"
+            facts = {"count": len(sizes), "trend": "growth", "advice": ADVICE}
+            found.append((_finding(process, key, stage, sum(sizes), said, **facts), sorted(sizes)[len(sizes) // 2]))
         return found
 
 
@@ -366,24 +356,27 @@ def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
     return _finding(process, key, "test", size, f"{format_bytes(size)} more {_what(key)} than before the test")
 
 
-def _finding(process: ProcessName, key: str, stage: str, size: int, message: str) -> Finding:
-    resource: ResourceName = "host-memory" if key == HOST else "driver"
-    suspects = ("other process", role_of(process.name))
-    return Finding(
+def _finding(process: ProcessName, key: str, stage: str, size: int, said: str, **facts: Any) -> Finding:
+    """Return a finding about a level of a process; one without a name is this one, in which an engine is."""
+    resource: ResourceName = "host-memory" if key == HOST else "tensors" if key.startswith(_TENSORS) else "driver"
+    return StatedFinding(
         resource=resource,
-        cause="unknown",
         bytes=size,
-        count=1,
         device=_device(key),
         stage=stage,
-        message=f"{process.text}: {message}",
-        fingerprint=fingerprint(resource=resource, device=_device(key), stage=stage, suspects=suspects),
-        process=process,
+        statement=Statement(amount=said, came=None, process=process.text if process.name else ""),
+        fingerprint=_fingerprint(resource, _device(key), stage, role_of(process.name)),
+        process=process if process.name else None,
+        **{"cause": "unknown", "count": 1, **facts},
     )
 
 
+def _fingerprint(resource: ResourceName, device: str, stage: str, role: str, *holder: str) -> str:
+    return fingerprint(resource=resource, device=device, stage=stage, suspects=("other process", role, *holder))
+
+
 def _device(key: str) -> str:
-    return "cpu" if key == HOST else key
+    return "cpu" if key == HOST else key.removeprefix(_TENSORS)
 
 
 def _what(key: str) -> str:

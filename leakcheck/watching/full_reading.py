@@ -5,15 +5,13 @@ What tests leave under owners that live is noted beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowtide.leakcheck.explaining.cut import NamespaceSizes
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
 from lowtide.leakcheck.judging.device_memory import allocation_name
-from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.judging.owners import Claims, Owner
@@ -39,31 +37,21 @@ class Case:
 
     Attributes:
         ended: the owners that ended with the test, which are judged too.
-        hints: advice to give where a finding is held by the object beside it.
         final: whether the test is over; else nothing is changed to prove a remedy.
-        born: identities of what was born in the test; None where that is not known.
         stage: the stage that ends here.
-        turns: how often each stage has run.
-        module: the test module.
-        namespaces: the sizes of modules' namespaces before the test.
         tolerance: bytes that the test may leave.
         seen: the storages at the last full reading.
-        budget: what of its time may still be spent.
+        context: what else is known around it; its module is the test's.
         known: a walk of the ways to what was explained before, if all that is left hangs on these: nothing of that is
             garbage, and no full collection was needed to see it.
     """
 
     ended: Sequence[Owner]
-    hints: Sequence[tuple[str, object]]
     final: bool
-    born: Collection[int] | None
     stage: str
-    turns: Mapping[str, int]
-    module: str
-    namespaces: NamespaceSizes | None
     tolerance: int
     seen: frozenset[Key]
-    budget: Budget
+    context: Context
     known: SharedWalk | None = None
 
     @property
@@ -243,7 +231,6 @@ class FullReadings:
         self,
         case: Case,
         above: Callable[[Deep], Sequence[Metric[Reading]]],
-        context: Context,
         give_back: Callable[[Rung], bool],
     ) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
         """Return the readings after each rung that a plain test may have to climb, and the storages behind frozen ones.
@@ -253,7 +240,6 @@ class FullReadings:
         Args:
             case: what is judged.
             above: which metrics of a reading are not back.
-            context: what is known around the leaks.
             give_back: does what a rung does; False where there is nothing to act on.
         """
         first = self.read(case, notes=True)
@@ -264,7 +250,7 @@ class FullReadings:
         is_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
         if case.final and is_frozen and not self._watched.froze_before and above(first):
             # Undoes what this test froze; a freeze that was there before, or an owner's, is not to be undone.
-            frozen = behind_frozen_holders({held.key for held in first.heap.held}, context)
+            frozen = behind_frozen_holders({held.key for held in first.heap.held}, case.context)
             hidden = thaw(self._watched.births.froze_in, case.seen)
             steps = [LadderStep(Rung.RAW, first.with_hidden(hidden), 0.0)]
             steps.append(LadderStep(Rung.UNFREEZE, self.read(case), 0.0))

@@ -149,9 +149,8 @@ class WatchJudge:
         self.readings.begin()
         self._emptied = Emptied()
         metrics = plain_metrics(["cpu", *devices_of(self._watched.read())], case.tolerance)
-        context = self._context(case)
         climb = functools.partial(
-            self.readings.climb, above=lambda deep: _above(metrics, deep), context=context, give_back=self._give_back
+            self.readings.climb, above=lambda deep: _above(metrics, deep), give_back=self._give_back
         )
         steps, frozen = climb(case)
         if case.known is not None and not _suffices(case.known, _above(metrics, steps[0].reading), steps[0].reading):
@@ -163,7 +162,7 @@ class WatchJudge:
             self._in_use.report_limits()
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
-        context = replace(context, hints=(*context.hints, *self.readings.values.hints))
+        context = replace(case.context, hints=(*case.context.hints, *self.readings.values.hints))
         verdict = self._verdict(case, metrics, steps, frozen, context, card_came=card_came)
         last = steps[-1].reading
         return Judged(verdict, last.heap, last.explained)
@@ -175,19 +174,6 @@ class WatchJudge:
         if rung is Rung.EMPTY_CACHE:
             self._emptied = empty_library_caches()
         return True
-
-    def _context(self, case: Case) -> Context:
-        return Context(
-            budget=case.budget,
-            born=case.born,
-            hints=case.hints,
-            living=not case.final,
-            stacks=self._watched.stacks.stacks_at,
-            turns=case.turns,
-            namespaces=case.namespaces,
-            patience=self._watched.policy.settle,
-            made_at=self._watched.makers.place_of,
-        )
 
     def _verdict(
         self,
@@ -288,7 +274,7 @@ class WatchJudge:
         """Return what one subject has left: what, since which stage, from where, held by whom."""
         subject = case.subjects[turn]
         own = [LadderStep(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
-        context = replace(context, module=(subject.where if subject is not None else "") or case.module)
+        context = replace(context, module=(subject.where if subject is not None else "") or context.module)
         found: list[Leak] = []
         judged = judge(metrics, Reading(), own, stage=case.stage, cycle=1)
         for finding, key in zip(judged.findings, judged.keys, strict=True):

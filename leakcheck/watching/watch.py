@@ -282,20 +282,19 @@ class Watch(Attribution):
         self._suspects.forget()
         share = self._host.share(now, ended)
         wait_for_return(watched, ended, slack=lambda key: self._suspects.slack(key, self.tolerance), let_go=let_go)
-        case = Case(
-            ended=ended,
-            hints=hints,
-            final=final,
-            born=born,
-            stage=stage,
-            turns=self.turns,
-            module=self._module,
-            namespaces=self._namespaces,
-            tolerance=self.tolerance,
-            seen=self._seen,
+        context = Context(
             budget=budget,
-            known=known,
+            born=born,
+            hints=hints,
+            living=not final,
+            stacks=watched.stacks.stacks_at,
+            turns=self.turns,
+            namespaces=self._namespaces,
+            patience=self.policy.settle,
+            module=self._module,
+            made_at=watched.makers.place_of,
         )
+        case = Case(ended, final, stage, self.tolerance, self._seen, context, known)
         back = collected()
         return replace(self._concluded(case, unmeasured, share), collected=back)
 
