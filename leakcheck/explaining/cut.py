@@ -370,25 +370,21 @@ class LinkOwner:
         """Return the expression, or the words."""
         return self.words if self.code is None else self.code
 
-    def cut(
-        self,
-        code: str | None,
-        instead: str,
-        effect: str,
-        apply: Callable[[], object],
-        *,
-        place: Place | None = None,
-        ends_anyway: bool = False,
-        sets_none: bool = False,
+    def cut(self, code: str | None, instead: str, effect: str, apply: Callable[[], object], **facts: Any) -> Cut:
+        """Return a change by its code, or where there is none, by words for it; with further facts of the cut."""
+        is_code = self.code is not None and bool(code)
+        return Cut(code if is_code and code else instead, effect, apply, is_code, **facts)
+
+    def deletion(self, code: str | None, text: str, apply: Callable[[], object], where: str = "") -> Cut:
+        """Return the deletion of what is called `text`."""
+        return self.cut(code, f"delete {text}", f"{text}{where} is deleted", apply)
+
+    def emptying(
+        self, code: str | None, text: str, apply: Callable[[], object], where: str = "", *, is_replaced: bool = False
     ) -> Cut:
-        """Return a change by its code, or where there is none, by words for it."""
-        is_code = self.code is not None and code is not None
-        return Cut(
-            code if is_code and code else instead,
-            effect,
-            apply,
-            is_code,
-            place=place,
-            ends_anyway=ends_anyway,
-            sets_none=sets_none,
-        )
+        """Return the setting of what is called `text` to None; in words where that replaces what a program runs by.
+
+        As a function or class that it calls, a part of a module.
+        """
+        instead = f"put back what {text} was" if is_replaced else f"set {text} to None"
+        return self.cut(None if is_replaced else code, instead, f"{text}{where} is None", apply, sets_none=True)

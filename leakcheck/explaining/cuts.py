@@ -69,9 +69,6 @@ from lowtide.probes.objects.foreign import (
 from lowtide.probes.originals import loaded, signal, sys, threading
 from lowtide.probes.references.unseen_references import object_parts
 
-_PUT_BACK = "put back what {} was"
-"""In place of what the program does not run without: a function or class that it calls, a part of a module."""
-
 _OF_WEAK_KEYS = ".data"
 """Where a `weakref.WeakKeyDictionary` has its entries."""
 
@@ -141,7 +138,7 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if bound == "none":
         set_none = None if where is None or key_text is None else _setting(where, carrier, key_text)
         change = functools.partial(set_in_dict, carrier, link.held, None)
-        return of.cut(set_none, f"set {text} to None", f"{text} is None", change, sets_none=True)
+        return of.emptying(set_none, text, change)
     is_old = bound == "other" or entries.last_old > index
     if not names.are_free and (is_old or entries.has_none):
         # It stands where something stood before the leak, or is one of slots, some of them empty.
@@ -150,23 +147,25 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         return None
     if bound == "other" and is_definition(value):
         change = functools.partial(set_in_dict, carrier, link.held, None)
-        return of.cut(None, _PUT_BACK.format(text), f"{text} is None", change, sets_none=True)
+        return of.emptying(None, text, change, is_replaced=True)
     is_last = index == dict.__len__(carrier) - 1
     delete = None if where is None else _deleting(where, carrier, key_text, is_last=is_last)
     place = _place_in(of, carrier, index, f"[{key_text}]", "dict") if link.owner is carrier else None
-    cut = of.cut(
-        delete,
-        f"delete {text}",
-        f"{text} is deleted",
-        lambda: delete_from_dict(carrier, [link.held]),
-        place=place and place._replace(is_plain=delete is not None and delete.startswith("del ")),
-    )
-    return _with_others(cut, link.held, functools.partial(delete_from_dict, carrier))
+    place = place and place._replace(is_plain=delete is not None and delete.startswith("del "))
+    return _with_others(of, delete, text, link.held, functools.partial(delete_from_dict, carrier), place)
 
 
-def _with_others(cut: Cut, held: int, together: Callable[[Collection[int]], object]) -> Cut:
-    """Return a cut that can be made together with the deletion of other entries."""
-    return replace(cut, held=held, together=together)
+def _with_others(
+    of: LinkOwner,
+    delete: str | None,
+    text: str,
+    held: int,
+    together: Callable[[Collection[int]], object],
+    place: Place | None,
+) -> Cut:
+    """Return the deletion of an entry that can be made together with that of other entries."""
+    cut = of.deletion(delete, text, lambda: together([held]))
+    return replace(cut, place=place, held=held, together=together)
 
 
 def _key(link: Link, of: LinkOwner, names: Names) -> Cut | None:
@@ -184,15 +183,9 @@ def _key(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     is_last = place == dict.__len__(carrier) - 1
     delete = None if of.code is None else _deleting(of.code, carrier, key_text, is_last=is_last)
     text = f"{of.text}[{key_text}]" if key_text is not None else f"the entry of {of.words}{link.edge}"
-    is_plain_del = delete is not None and delete.startswith("del ")
-    cut = of.cut(
-        delete,
-        f"delete {text}",
-        f"{text} is deleted",
-        lambda: delete_keys(carrier, [link.held]),
-        place=_place_in(of, carrier, place, f"[{key_text}]", "dict")._replace(is_plain=is_plain_del),
-    )
-    return _with_others(cut, link.held, functools.partial(delete_keys, carrier))
+    at = _place_in(of, carrier, place, f"[{key_text}]", "dict")
+    at = at._replace(is_plain=delete is not None and delete.startswith("del "))
+    return _with_others(of, delete, text, link.held, functools.partial(delete_keys, carrier), at)
 
 
 def _setting(code: str, entries: object, key: str) -> str:
@@ -236,17 +229,11 @@ def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if items.has_none:
         code = _setting(of.text, carrier, str(index))
         empty = functools.partial(set_in_sequence, carrier, link.held, None)
-        return of.cut(code, f"set {text} to None", f"{text} is None", empty, sets_none=True)
+        return of.emptying(code, text, empty)
     plain = is_plain(type(carrier), "__delitem__")
     delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(index))
-    cut = of.cut(
-        delete,
-        f"delete {text}",
-        f"{text} is deleted",
-        lambda: delete_from_sequence(carrier, [link.held]),
-        place=place._replace(is_plain=plain),
-    )
-    return _with_others(cut, link.held, functools.partial(delete_from_sequence, carrier))
+    together = functools.partial(delete_from_sequence, carrier)
+    return _with_others(of, delete, text, link.held, together, place._replace(is_plain=plain))
 
 
 def _item_of_array(link: Link, of: LinkOwner, names: Names) -> Cut | None:
@@ -258,13 +245,8 @@ def _item_of_array(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         raise Refused
     text = f"{of.text}{link.edge}"
     is_expression = is_plain(type(link.carrier), "__setitem__")
-    return of.cut(
-        f"{text} = None" if is_expression else None,
-        f"set {text} to None",
-        f"{text} is None",
-        lambda: _empty_item(link.carrier, link.held),
-        sets_none=True,
-    )
+    code = f"{text} = None" if is_expression else None
+    return of.emptying(code, text, lambda: _empty_item(link.carrier, link.held))
 
 
 def _empty_item(array: Any, held: int) -> None:
@@ -285,13 +267,15 @@ def _member_of_set(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         return None
     is_only = set.__len__(link.carrier) == 1
     clear = f"{of.code}.clear()" if is_plain(type(link.carrier), "clear") else call(of.text, link.carrier, "clear")
-    cut = of.cut(
+    together = functools.partial(discard, link.carrier)
+    return of.cut(
         clear if is_only else None,
         f"discard the {elements.type_at(place)} from {of.text}",
         f"one element of {of.text} is gone",
-        lambda: discard(link.carrier, [link.held]),
+        lambda: together([link.held]),
+        held=link.held,
+        together=together,
     )
-    return _with_others(cut, link.held, functools.partial(discard, link.carrier))
 
 
 def _global(link: Link, of: LinkOwner, names: Names) -> Cut | None:
@@ -313,7 +297,7 @@ def _removal(of: LinkOwner, owner: object, name: str, apply: Callable[[], object
     """Return the deletion of an attribute, past a `__delattr__` of the program's own."""
     text = f"{of.text}.{name}"
     code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
-    return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
+    return of.deletion(code if is_name(name) else None, text, apply, where)
 
 
 def _emptying(
@@ -327,12 +311,9 @@ def _emptying(
 ) -> Cut:
     """Set an attribute to None, past a `__setattr__` of the program's own; in words where it was a function."""
     text = f"{of.text}.{name}"
-    if is_replaced:
-        return of.cut(None, _PUT_BACK.format(text), f"{text}{where} is None", apply, sets_none=True)
     plain = is_plain(type(owner), "__setattr__")
     code = f"{text} = None" if plain else call(of.text, owner, "__setattr__", repr(name), "None")
-    own = code if is_name(name) else None
-    return of.cut(own, f"set {text} to None", f"{text}{where} is None", apply, sets_none=True)
+    return of.emptying(code if is_name(name) else None, text, apply, where, is_replaced=is_replaced)
 
 
 def _attribute(link: Link, of: LinkOwner, names: Names) -> Cut | None:
@@ -408,14 +389,13 @@ def _registered(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         deletes = "__delattr__" if link.edge.startswith(".") else "__delitem__"
         is_code = is_plain(type(link.owner), deletes)
         apply = functools.partial(delete_from_dict, entries, [link.held])
-        return of.cut(f"del {text}" if is_code else None, f"delete {text}", f"{text} is deleted", apply)
+        return of.deletion(f"del {text}" if is_code else None, text, apply)
     sets = "__setattr__" if link.edge.startswith(".") else "__setitem__"
     plain = is_plain(type(link.owner), sets) and is_plain(type(link.owner), "__getattr__")
     other = None if of.code is None else entry_of(f"{of.code}.{_registry(link)}", entries, link.held)
     code = f"{text} = None" if plain or other is None else f"{other} = None"
     empty = functools.partial(entries.__setitem__, key, None)
-    instead = f"set {text} to None" if bound != "other" else _PUT_BACK.format(text)
-    return of.cut(code if bound != "other" else None, instead, f"{text} is None", empty, sets_none=True)
+    return of.emptying(code, text, empty, is_replaced=bound == "other")
 
 
 def _registry(link: Link) -> str:
