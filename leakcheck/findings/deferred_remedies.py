@@ -141,7 +141,8 @@ def try_deferred(
         budget: how long may be spent on all of it; what is not tried then says so.
     """
     budget = budget or Budget()
-    readings = _Readings(left)
+    # Until something is changed.
+    readings = functools.cache(left)
     every = [leak for subject in each for leak in subject.tensors]
     # What went before anything was tried, nothing that is tried gives back.
     there = {
@@ -158,7 +159,7 @@ def try_deferred(
     explained = explain_storages({key for keys in sizes.values() for key in keys}, context).by_key
     # All together: what gives back the leak of one may give back another's too.
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
-    readings.forget()
+    readings.cache_clear()
     found = [{leak.finding.fingerprint: _with_return(next(done), leak) for leak in subject.tensors} for subject in each]
     # Again, since what was tried for the tensors may have changed by which way a pool is held.
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
@@ -179,27 +180,10 @@ def try_deferred(
                 actions = actions_for(draft, patience, may_unfreeze=True, walk=walk)
             finding = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
             if actions and draft.names:
-                readings.forget()
+                readings.cache_clear()
                 holders.forget(draft)
             findings[item.finding.fingerprint] = finding
     return found
-
-
-class _Readings:
-    """What there is, read once by each key until something is changed."""
-
-    def __init__(self, read: Left) -> None:
-        self._read = read
-        self._known: dict[str, Mapping[str, int] | None] = {}
-
-    def __call__(self, key: str) -> Mapping[str, int] | None:
-        if key not in self._known:
-            self._known[key] = self._read(key)
-        return self._known[key]
-
-    def forget(self) -> None:
-        """Something was changed."""
-        self._known.clear()
 
 
 class _PoolHolders:

@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import date
 from typing import Any
 
-from lowtide.leakcheck.findings.life_findings import ENGINE
-from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.fingerprints import finding_of

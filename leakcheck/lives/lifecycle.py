@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors
-from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lowtide.leakcheck.findings.life_findings import is_cached
-from lowtide.leakcheck.findings.slept_tensors import KEPT_PART, LEAST, not_judged
+from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached, not_judged
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.process_growth import (
     Inferences,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lowtide.leakcheck.findings.life_findings import LeftoverTensors
-from lowtide.leakcheck.findings.slept_tensors import SleptTensors
+from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.judging.storages import HeldStorage, within

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import explain
-from lowtide.leakcheck.findings.life_findings import ENGINE
-from lowtide.leakcheck.findings.slept_tensors import LEAST, SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS

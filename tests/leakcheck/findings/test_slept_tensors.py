@@ -9,8 +9,7 @@ import torch
 
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.findings.life_findings import ENGINE
-from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.storages import live_keys
 from lowtide.reports.schema import Finding
