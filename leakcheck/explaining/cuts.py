@@ -250,7 +250,7 @@ def _item_of_array(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _empty_item(array: Any, held: int) -> None:
-    """Puts None where an array of objects has one, by its identity."""
+    """Put None where an array of objects has one, by its identity."""
     numpy: Any = loaded("numpy")
     for _, part in object_parts(array):
         flat = numpy.ndarray.flat.__get__(part)

@@ -131,7 +131,7 @@ def explain(
     budget: Budget | None = None,
     walk: SharedWalk | None = None,
 ) -> list[Explanation]:
-    """Explains each of `targets`, in their order, by one walk over the heap.
+    """Explain each of `targets`, in their order, by one walk over the heap.
 
     Args:
         targets: the objects that should be gone.
@@ -182,7 +182,7 @@ def explain(
 
 
 def _past_first_new(found: Sequence[Mark | None], items: Sequence[object], names: Names) -> Sequence[Mark | None]:
-    """Marks without the innocence of what only something new leads to.
+    """Return marks without the innocence of what only something new leads to.
 
     When the program is over it is known of few objects that they are new, those on the path as it was before: another
     path may lead through other parts of the same thing.
@@ -478,7 +478,7 @@ def _with_declared(path: Path, links: Sequence[Link], names: Names) -> Path:
 
 
 def _without_path(target: Any, natively: Collection[int], holders: Collection[str], *, frozen: bool) -> Explanation:
-    """Explains what no root reaches: C++ holds it, or it is garbage that nobody has collected yet.
+    """Explain what no root reaches: C++ holds it, or it is garbage that nobody has collected yet.
 
     Args:
         target: the object.

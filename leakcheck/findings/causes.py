@@ -386,7 +386,7 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
 
 
 def _apart(leak: Leak, context: Context) -> list[Leak]:
-    """Threads by what they do, and what caches keep by the cache; anything else as it is."""
+    """Part threads by what they do, and what caches keep by the cache; leave anything else as it is."""
     if isinstance(leak, ItemLeak) and leak.key == "threads":
         return [*_by_work(leak, context)]
     if isinstance(leak, ItemLeak) and len(caches := _caches_of(leak)) > 1:
@@ -447,7 +447,7 @@ def _join_changes(parts: Sequence[_Part]) -> None:
 
 
 def _by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
-    """Threads by what they do."""
+    """Part threads by what they do."""
     found = works(leak.names, context)
     rest = {name: size for name, size in leak.names.items() if not any(name in work.names for work in found)}
     parts = [(only(leak, {name: leak.names[name] for name in work.names}), work) for work in found]

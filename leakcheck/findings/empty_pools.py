@@ -176,7 +176,7 @@ def _mapped(device: str, names: Mapping[str, int]) -> Sequence[Range] | None:
 
 
 def _segments(names: Mapping[str, int]) -> list[Range]:
-    """Address and length of each segment."""
+    """Return address and length of each segment."""
     return [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
 
 

@@ -190,7 +190,7 @@ def _stack(finding: Finding) -> list[StackFrame]:
 
 
 def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], *, is_first: bool) -> ItemLeak:
-    """Tells BLAS workspaces from other blocks of their size: clearing the workspaces gives the former back.
+    """Tell BLAS workspaces from other blocks of their size: clearing the workspaces gives the former back.
 
     Those that come with the first use of a library are taken for what they seem to be, since clearing them only makes
     the next test take them again; and while a CUDA graph is alive nothing is cleared, for the graph may have captured

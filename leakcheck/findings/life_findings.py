@@ -157,7 +157,7 @@ class LeftoverTensors:
         return True
 
     def explain(self, engine: object, cycle: int, devices: Collection[str]) -> list[Finding]:
-        """Says of what a life that is not the last left on some devices who holds it, and changes nothing."""
+        """Say of what a life that is not the last left on some devices who holds it, and changes nothing."""
         if not devices:
             return []
         findings = [leak.finding for leak in self._left_now(self.context(engine), devices, only=cycle)]
@@ -165,7 +165,7 @@ class LeftoverTensors:
         return findings
 
     def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
-        """Says of what an engine still has on its device from inferring, while it sleeps, who holds it.
+        """Say of what an engine still has on its device from inferring, while it sleeps, who holds it.
 
         Args:
             engine: the one that sleeps.
@@ -185,7 +185,7 @@ class LeftoverTensors:
     def explain_turns(
         self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
     ) -> list[tuple[Finding, dict[int, int]]]:
-        """Says of what appeared in one life, or in any, and is there, who holds it; with its bytes by when it appeared.
+        """Say of what appeared in one life, or in any, and is there, who holds it; with its bytes by when it appeared.
 
         Args:
             cycle: which life; None: any.

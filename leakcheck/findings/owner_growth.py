@@ -43,7 +43,7 @@ def note_growth(
     now: Counters,
     before: Counters,
 ) -> None:
-    """Writes down what lies under some owners at the end of a turn.
+    """Write down what lies under some owners at the end of a turn.
 
     Args:
         owners: those that used the turn, or got something in it.

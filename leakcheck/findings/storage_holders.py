@@ -188,7 +188,7 @@ class Context:
 
 
 def explain_storages(keys: Collection[Key], context: Context) -> Explained:
-    """Finds out, by one walk over the heap, who holds each of some storages."""
+    """Find out, by one walk over the heap, who holds each of some storages."""
     if not keys:
         return Explained()
     with sharing_walk(context.walk) as walk:

@@ -147,7 +147,7 @@ def _resident() -> int:
 
 
 def _own_tensors(importing: Importing) -> OwnTensors | None:
-    """Follows this process's tensors from the first question after torch was imported; None before."""
+    """Follow this process's tensors from the first question after torch was imported; None before."""
     global _own
     if _own is None and hasattr(loaded("torch"), "Tensor"):
         with importing(_OWN):

@@ -145,7 +145,7 @@ class EngineProcesses:
             self._watched_inference = watching
 
     def before_sleep(self) -> bool:
-        """Remember what must survive the sleep that begins; whether any of them has said that something must."""
+        """Remember what must survive the sleep that begins; return whether any has said that something must."""
         answers = self._each(self._pids(), messages.RememberPreserved(kind=self.kind), messages.PreservedAnswer)
         self._preserving = [pid for pid, preserved in answers.items() if preserved.tensors]
         return bool(self._preserving)
@@ -153,8 +153,7 @@ class EngineProcesses:
     def after_wake(self, stage: str) -> list[Finding]:
         """Return what each has lost of what had to survive the sleep before; once everything is awake."""
         pids, self._preserving = [pid for pid in self._preserving if pid in self._now], []
-        answers = self._each(pids, messages.ComparePreserved(stage=stage), messages.Findings)
-        return [in_process(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
+        return self._found_in(pids, messages.ComparePreserved(stage=stage))
 
     def more_awake(self, stage: str) -> list[Finding]:
         """Return what each holds more under tensors after a wake than before the sleep; right after its `end_stage`."""
@@ -164,11 +163,14 @@ class EngineProcesses:
             if pid in self._before_sleep
             and sum(now.levels.tensors.values()) >= sum(self._before_sleep[pid].levels.tensors.values()) + LEAST
         ]
-        answers = self._each(pids, messages.ExplainAwake(stage=stage), messages.Findings)
-        return [in_process(more, self._now[pid].process) for pid, answer in answers.items() for more in answer.findings]
+        return self._found_in(pids, messages.ExplainAwake(stage=stage))
+
+    def _found_in(self, pids: Sequence[int], question: messages.Question) -> list[Finding]:
+        answers = self._each(pids, question, messages.Findings)
+        return [in_process(each, self._now[pid].process) for pid, answer in answers.items() for each in answer.findings]
 
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
-        """Return what appears in some of them from here on, appeared in this stage; returns those that follow it."""
+        """Attribute what appears in some of them from here on to this stage; return those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
         answers = self._each(asked, messages.Begin(stage=stage, cycle=cycle), messages.Followed)
         return {pid for pid, answer in answers.items() if answer.watches}
@@ -208,14 +210,10 @@ class EngineProcesses:
         return finding if facts is None else with_holder(finding, facts)
 
     def _holder_of_arrays(self, finding: Finding, size: int) -> HolderFacts | None:
-        if finding.process is None or finding.resource != "host-memory":
+        pid = None if finding.process is None or finding.resource != "host-memory" else finding.process.pid
+        if pid is None or not self.agents.has_agent(pid):
             return None
-        pid = finding.process.pid
-        answer = (
-            self._one(pid, messages.ExplainHostMemory(bytes=size), messages.HostHolder)
-            if self.agents.has_agent(pid)
-            else None
-        )
+        answer = self._one(pid, messages.ExplainHostMemory(bytes=size), messages.HostHolder)
         return None if answer is None else answer.facts
 
     def end_stage(self, stage: str) -> None:
@@ -266,7 +264,7 @@ class EngineProcesses:
         return levels
 
     def _find_holders(self) -> None:
-        """Looks for who holds what has grown by now: at the end its process is gone."""
+        """Look for who holds what has grown by now: at the end its process is gone."""
         for process in self._growth.suspects:
             if process.pid in self._now and self.trim(process.pid) is not None:
                 levels = self._one(process.pid, messages.Read(), messages.Levels)
@@ -303,11 +301,8 @@ class EngineProcesses:
 
     def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
         """Return who holds the tensors of most inferences of the process that a finding is about."""
-        answer = (
-            None
-            if finding.process is None
-            else self._one(finding.process.pid, messages.ExplainLeft(stage="infer"), messages.Left)
-        )
+        pid = 0 if finding.process is None else finding.process.pid
+        answer = self._one(pid, messages.ExplainLeft(stage="infer"), messages.Left) if pid else None
         left = () if answer is None else zip(answer.findings, answer.by_turn, strict=True)
         return growing_holder(list(left), finding.device)
 

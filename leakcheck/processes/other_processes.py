@@ -304,7 +304,7 @@ class OtherProcesses:
         return pid not in self._judged and pid not in self._engine.judged
 
     def _note_levels(self, owners: Sequence[Owner], now: Mapping[int, _Outside]) -> set[int]:
-        """Notes the levels of the owners' processes after a test that used them; returns these processes."""
+        """Note the levels of the owners' processes after a test that used them; returns these processes."""
         owned: set[int] = set()
         for owner in owners:
             pids = {int(name) for name in owner.items.get("processes", ())}
