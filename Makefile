@@ -37,27 +37,9 @@ ENGINE := $(RUNS_OF_ITS_OWN) $(filter-out $(LOADING_MORE),$(filter tests/engine/
 	$(filter-out $(RUNS_OF_ITS_OWN) $(WITHOUT_TORCH),$(LOADING_MORE))
 OTHERS := tests/pytest_plugin/test_leaks.py \
 	$(filter-out tests/pytest_plugin/test_leaks.py $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
-# Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take 40 % of the time of all
-# tests: `make test-all` runs them, every night.
-NIGHTLY := $(addprefix tests/package/test_, cli.py colors.py examples.py extras.py install.py printed_names.py) \
-	tests/probes/test_buffers.py tests/probes/test_kernels.py \
-	$(addprefix tests/reports/test_, damaged_reports.py page_in_a_browser.py perfetto.py running_life.py) \
-	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py rank_life.py core_interrupts.py \
-	cores_that_stay.py) \
-	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
-	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
-	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/cli/test_, bisect_run.py defects.py execute.py watched_life.py) \
-	$(addprefix tests/leakcheck/gate/test_, calibration.py history_postgresql.py planted_leaks.py ray_cells.py) \
-	$(addprefix tests/leakcheck/lives/test_, checked_life.py empty_pools_in_lives.py first_use_in_lives.py fuzz.py host_figure.py \
-	imports_in_lives.py life_processes.py lifecycle.py own_growth.py ranks_in_lives.py ray_workers.py sleeping_lives.py sweep.py \
-	target_life.py witness.py) \
-	$(addprefix tests/leakcheck/targets/test_, damaged_shards.py transformers_target.py) \
-	$(addprefix tests/leakcheck/findings/test_, cached_values.py compiled_values.py life_findings.py owner_growth.py) \
-	$(addprefix tests/leakcheck/processes/test_, engine_processes.py growing_processes.py left_in_a_process.py unmeasured_processes.py) \
-	$(addprefix tests/leakcheck/watching/test_, check.py known_ways.py notebook_cells.py) \
-	tests/leakcheck/judging/test_filled_caches.py \
-	$(addprefix tests/leakcheck/resources/test_, files_of_the_dead.py library_items.py)
+# Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take half of the time of all
+# tests: `make test-all` runs them, every night. A file says of itself that it is one of them.
+NIGHTLY := $(shell grep -l 'pytest\.mark\.nightly' $(ALL))
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS))

@@ -15,6 +15,8 @@ import torch
 from lowtide.engine import EngineError
 from lowtide.engine.model_executor.block_table import BlockTable
 
+pytestmark = pytest.mark.nightly
+
 WIDTH = 131
 
 

@@ -21,6 +21,8 @@ from tests.engine import core_extensions
 from tests.engine.core_extensions import Stops
 from tests.engine.process_watch import LIMIT_S, Watch, cores, killed_during, nothing_stays, ranks
 
+pytestmark = pytest.mark.nightly
+
 CONFIG = EngineConfig(kv_cache_bytes=1 << 20, engine_process=True)
 PROMPTS = ([1, 2, 3], list(range(40)))
 ROOT = Path(__file__).parents[2]

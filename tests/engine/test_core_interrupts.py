@@ -24,6 +24,8 @@ from lowtide.engine.processes.interrupts import HeldInterrupt
 from tests.engine.core_extensions import SO_LONG_S, Stops
 from tests.engine.process_watch import LIMIT_S, cores, is_running, nothing_stays
 
+pytestmark = pytest.mark.nightly
+
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 

@@ -16,6 +16,8 @@ from lowtide.engine.core_process.client import CoreClient
 from lowtide.engine.defects import find_defect
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.nightly
+
 CLIENT = """
 import sys
 from lowtide.engine import EngineConfig, LLMEngine

@@ -11,6 +11,8 @@ from lowtide.engine.config import read_model_config
 from lowtide.engine.request import SamplingParams
 from tests.engine.rank_threads import on_ranks
 
+pytestmark = pytest.mark.nightly
+
 GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
 SMALL = {"block_size": 8, "num_blocks": 256, "max_num_seqs": 16}
 

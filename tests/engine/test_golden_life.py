@@ -9,6 +9,8 @@ import pytest
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.config import read_model_config
 
+pytestmark = pytest.mark.nightly
+
 GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
 
 

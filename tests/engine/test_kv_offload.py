@@ -45,6 +45,8 @@ from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.nightly
+
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 

@@ -24,6 +24,8 @@ from tests.engine.core_extensions import Stops
 from tests.engine.failing_rank import failing
 from tests.engine.process_watch import LIMIT_S, files_of, killed_during, left_of, nothing_stays, ranks
 
+pytestmark = pytest.mark.nightly
+
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
 

@@ -10,6 +10,8 @@ import pytest
 from lowtide.engine import ConfigError, EngineConfig, EngineState, LLMEngine, SamplingParams
 from lowtide.engine.ranks.rank_process import rank_devices
 
+pytestmark = pytest.mark.nightly
+
 PROMPTS = ([1, 2, 3], list(range(40)), [7] * 17)
 CACHE = 1 << 20
 

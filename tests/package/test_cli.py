@@ -31,6 +31,8 @@ from lowtide.reports import schema
 from tests.reports.terminals import lines_of, sent_to_terminal
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -15,6 +15,8 @@ from lowtide.reports import schema
 from tests.reports.small_reports import LIFE, finding, report, subject
 from tests.reports.terminals import sent_to_terminal
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 
 EACH = """

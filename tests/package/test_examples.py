@@ -16,6 +16,8 @@ import pytest
 
 from lowtide.reports.schema import Finding, Report, Subject, read
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SUITES = ("engine_fixture", "module_cache", "rl_loop", "transformers_pipeline", "vllm_life")

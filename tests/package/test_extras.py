@@ -13,6 +13,8 @@ from packaging.requirements import Requirement
 
 from lowtide.leakcheck.cli.init import workflow
 
+pytestmark = pytest.mark.nightly
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:

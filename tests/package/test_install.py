@@ -23,6 +23,8 @@ from packaging.requirements import Requirement
 from lowtide.leakcheck.cli.init import workflow
 from tests.package.test_extras import PROJECT, SUITE
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://git.example/lowtide.git"
 REAL = ("cli", "fuzz")

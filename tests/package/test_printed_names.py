@@ -18,6 +18,8 @@ from tests.reports.generated import filled_report
 from tests.reports.small_reports import LIFE, finding, report, subject
 from tests.reports.terminals import sent_to_terminal
 
+pytestmark = pytest.mark.nightly
+
 COMMANDS = ("::stop-commands::x", "##[group]x", "##vso[task.complete]x", "section_start:1:x", "##teamcity[x]")
 ACTING = "\x1b]0;t\x07\x1b[2J\x9b2J\r\u202e\u2066\u200b\u2028\x85\x00\x7f\ufeff\U000e0041"
 HOSTILE = [

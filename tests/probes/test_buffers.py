@@ -13,6 +13,8 @@ import torch
 
 from lowtide.probes.memory.buffers import large_buffers
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 
 

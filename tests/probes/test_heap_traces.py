@@ -18,6 +18,8 @@ from lowtide.probes.heap.paths import Mark
 from lowtide.probes.heap.roots import RootKind
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 
 class Thing:
     """What leaks in these tests."""

@@ -18,6 +18,8 @@ from lowtide.probes.kernels.access import fingerprint_version, search_version
 from lowtide.probes.kernels.definition import CHAIN, GEOMETRY, GOLDEN, Geometry, finish, key, mix
 from lowtide.probes.kernels.words import RangeTable
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 SMALL = Geometry(lanes=4, rounds=2)
 KEPT_KEYS = ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0xf16952ee72f3454f", "0x377d35dea8e40225"]

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 # Python 3.12 and later warn of a fork beside threads.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 FORK = multiprocessing.get_context("fork")
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 LOOP = asyncio.new_event_loop()
-pytestmark = pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated.
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]  # TorchScript is deprecated.
 HELD = {}
 
 

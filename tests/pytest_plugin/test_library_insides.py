@@ -10,6 +10,8 @@ import pytest
 from lowtide.reports.schema import Finding
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
+pytestmark = pytest.mark.nightly
+
 KEPT = """
 import concurrent.futures
 import contextlib

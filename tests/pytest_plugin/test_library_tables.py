@@ -8,6 +8,8 @@ import pytest
 
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
+pytestmark = pytest.mark.nightly
+
 LIBRARY = """
 import functools
 import torch

@@ -8,6 +8,8 @@ import pytest
 
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
+pytestmark = pytest.mark.nightly
+
 # Counts, by test: lists of the whole heap, walks through its references, full collections. A card with private pools of
 # torch's allocator is put in the place of the one that is not here: a pool's memory is there for as long as the pool.
 CONFTEST = """

@@ -12,6 +12,8 @@ import pytest
 
 from lowtide.reports.schema import Finding, Remedy
 
+pytestmark = pytest.mark.nightly
+
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import InnerRun, RunInner
 

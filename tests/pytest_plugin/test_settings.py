@@ -11,6 +11,8 @@ import pytest
 
 from lowtide.pytest_plugin.settings import read_markers, read_settings
 
+pytestmark = pytest.mark.nightly
+
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import InnerRun, RunInner
 

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import InnerRun, RunInner
 

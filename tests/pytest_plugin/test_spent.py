@@ -11,6 +11,8 @@ from lowtide.pytest_plugin import spent as spending
 from lowtide.pytest_plugin.spent import Spent
 from tests.waiting import SleptClock
 
+pytestmark = pytest.mark.nightly
+
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import RunInner
 

@@ -10,6 +10,8 @@ import pytest
 
 from lowtide.probes.processes.agents import Agents
 
+pytestmark = pytest.mark.nightly
+
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import InnerRun, RunInner
 

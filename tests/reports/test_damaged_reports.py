@@ -25,6 +25,8 @@ from tests.reports.small_reports import LIFE, finding, report, subject
 from tests.reports.test_generated_reports import BOUNDED as GENERATED
 from tests.reports.test_generated_reports import render_all
 
+pytestmark = pytest.mark.nightly
+
 REAL = (Path(__file__).parents[2] / "docs" / "data" / "vllm-life.json").read_bytes()
 """A life of vLLM on an H100, as `lowtide check` wrote it."""
 

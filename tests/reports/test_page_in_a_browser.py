@@ -22,7 +22,7 @@ from tests.reports.small_reports import CORE, HOSTILE, LIFE, finding, report, st
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")]
 
 SCRIPT = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 

@@ -16,6 +16,8 @@ from lowtide.reports.perfetto import render_trace
 from lowtide.reports.schema import decode
 from tests.reports.small_reports import CORE, HOSTILE, LIFE, MIB, finding, ledger, readings, report, subject
 
+pytestmark = pytest.mark.nightly
+
 NODE = shutil.which("node")
 
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node for Perfetto's trace_processor: apt install nodejs")

@@ -23,6 +23,8 @@ from lowtide.reports.terminal.sparkline import sparkline
 from tests.reports.terminals import lines_of, sent_to_terminal
 from tests.reports.test_widths import check_figures
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 

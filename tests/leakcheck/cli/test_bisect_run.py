@@ -11,6 +11,8 @@ import pytest
 
 from lowtide.reports import schema
 
+pytestmark = pytest.mark.nightly
+
 COMMITS, LEAKING, BROKEN = 60, 41, range(28, 34)
 
 ENGINE = """

@@ -28,7 +28,7 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
 # Each of them lives in processes of its own, which takes its time on a busy machine.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
 WITH_PROCESSES = [name for name in ON_CPU if {"tensor_parallel_size", "engine_process"} & DEFECTS[name].settings.keys()]

@@ -22,7 +22,7 @@ import pytest
 from lowtide.reports.schema import Finding, Report, decode
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = pytest.mark.usefixtures("no_neighbours")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("no_neighbours")]
 
 LEFT = "CHILD = subprocess.Popen(['sleep', '3600'], start_new_session=True, stdout=-3, stderr=-3)"
 

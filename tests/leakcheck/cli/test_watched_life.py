@@ -11,7 +11,11 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from lowtide.reports.schema import read
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_life_is_seen_while_it_runs_and_then_its_report(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lowtide.leakcheck.explaining.path_reading import marks
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.probes.references import cxx_holders
 
-pytestmark = pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")
+pytestmark = [pytest.mark.nightly, pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")]
 
 HELD: dict[str, Any] = {}
 HERE = f"{__name__}.HELD"

@@ -19,6 +19,8 @@ from lowtide.leakcheck.judging.owners import Claims
 from lowtide.leakcheck.judging.storages import read_heap
 from lowtide.probes.heap.births import Births
 
+pytestmark = pytest.mark.nightly
+
 
 def explanations_of(step: Callable[[], object]) -> dict[int, Explanation]:
     """What is said of each storage that a step leaves, by its bytes."""

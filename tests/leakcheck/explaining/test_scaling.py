@@ -15,6 +15,8 @@ from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.probes.heap.holders import SharedWalk, trace
 
+pytestmark = pytest.mark.nightly
+
 FEW = 200
 SLACK = 2.2
 """How many times as much work twice as much may take."""

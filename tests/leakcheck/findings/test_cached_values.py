@@ -27,6 +27,8 @@ from lowtide.probes.heap.reach import reach
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.foreign import LRU_CACHE
 
+pytestmark = pytest.mark.nightly
+
 LIBRARY = """
 import functools
 import torch

@@ -14,7 +14,10 @@ import torch
 from lowtide.leakcheck.findings.cached_values import FEWEST_TURNS, MOST_ADDED, CachedValues, SortedValues
 from lowtide.leakcheck.judging.storages import HeldStorage, live_keys, storage_keys
 
-pytestmark = pytest.mark.no_leakcheck(reason="dynamo keeps the globals of what it has compiled as long as their module")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.no_leakcheck(reason="dynamo keeps the globals of what it has compiled as long as their module"),
+]
 
 COMPILED = """
 import torch

@@ -22,6 +22,8 @@ from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.reports.schema import Finding, Remedy, Subject
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 GROWS: list[Any] = []
 ONCE: dict[str, Any] = {}
 REPLACED: dict[str, Any] = {}

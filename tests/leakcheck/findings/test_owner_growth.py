@@ -13,6 +13,8 @@ from lowtide.leakcheck.judging.owners import ANYTHING, Claims, Count, Owner, Own
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding
 
+pytestmark = pytest.mark.nightly
+
 KIB = 1 << 10
 
 

@@ -29,6 +29,8 @@ from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding, Remedy
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 Step = tuple[str, Callable[[], object]]
 
 

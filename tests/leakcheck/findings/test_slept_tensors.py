@@ -14,6 +14,8 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.storages import live_keys
 from lowtide.reports.schema import Finding
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 
 

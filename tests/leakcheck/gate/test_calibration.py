@@ -33,6 +33,8 @@ from lowtide.leakcheck.gate.planted_leaks import PLANTED, DriverLeak, HostLeak, 
 from lowtide.reports import schema
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 TABLE = {"host-memory": 32 * MIB, "tensors cpu": 0, "arena cpu": 0}
 
 

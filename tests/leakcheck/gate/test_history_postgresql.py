@@ -22,6 +22,8 @@ from tests.leakcheck.gate.test_history import MIB, add_nights, night
 from tests.reports.small_reports import HOSTILE, finding, subject
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 WRITERS, NIGHTS = 4, 25
 
 WRITER = """

@@ -22,6 +22,8 @@ from lowtide.leakcheck.gate.planted_leaks import (
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding
 
+pytestmark = pytest.mark.nightly
+
 ON_CPU = [kind for kind in PLANTED if kind is not DriverLeak]
 
 

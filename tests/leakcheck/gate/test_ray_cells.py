@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="Ray is not installed: install lowtide[ray]")
 from ray.cluster_utils import Cluster
 
 # Ray keeps processes, threads and files of its own until it is shut down.
-pytestmark = pytest.mark.no_leakcheck(reason="a Ray cluster lives as long as this file's tests")
+pytestmark = [pytest.mark.nightly, pytest.mark.no_leakcheck(reason="a Ray cluster lives as long as this file's tests")]
 
 
 @pytest.fixture(scope="module")

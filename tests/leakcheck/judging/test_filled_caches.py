@@ -21,6 +21,8 @@ from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import walk_caches
 from lowtide.probes.heap.holders import trace
 
+pytestmark = pytest.mark.nightly
+
 
 class Plain:
     def method(self) -> None: ...

@@ -30,6 +30,8 @@ from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 from tests.leakcheck.swept import sweep
 
+pytestmark = pytest.mark.nightly
+
 Play = Callable[[CheckedLife], object]
 
 LIBC = ctypes.CDLL(None)

@@ -25,6 +25,8 @@ from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.reports.schema import Subject
 from lowtide.reports.sizes import format_bytes
 
+pytestmark = pytest.mark.nightly
+
 CARD = "cuda:0"
 MIB = 1 << 20
 

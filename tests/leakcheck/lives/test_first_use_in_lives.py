@@ -16,6 +16,8 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
 
+pytestmark = pytest.mark.nightly
+
 LIBRARY = """
 import os, threading
 

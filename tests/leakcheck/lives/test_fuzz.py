@@ -29,6 +29,8 @@ from tests.leakcheck.lives.test_checked_life import DoesNotRollBack, ForgetsAtWa
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.swept import sweep
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -21,6 +21,8 @@ from lowtide.probes.host import readings as host
 from lowtide.probes.host.readings import resident_in
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 SIZE = 96 * MIB
 

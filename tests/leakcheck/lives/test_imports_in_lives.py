@@ -26,6 +26,8 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
 from tests.leakcheck.small_target import SmallTarget
 
+pytestmark = pytest.mark.nightly
+
 OUTER = "import imported_late_inside\n"
 INNER = """
 import atexit, copyreg, logging, os, sys, threading, warnings

@@ -27,6 +27,8 @@ from lowtide.probes.host.process_files import stat
 from tests.leakcheck import spawned_target
 from tests.leakcheck.spawned_target import SpawnedTarget
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 QUICK = {"num_blocks": 16, "engine_process": True}
 

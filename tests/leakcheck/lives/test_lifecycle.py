@@ -44,6 +44,8 @@ from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Readings, Remedy, Subject
 
+pytestmark = pytest.mark.nightly
+
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 

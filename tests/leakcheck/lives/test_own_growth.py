@@ -12,6 +12,8 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
 
+pytestmark = pytest.mark.nightly
+
 KIB = 1 << 10
 LEFT: list[torch.Tensor] = []
 RESULTS: list[torch.Tensor] = []

@@ -16,6 +16,8 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Subject
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 
 KEPT: list[torch.Tensor] = []

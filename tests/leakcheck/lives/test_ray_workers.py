@@ -20,7 +20,7 @@ ray: Any = pytest.importorskip("ray", reason="Ray is not installed: install lowt
 from ray.cluster_utils import Cluster  # noqa: E402 - only where Ray is installed
 
 # Ray keeps processes, threads and files of its own until it is shut down.
-pytestmark = pytest.mark.no_leakcheck(reason="a Ray cluster lives as long as this file's tests")
+pytestmark = [pytest.mark.nightly, pytest.mark.no_leakcheck(reason="a Ray cluster lives as long as this file's tests")]
 
 MIB = 1 << 20
 

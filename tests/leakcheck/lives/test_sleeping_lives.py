@@ -27,6 +27,8 @@ from lowtide.probes.memory.ranges import merge
 from lowtide.probes.stages import listening, stage
 from lowtide.reports.schema import Finding, Subject
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 
 

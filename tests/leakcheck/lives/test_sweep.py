@@ -28,6 +28,8 @@ from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.swept import sweep
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 
 def shared(
     target: Any, *kinds: Any, jobs: int = 2, config: Mapping[str, Any] | None = None, listener: Any = None

@@ -23,6 +23,8 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Subject
 from tests.leakcheck.small_target import SmallTarget
 
+pytestmark = pytest.mark.nightly
+
 KEPT: list[Any] = []
 
 

@@ -29,6 +29,8 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import SmallTarget
 
+pytestmark = pytest.mark.nightly
+
 NO_DRIVER = NoDriver("a test")
 
 

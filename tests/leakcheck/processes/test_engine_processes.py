@@ -27,6 +27,8 @@ from lowtide.reports.schema import Subject
 from lowtide.reports.terminal import stage_table
 from tests.leakcheck.spawned_target import LEAKED, SpawnedTarget
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")

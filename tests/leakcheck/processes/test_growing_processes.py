@@ -7,6 +7,8 @@ import torch
 
 from tests.leakcheck.processes.growing_child import MIB, Child, child
 
+pytestmark = pytest.mark.nightly
+
 __all__ = ["child"]
 
 

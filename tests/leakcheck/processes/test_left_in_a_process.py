@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.leakcheck.processes.growing_child import MIB, Child, child
+
+pytestmark = pytest.mark.nightly
 
 __all__ = ["child"]
 

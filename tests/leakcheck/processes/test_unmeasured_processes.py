@@ -31,6 +31,8 @@ from lowtide.reports.schema import LeaksFoundError, NotMeasured, OtherProcess, S
 from tests.leakcheck.spawned_target import LEAKED, WEIGHTS, SmallHelper, SpawnedTarget
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 KEPT: list[Any] = []
 

@@ -31,6 +31,8 @@ from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.processes.agents import processes_with_agents
 from lowtide.reports.schema import Subject
 
+pytestmark = pytest.mark.nightly
+
 ENGINE = """
 import os, subprocess, sys, tempfile
 from multiprocessing import resource_tracker, shared_memory

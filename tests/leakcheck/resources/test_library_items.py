@@ -30,6 +30,8 @@ from lowtide.probes.host.makers import Makers
 from lowtide.probes.memory.tensors import live_storages
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.nightly
+
 LIBRARY = """
 import os, socket, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor

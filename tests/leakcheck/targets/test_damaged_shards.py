@@ -21,6 +21,8 @@ from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, Shard
 from lowtide.leakcheck.targets.reference import SmallCheckpoint, checkpoint_target
 from tests.leakcheck.swept import sweep
 
+pytestmark = pytest.mark.nightly
+
 DAMAGES = ("shard-cut", "shard-shape")
 
 

@@ -9,6 +9,8 @@ import pytest
 from lowtide.leakcheck.lives.fuzz import fuzz
 from lowtide.leakcheck.targets.transformers_target import transformers_model
 
+pytestmark = pytest.mark.nightly
+
 
 def test_a_transformers_model_lives_without_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The example database is kept in the current directory.

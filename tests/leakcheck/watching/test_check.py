@@ -23,6 +23,8 @@ from lowtide.probes.stages import stage
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 from tests.waiting import HANG_S
 
+pytestmark = pytest.mark.nightly
+
 
 class Engine:
     """Keeps what it is given."""

@@ -22,6 +22,8 @@ from lowtide.probes.heap import holders as heap
 from lowtide.probes.heap.graph import Graph
 from lowtide.reports.schema import Finding
 
+pytestmark = pytest.mark.nightly
+
 
 class Model:
     def __init__(self) -> None:
