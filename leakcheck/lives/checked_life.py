@@ -126,7 +126,7 @@ class Lives:
             self.imports.active = True
             for length in self.capabilities.prompt_lengths:
                 self.expected(length, self.capabilities.max_tokens)
-            CheckedLife(self).warm_up()
+            self.warm_up()
         except BaseException:
             self._listening.close()
             raise
@@ -144,6 +144,10 @@ class Lives:
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+
+    def warm_up(self) -> None:
+        """Go through one life unjudged, so that what libraries keep from their first use is there."""
+        CheckedLife(self).warm_up()
 
     def begin(self) -> None:
         """Take what is there when a life begins as its baseline."""
