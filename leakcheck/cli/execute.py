@@ -163,7 +163,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Within this."""
+        """Pass signals on within the block."""
         before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
         try:
             yield

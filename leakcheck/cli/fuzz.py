@@ -282,7 +282,7 @@ def verdict(subject: Subject, attempts: str | Table) -> Iterator[RenderableType]
 
 
 def write_program(folder: Path, program: str) -> None:
-    """Puts the life that fails beside the report; where none does, one of an earlier report goes.
+    """Put the life that fails beside the report; where none does, remove that of an earlier report.
 
     Raises:
         ReportError: the folder cannot be written to.

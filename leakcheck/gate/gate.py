@@ -210,7 +210,7 @@ Listener = Callable[[Cell, CellResult], None]
 
 
 def earlier_findings(folder: Path) -> Suppressions:
-    """Entries for the findings of an earlier report, which are not new.
+    """Return entries for the findings of an earlier report, which are not new.
 
     Raises:
         ReportError: there is no report in the folder, or it cannot be read.

@@ -46,7 +46,7 @@ _ADVICE_ASLEEP: Mapping[str, str] = {
 
 
 def holders(usage: Any) -> dict[str, int]:
-    """Who holds KV blocks, with how many, of a `kv_usage()`: no request does."""
+    """Return who holds KV blocks, with how many, of a `kv_usage()`: no request does."""
     held = {PENDING: usage.pending_transfer, "no request": usage.held - usage.pending_transfer}
     return {who: blocks for who, blocks in held.items() if blocks}
 
@@ -80,7 +80,7 @@ def _of_arena(tag: str, *, suspect: str = "", cause: Cause = "unknown", **facts:
 
 
 def after_deep_sleep(stage: str, device: str, baseline: Snapshot, at_work: Snapshot, after: Snapshot) -> list[Finding]:
-    """After a level 2 sleep the driver counts no more for the process than before create, within the tolerance.
+    """Report what the driver counts more after a level 2 sleep than before create, beyond the tolerance.
 
     Besides what libraries hold for an engine that is at work, neither in arenas nor in torch's segments (a communicator
     of NCCL has 390 MiB on an H200): that is judged when the engine is shut down.

@@ -73,16 +73,16 @@ class DeviceMemory:
         return tuple(NotMeasured(what=f"allocations {device}", why=why) for device, why in self._unlisted.items())
 
     def forget(self) -> None:
-        """No card is known any more: each is to be read again."""
+        """Forget all cards: each is to be read again."""
         self._known.clear()
         self._mappings.clear()
 
     def knows(self, device: str) -> bool:
-        """Whether there was a reading of this card."""
+        """Return whether there was a reading of this card."""
         return device in self._known
 
     def adopt(self, now: Counters, devices: Iterable[str], storages: Mapping[Key, int]) -> None:
-        """What is there now is known from here on.
+        """Take what is there now for known.
 
         Args:
             now: the counters.
@@ -99,7 +99,7 @@ class DeviceMemory:
     def new_items(
         self, now: Counters, devices: Iterable[str], storages: Mapping[Key, int]
     ) -> dict[str, dict[str, int]]:
-        """By metric's key (`native cuda:0`, `reserved cuda:0`, …), what was not there then."""
+        """Return what was not there then, by metric's key (`native cuda:0`, `reserved cuda:0`, …)."""
         found: dict[str, dict[str, int]] = {}
         for device in devices:
             known = self._known.get(device, _Card())
@@ -116,7 +116,7 @@ class DeviceMemory:
         return found
 
     def all_items(self, now: Counters, device: str, storages: Mapping[Key, int]) -> dict[str, dict[str, int]]:
-        """As `new_items`, for one card and with what was there then."""
+        """Return the same as `new_items`, for one card and with what was there then."""
         card = self._read(device, storages, now)
         items = {key: dict(found) for key, found in card.items.items()}
         if device in self._mappings:
@@ -125,17 +125,17 @@ class DeviceMemory:
         return items
 
     def has_new_empty_pools(self, device: str) -> bool:
-        """Whether a private pool has an empty segment that it had not before; cheap."""
+        """Return whether a private pool has an empty segment that it had not before; cheap."""
         known = self._known.get(device, _Card()).items.get(f"reserved {device}", {})
         return any(name not in known for name in _empty_pools(read_segments(_index(device)) or ()))
 
     def has_shrunk(self, device: str, now: Counters) -> bool:
-        """Whether the driver counts less than at the last full reading, against which growth would not show; cheap."""
+        """Return whether the driver counts less than at the last full reading, where growth would not show; cheap."""
         known, level = self._known.get(device, _Card()).beyond_torch, now.amounts.get(f"driver {device}")
         return known is not None and level is not None and known - level > UNLISTED_TOLERANCE
 
     def adopt_allocations(self, now: Counters, device: str) -> dict[str, int]:
-        """What the driver lists of a card is known from here on, and blocks and pools only as they were.
+        """Take what the driver lists of a card for known from here on, but blocks and pools only as they were.
 
         Returns:
             The allocations that were not known, in bytes, by name.
@@ -147,19 +147,19 @@ class DeviceMemory:
         return items
 
     def forget_allocations(self, device: str, names: Iterable[str]) -> None:
-        """These allocations are known from here on: a library keeps them."""
+        """Take these allocations for known: a library keeps them."""
         known = self._known[device]
         key = f"allocations {device}"
         items = {**known.items, key: {**known.items.get(key, {}), **dict.fromkeys(names, 0)}}
         self._known[device] = replace(known, items=items)
 
     def lists_allocations(self, device: str) -> bool:
-        """Whether the driver's allocations can be listed; else its byte count is all there is."""
+        """Return whether the driver's allocations can be listed; else its byte count is all there is."""
         is_asked = self._driver and device not in self._unlisted
         return is_asked and self._known.get(device, _Card()).allocations is not None
 
     def _grown(self, device: str, card: _Card) -> int:
-        """Bytes that the driver counts more than at the last full reading, and does not list; 0 where nobody knows.
+        """Return the bytes that the driver counts more than at the last full reading, unlisted; 0 where nobody knows.
 
         What tensors have imported is judged as theirs, once the driver counts it here.
         """
@@ -181,7 +181,7 @@ class DeviceMemory:
         return frozenset(found)
 
     def _found_mappings(self, device: str, card: _Card) -> dict[str, int]:
-        """The physical memory that is mapped without access, by name; none where the driver did not list it in time."""
+        """Return the physical memory that is mapped without access, by name; none where the driver took too long."""
         try:
             found = read_mappings_without_access(_index(device), card.allocations or ())
         except AllocationsError as error:
@@ -190,7 +190,7 @@ class DeviceMemory:
         return {f"mapping without access at {address:#x}": size for address, size in found}
 
     def _allocations(self, device: str, now: Counters) -> tuple[Range, ...] | None:
-        """What the driver lists, None where it does not, or did not in time: then it is not asked again."""
+        """Return what the driver lists, None where it does not, or did not in time: then it is not asked again."""
         if device in self._unlisted:
             return None
         try:
@@ -200,7 +200,7 @@ class DeviceMemory:
             return None
 
     def _listed_now(self, device: str, now: Counters) -> tuple[Range, ...] | None:
-        """What the driver lists: what is left of this judgement's last list, where nothing can have come since.
+        """Return what the driver lists: what is left of this judgement's last list, where nothing can have come since.
 
         A new allocation raises what the driver counts, and the rest of that list does not explain it. Where the driver
         counts as much beyond the rest as it did beyond the list, all that has changed is that some of the list went.
@@ -252,7 +252,7 @@ class DeviceMemory:
 
 
 def allocation_name(address: int) -> str:
-    """How an allocation of the driver is called in the items of a reading."""
+    """Return how an allocation of the driver is called in the items of a reading."""
     return f"allocation at {address:#x}"
 
 
@@ -261,7 +261,7 @@ def _index(device: str) -> int:
 
 
 def _counted(now: Counters, device: str) -> int | None:
-    """Bytes that the driver counts for this process, but for what is idle in its default memory pool."""
+    """Return the bytes that the driver counts for this process, but for what is idle in its default memory pool."""
     beyond, reserved = now.amounts.get(f"driver {device}"), now.amounts.get(f"reserved {device}")
     if beyond is None or reserved is None:
         return None
@@ -270,7 +270,7 @@ def _counted(now: Counters, device: str) -> int | None:
 
 
 def _empty_pools(segments: Iterable[Segment]) -> dict[str, int]:
-    """The segments of private pools in which nothing is in use.
+    """Return the segments of private pools in which nothing is in use.
 
     One of the default pool goes back as soon as anybody empties the cache; one of a private pool only if the pool's
     owner is gone.

@@ -42,7 +42,7 @@ class Exemption:
 
 
 def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
-    """Those items of `resource` that are there to stay.
+    """Return those items of `resource` that are there to stay.
 
     Args:
         resource: of the items.
@@ -63,7 +63,7 @@ def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
 
 
 def _each(applies: Callable[[str], bool]) -> Callable[[Names], Names]:
-    """Those names for which a question about one name is answered with yes."""
+    """Return those names for which a question about one name is answered with yes."""
     return lambda names: {name for name in names if applies(name)}
 
 
@@ -72,7 +72,7 @@ def _runs(*modules: str) -> Callable[[Names], Names]:
 
 
 def _serves_multiprocessing(pid: str) -> bool:
-    """Whether a process is one of the two, and none that the fork server has forked: these have its command line."""
+    """Return whether a process is one of the two; what the fork server has forked has its command line, too."""
     if int(pid) in _held_by_multiprocessing("_pid", "_forkserver_pid"):
         # One that was forked just now may not have its command line yet.
         return True
@@ -114,7 +114,7 @@ def _number(name: str) -> int:
 
 
 def _installed(names: Names) -> Names:
-    """The files that lie where libraries are installed."""
+    """Return the files that lie where libraries are installed."""
     places = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
     return {name for name in names if _target(name).startswith(places)}
 
@@ -125,7 +125,7 @@ def _is_torchs_own(name: str) -> bool:
 
 
 def _compile_worker_pipes(names: Names) -> Names:
-    """The files of torch's pools of compile workers, and the other ends of their pipes, which stay open here too."""
+    """Return the files of torch's pools of compile workers, and the other ends of their pipes, open here too."""
     files = [vars(pool).get(key) for pool in _compile_pools() for key in ("write_pipe", "read_pipe", "log_file")]
     numbers = {file.fileno() for file in files if file is not None and not file.closed}
     targets = {_target(name) for name in names if _number(name) in numbers}
@@ -133,7 +133,7 @@ def _compile_worker_pipes(names: Names) -> Names:
 
 
 def _compile_pools() -> list[Any]:
-    """The pools of compile workers that torch keeps, from its own registries; nothing starts one."""
+    """Return the pools of compile workers that torch keeps, from its own registries; nothing starts one."""
     workers: Any = loaded("torch._inductor.compile_worker.subproc_pool")
     if workers is None:
         return []
@@ -146,14 +146,14 @@ def _compile_pools() -> list[Any]:
 
 
 def _cached(cache: object) -> list[Any]:
-    """What an `lru_cache` of a function without arguments holds; it is not called."""
+    """Return what an `lru_cache` of a function without arguments holds; it is not called."""
     referents = gc.get_referents(cache)
     # An unbounded one keeps its results in a dict.
     return [*referents, *(value for held in referents if type(held) is dict for value in held.values())]
 
 
 def _pipes_to(command: str) -> Callable[[Names], Names]:
-    """The descriptors that are pipes that a child process of that name has open as well."""
+    """Return the descriptors that are pipes that a child process of that name has open as well."""
 
     def among(names: Names) -> Names:
         pipes = {name for name in names if _target(name).startswith("pipe:")}
@@ -174,14 +174,14 @@ def _multiprocessing_pipes(names: Names) -> Names:
 
 
 def _held_by_multiprocessing(*attributes: str) -> set[Any]:
-    """What multiprocessing's resource tracker and fork server have in some attributes, where they have them."""
+    """Return what multiprocessing's resource tracker and fork server have in some attributes, where they have them."""
     tracker = getattr(loaded("multiprocessing.resource_tracker"), "_resource_tracker", None)
     server = getattr(loaded("multiprocessing.forkserver"), "_forkserver", None)
     return {getattr(held, name, None) for held in (tracker, server) for name in attributes} - {None}
 
 
 def _threads_of(*modules: str) -> Callable[[Names], Names]:
-    """The threads that are of a class, or run a function, of one of these modules."""
+    """Return the threads that are of a class, or run a function, of one of these modules."""
 
     def is_one(thread: threading.Thread) -> bool:
         places = (module_of_class(type(thread)), _module_of(attribute(thread, "_target")))
@@ -194,7 +194,7 @@ def _threads_of(*modules: str) -> Callable[[Names], Names]:
 
 
 def _idle_in(module: str) -> Callable[[Names], Names]:
-    """The worker threads whose loop is a function of this module, and that run nothing that they were given to run.
+    """Return the worker threads whose loop is a function of this module, and that run nothing at the moment.
 
     While they do, there are two calls in the module. Whoever has wrapped a lock may be between the loop and the lock.
     """
@@ -214,7 +214,7 @@ def _idle_in(module: str) -> Callable[[Names], Names]:
 
 
 def _module_of(target: Any) -> str:
-    """The module of what a thread runs, without asking it where it is an object of the program's."""
+    """Return the module of what a thread runs, without asking it where it is an object of the program's."""
     function = target.__func__ if type(target) is MethodType else target
     if type(function) is FunctionType or type(function) is BuiltinFunctionType:
         return str(function.__module__)
@@ -230,7 +230,7 @@ def _ended_threads(names: Names) -> Names:
 
 
 def _in_torchs_pools(names: Names) -> Names:
-    """The threads of the executors that torch makes once, and keeps."""
+    """Return the threads of the executors that torch makes once, and keeps."""
     compiler: Any = loaded("torch._inductor.async_compile")
     functions: Any = loaded("torch.utils._functools")
     # Nothing is asked of the cache: that would start the pool.
@@ -241,7 +241,7 @@ def _in_torchs_pools(names: Names) -> Names:
 
 
 def _free_arenas(names: Names) -> Names:
-    """The descriptors of multiprocessing's arenas in which nothing is allocated, and which the next `Array` takes."""
+    """Return the descriptors of multiprocessing's empty arenas, which the next `Array` takes."""
     wrapper: Any = getattr(loaded("multiprocessing.heap"), "BufferWrapper", None)
     if wrapper is None:
         return set()

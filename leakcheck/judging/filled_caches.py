@@ -84,7 +84,7 @@ class FilledCaches:
         self._activity.add(caches)
 
     def mark(self) -> None:
-        """From here on."""
+        """Begin: what is filled from here on is new."""
         self._activity.mark()
         self._stages.clear()
         self._owned.clear()
@@ -92,17 +92,17 @@ class FilledCaches:
         self.forget()
 
     def note(self, stage: str) -> None:
-        """Those that were filled for the first time since the last look, were so in `stage`."""
+        """Note that those filled for the first time since the last look were filled in `stage`."""
         self._filled, self._holding = self._activity.changed(), None
         for cache in self._filled:
             self._stages.setdefault(id(cache), stage)
 
     def enter(self) -> None:
-        """From here to `leave`, what gets into a cache belongs to who is set up meanwhile; right after `note`."""
+        """Count what gets into a cache until `leave` as that of who is set up meanwhile; call it right after `note`."""
         self._entered.append(set(map(id, self._filled)))
 
     def leave(self) -> None:
-        """What those caches hold that were first filled since `enter` belongs to who was set up."""
+        """Count what the caches that were first filled since `enter` hold as that of who was set up."""
         before = self._entered.pop()
         new = [cache for cache in self._activity.changed() if id(cache) not in before]
         if not new:
@@ -114,7 +114,7 @@ class FilledCaches:
         self._activity.take(new)
 
     def known(self) -> list[Any]:
-        """All that are watched and alive."""
+        """Return all that are watched and alive."""
         return self._activity.known()
 
     @property
@@ -123,7 +123,7 @@ class FilledCaches:
         return bool(self._filled)
 
     def born(self, identities: Collection[int] | None) -> None:
-        """The identities of what was born since the mark; None if nobody knows."""
+        """Note the identities of what was born since the mark; None if nobody knows."""
         self._born = identities
 
     def forget(self) -> None:
@@ -133,7 +133,7 @@ class FilledCaches:
         self._alone = {}
 
     def suspects(self, survivors: Iterable[Newborn]) -> bool:
-        """Whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
+        """Return whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
         found = self._new_in_each(self._filled, survivors, module_namespaces()) if self._filled else []
         self._holding = [cache for cache, items in found if items]
         return bool(self._holding)
@@ -141,7 +141,7 @@ class FilledCaches:
     def held(
         self, survivors: Iterable[Newborn], judged: Collection[Key], walk: SharedWalk | None = None
     ) -> dict[str, int]:
-        """New modules, and objects of bound methods, that live only because of the filled caches, as text with 1 each.
+        """Return new modules, and objects of bound methods, that only the filled caches keep, as text with 1 each.
 
         What anybody else holds too (a logger, a singleton, a fixture's engine) lives anyway, and is no leak of a cache.
         That is found out by one walk over the heap for all of them, once per test.  What gets nothing new any more only
@@ -168,19 +168,19 @@ class FilledCaches:
         return found
 
     def stage_of(self, name: str) -> str:
-        """In which stage what this text names got into its cache; empty if it is no such text."""
+        """Return the stage in which what this text names got into its cache; empty if it is no such text."""
         item = self._cached_items.get(name)
         cache = None if item is None else item.cache()
         return "" if cache is None else self._stages.get(id(cache), "")
 
     def of(self, names: Iterable[str]) -> dict[str, CachedItem]:
-        """What these texts name; it may be asked for long after `forget`."""
+        """Return what these texts name; it may be asked for long after `forget`."""
         return {name: self._cached_items[name] for name in names if name in self._cached_items}
 
     def _new_in_each(
         self, caches: Sequence[Any], survivors: Iterable[Newborn], namespaces: Collection[int]
     ) -> list[tuple[Any, list[Any]]]:
-        """Each of some caches, with the modules and owners of bound methods in it that were born since the mark."""
+        """Return some caches, each with the modules and owners of bound methods in it that were born since the mark."""
         newborn = {id(born.item) for born in survivors}
         found = []
         for cache, objects, _ in walk_caches(caches, namespaces, _MOST_REACHED, _MOST_IN_ALL):
@@ -197,7 +197,7 @@ class FilledCaches:
         return self._born is not None and id(item) in self._born and module_of_class(type(item)) != "builtins"
 
     def _find_alone(self, items: list[Any], walk: SharedWalk | None) -> None:
-        """Finds out which of some objects no root leads to but through the filled caches."""
+        """Find out which of some objects no root leads to but through the filled caches."""
         asked = list({id(item): item for item in items if id(item) not in self._alone}.values())
         if not asked:
             return
@@ -206,7 +206,7 @@ class FilledCaches:
 
 
 def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
-    """The `torch.nn.Module`s, and the objects that bound methods belong to, behind a cache's entries."""
+    """Return the `torch.nn.Module`s, and the objects that bound methods belong to, behind a cache's entries."""
     entries = cache_entries(cache)
     objects, _ = reach(entries, boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
     return _kept_among(objects)
@@ -219,7 +219,7 @@ def _kept_among(objects: list[Any]) -> list[Any]:
 
 
 def _single_entries(cache: Any) -> list[Any]:
-    """The arguments and results by themselves, without the dict in which an unbounded cache has all of them."""
+    """Return the arguments and results by themselves, without the dict in which an unbounded cache has all of them."""
     return [
         part
         for entry in cache_entries(cache)
@@ -232,7 +232,7 @@ def _described(item: object, cache: Any) -> str:
 
 
 def _outermost(items: Iterable[Any], judged: Collection[Key], namespaces: Collection[int]) -> list[Any]:
-    """Without those that another one of them holds, and without those that lead to a storage that is judged."""
+    """Leave out what another one of them holds, and what leads to a storage that is judged."""
     kept: dict[int, Any] = {}
     inside: set[int] = set()
     for item in items:

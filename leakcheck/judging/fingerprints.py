@@ -46,17 +46,17 @@ def identity_of(key: str, items: Iterable[str]) -> Identity:
 
 
 def _setting(item: str) -> Name:
-    """`name was …, is …`."""
+    """Name `name was …, is …`."""
     return Name(without_numbers(re.sub(r" was .*", "", item, flags=re.DOTALL)))
 
 
 def _tagged(item: str) -> Name:
-    """`tag at 0x…`, of announced memory; `type at 0x… in cache`."""
+    """Name `tag at 0x…`, of announced memory, and `type at 0x… in cache`."""
     return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
 
 
 def _unnamed(item: str) -> Name:
-    """`block at 0x…`, `SomeTensor 140…`: what it is, and nothing more."""
+    """Name `block at 0x…` and `SomeTensor 140…` by what they are, and nothing more."""
     return Name(without_numbers(re.sub(r" (at )?0x[0-9a-f]+", "", item)), is_given=False)
 
 

@@ -30,7 +30,7 @@ FEWEST_TURNS = 3
 
 
 def trend_of(born_in: Iterable[int], turns: int) -> Trend | None:
-    """How what is left at the end came to be, over the turns of one stage.
+    """Return how what is left at the end came to be, over the turns of one stage.
 
     Args:
         born_in: for each thing that is left, in which turn of the stage it was made, from 1.
@@ -62,7 +62,7 @@ _OUTWEIGHS = 2
 
 
 def kept_steps(levels: Sequence[int]) -> list[int]:
-    """How much each turn added for good, in the unit of the level.
+    """Return how much each turn added for good, in the unit of the level.
 
     Args:
         levels: the level before the first turn, and after each.
@@ -72,12 +72,12 @@ def kept_steps(levels: Sequence[int]) -> list[int]:
 
 
 def adding_turns(steps: Sequence[int], allowed: Sequence[int]) -> list[int]:
-    """The turns, from 1, that added more than was allowed them."""
+    """Return the turns, from 1, that added more than was allowed them."""
     return [turn for turn, (step, limit) in enumerate(zip(steps, allowed, strict=True), 1) if step > limit]
 
 
 def grows(steps: Sequence[int], allowed: Sequence[int]) -> bool:
-    """Whether a level grows turn after turn, and has not stopped.
+    """Return whether a level grows turn after turn, and has not stopped.
 
     At least three turns have added the same amount, or five some amount; and more than a third of the later half of all
     turns did, or turns that add alternate with turns that do not until the end. A cache that fills and stays has
@@ -101,14 +101,14 @@ def grows(steps: Sequence[int], allowed: Sequence[int]) -> bool:
 
 
 def adds_late(steps: Sequence[int], allowed: Sequence[int]) -> bool:
-    """Whether more than a third of the later half of all turns added something."""
+    """Return whether more than a third of the later half of all turns added something."""
     half = len(steps) // 2
     late = sum(turn > len(steps) - half for turn in adding_turns(steps, allowed))
     return late * 3 > half
 
 
 def rises(levels: Sequence[int]) -> bool:
-    """Whether a level has lately kept much more than it gave back: at least twice as much, over the later half.
+    """Return whether a level has lately kept much more than it gave back: at least twice as much, over the later half.
 
     What is replaced in each turn by something of another size (the last output, the entries of a full cache) goes up
     and down, and the smallest of a reading and all later ones rises with that, too.
@@ -123,7 +123,7 @@ def rises(levels: Sequence[int]) -> bool:
 
 
 def repeated(steps: Sequence[int], allowed: Sequence[int]) -> int:
-    """How much the level has grown by what repeats: a turn that added more than the usual amount counts with that.
+    """Return how much of a level repeats: a turn that added more than the usual amount counts with that.
 
     So the first turn, which fills caches, does not count for more than the others; and one turn alone is 0.
     """
@@ -135,7 +135,7 @@ def repeated(steps: Sequence[int], allowed: Sequence[int]) -> int:
 
 
 def rate(steps: Sequence[int], allowed: Sequence[int], amount: Callable[[int], str]) -> str:
-    """The growth in words, as `+4.0 MiB in each of 10 tests`.
+    """Return the growth in words, as `+4.0 MiB in each of 10 tests`.
 
     Args:
         steps: what each turn added for good.
@@ -189,7 +189,7 @@ class GrowthWatch:
         self._times = 0
 
     def stage_entered(self, stage: EnteredStage) -> None:
-        """Reads, in some milliseconds, what there is before."""
+        """Read, in some milliseconds, what there is before."""
         if stage.name != GROWTH or self._device == "cpu":
             return
         collects = gc.isenabled()
@@ -198,7 +198,7 @@ class GrowthWatch:
         self._open.append(_Opened(self._ranges(), *self._figures(), collects))
 
     def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
-        """Notes what it left."""
+        """Note what it left."""
         if stage.name != GROWTH or not self._open:
             return
         before = self._open.pop()
@@ -218,7 +218,7 @@ class GrowthWatch:
             self._times += 1
 
     def finding(self, stage: str) -> Finding | None:
-        """What the growths since the last call left reserved, and whether emptying the cache gives it back; or None.
+        """Report what the growths since the last call left reserved, and what emptying the cache gives back; or None.
 
         Args:
             stage: in which they were.
@@ -261,7 +261,7 @@ class GrowthWatch:
         )
 
     def _figures(self) -> tuple[int, int]:
-        """Bytes reserved and bytes allocated."""
+        """Return the bytes reserved and bytes allocated."""
         torch: Any = loaded("torch")
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]

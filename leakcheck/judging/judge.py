@@ -117,12 +117,12 @@ class Excess:
 
 
 def excesses(metrics: Iterable[Metric[R]], baseline: R, now: R) -> tuple[Excess, ...]:
-    """How far each metric is above its baseline."""
+    """Return how far each metric is above its baseline."""
     return tuple(Excess(metric, metric.above(baseline, now)) for metric in metrics)
 
 
 def missing(metrics: Iterable[Metric[R]], baseline: R, now: R) -> list[Excess]:
-    """What is above its baseline, of what can be read."""
+    """Return what is above its baseline, of what can be read."""
     return [item for item in excesses(metrics, baseline, now) if item.above is not None and not item.is_back]
 
 
@@ -256,7 +256,7 @@ def _finding(
 
 
 def _fingerprints(metric: Metric[Any], stage: str, cause: Cause, new: Sequence[str]) -> tuple[str, str]:
-    """A finding's fingerprint, and the one without the names of its items."""
+    """Return a finding's fingerprint, and the one without the names of its items."""
     mark = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
     former = fingerprint(
         resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause), by_phase=True
@@ -274,7 +274,7 @@ def _fingerprints(metric: Metric[Any], stage: str, cause: Cause, new: Sequence[s
 
 
 def named_amount(metric: Metric[Any], amount: int) -> str:
-    """`4.0 MiB of driver on cuda:0`, `3 threads`: how much of what a metric counts."""
+    """Say how much of what a metric counts: `4.0 MiB of driver on cuda:0`, `3 threads`."""
     text = format_amount(amount, metric.unit)
     return f"{text} of {_name(metric)}" if metric.unit == "bytes" else text
 
@@ -293,7 +293,7 @@ def _weight(finding: Finding) -> tuple[bool, int, int]:
 
 
 def one_for_each_level(findings: Iterable[Finding], level_of: Mapping[str, Level]) -> tuple[Finding, ...]:
-    """Findings about the same level as one, the largest with a remedy, in order of first appearance.
+    """Return findings about the same level as one, the largest with a remedy, in order of first appearance.
 
     A later reading of a level counts what earlier ones found, and may have seen it come back at another rung.
 
@@ -311,5 +311,5 @@ def one_for_each_level(findings: Iterable[Finding], level_of: Mapping[str, Level
 
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings with the same fingerprint as one, the largest with a remedy, in order of first appearance."""
+    """Return findings with the same fingerprint as one, the largest with a remedy, in order of first appearance."""
     return one_for_each_level(findings, {})

@@ -119,7 +119,7 @@ def settle(
     policy: SettlePolicy,
     peek: Callable[[], object] | None = None,
 ) -> T:
-    """Waits as the policy says; the last reading.  For the arguments see `climb`."""
+    """Wait as the policy says; return the last reading.  For the arguments see `climb`."""
     glimpse: object = None
     started = stable_since = time.perf_counter()
     pause = policy.first_pause
@@ -209,7 +209,7 @@ def reset_compiled() -> None:
 
 
 def compiled_anything() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """Return whether torch.compile has compiled anything in this process."""
     utils: Any = loaded("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames", {}).get("total", 0))
@@ -253,7 +253,7 @@ class Late:
 
 
 def wait_for_release(read: Callable[[], int], held: int, dropped: int, policy: SettlePolicy) -> Late | None:
-    """Until the driver counts as much less as was given up, or does not move any more.
+    """Wait until the driver counts as much less as was given up, or does not move any more.
 
     Args:
         read: the driver's bytes of this process.
@@ -273,7 +273,7 @@ def wait_for_release(read: Callable[[], int], held: int, dropped: int, policy: S
 
 
 def wait_until_within(read: Callable[[], int], allowed: int, policy: SettlePolicy, first: int | None = None) -> int:
-    """Until the driver counts no more than what is allowed, or does not move any more.
+    """Wait until the driver counts no more than what is allowed, or does not move any more.
 
     Args:
         read: what the driver counts, in bytes.

@@ -64,14 +64,14 @@ class Metric(Generic[R]):
     key: str = ""
 
     def above(self, baseline: R, now: R) -> int | None:
-        """How far `now` is above `baseline`; None where one of them cannot say."""
+        """Return how far `now` is above `baseline`; None where one of them cannot say."""
         if self.items is not None:
             return sum(self.new_items(baseline, now).values())
         before, after = self.read(baseline), self.read(now)
         return None if before is None or after is None else after - before
 
     def new_items(self, baseline: R, now: R) -> dict[str, int]:
-        """What is there now, by name, and was not at the baseline."""
+        """Return what is there now, by name, and was not at the baseline."""
         if self.items is None:
             return {}
         known = self.items(baseline)
@@ -86,7 +86,7 @@ def metric_of(
     items: Callable[[R], Mapping[str, int]] | None,
     tolerance: int,
 ) -> Metric[R]:
-    """The metric of one row of the table, with how it is read.
+    """Return the metric of one row of the table, with how it is read.
 
     Args:
         rule: the row.
@@ -114,7 +114,7 @@ def metric_of(
 
 
 def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
-    """What must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
+    """Return what must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
 
     `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.process_state` compares them.
 
@@ -130,7 +130,7 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
 
 
 def _places(rule: Rule, device: str) -> Sequence[str]:
-    """Where a row is judged in the life of an engine on one device."""
+    """Return where a row is judged in the life of an engine on one device."""
     if rule.key == "host-memory":
         return ("cpu",)
     if rule.place == "process":
@@ -159,7 +159,7 @@ def _by_name(items: Callable[[Snapshot], Mapping[str, int]]) -> _Reading:
 
 
 def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> _Reading:
-    """Things that are counted and have names, without what is there to stay."""
+    """Return the reading of things that are counted and have names, without what is there to stay."""
 
     def left(snapshot: Snapshot) -> dict[str, int]:
         by_item = {as_counted(resource, name): name for name in names(snapshot)}
@@ -170,13 +170,14 @@ def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]])
 
 
 def as_counted(resource: str, name: str) -> str:
-    """What the counters call an item of a snapshot: a child process by its number alone."""
+    """Return what the counters call an item of a snapshot: a child process by its number alone."""
     return name.partition(" ")[0] if resource == "processes" else name
 
 
 def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
-    """Bytes of what this process has in /dev/shm, by name: what it maps, what processes of its left there, and what
-    carries its process id in its name.
+    """Return the bytes of what is this process's in /dev/shm, by name.
+
+    That is what it maps, what processes of its left there, and what carries its process id in its name.
 
     (An entry that is neither may be another process's: nobody can be blamed for it from here.)
     """
@@ -189,12 +190,12 @@ def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
 
 
 def host_pools(snapshot: Snapshot) -> dict[str, int]:
-    """Bytes of announced host memory that is not page-locked, by name."""
+    """Return the bytes of announced host memory that is not page-locked, by name."""
     return _pools(snapshot, "host")
 
 
 def pinned_pools(snapshot: Snapshot) -> dict[str, int]:
-    """Bytes of announced host memory that is page-locked, by name."""
+    """Return the bytes of announced host memory that is page-locked, by name."""
     return _pools(snapshot, "pinned")
 
 
@@ -208,7 +209,7 @@ def _pools(snapshot: Snapshot, kind: PoolKind) -> dict[str, int]:
 
 
 def native_held(snapshot: Snapshot, device: str) -> int | None:
-    """Bytes of torch's blocks in use that no tensor visible to Python explains, and no library workspace."""
+    """Return the bytes of torch's blocks in use that no tensor visible to Python explains, and no library workspace."""
     allocator = snapshot.allocator(device)
     if allocator is None:
         return 0
@@ -216,7 +217,7 @@ def native_held(snapshot: Snapshot, device: str) -> int | None:
 
 
 def awaiting_a_stream(snapshot: Snapshot, device: str) -> int | None:
-    """Bytes of torch's blocks that were freed while a stream still worked on them."""
+    """Return the bytes of torch's blocks that were freed while a stream still worked on them."""
     allocator = snapshot.allocator(device)
     if allocator is None:
         return 0
@@ -224,7 +225,7 @@ def awaiting_a_stream(snapshot: Snapshot, device: str) -> int | None:
 
 
 def arena_without_tensors(snapshot: Snapshot, device: str) -> int:
-    """Bytes mapped by arenas over which no tensor lives: one with a tensor over it is that tensor's leak."""
+    """Return the bytes mapped by arenas over which no tensor lives: one with a tensor over it is that tensor's leak."""
     tensors = snapshot.tensors.on(device).ranges
     return sum(
         pool.mapped
@@ -234,7 +235,7 @@ def arena_without_tensors(snapshot: Snapshot, device: str) -> int:
 
 
 def empty_segments(snapshot: Snapshot, device: str) -> int | None:
-    """Bytes of the default pool's segments in which nothing is in use: reserved for nothing but the next allocation."""
+    """Return the bytes of the default pool's segments in which nothing is in use."""
     allocator = snapshot.allocator(device)
     if allocator is None:
         return 0
@@ -242,7 +243,7 @@ def empty_segments(snapshot: Snapshot, device: str) -> int | None:
 
 
 def empty_private_pools(snapshot: Snapshot, device: str) -> dict[str, int]:
-    """Bytes of private pools' segments in which nothing is in use, by name: no library's first use makes these.
+    """Return the bytes of private pools' segments with nothing in use, by name: no library's first use makes these.
 
     They go back only when the pool's owner is gone.
     """
@@ -266,7 +267,7 @@ DRIVER_ADVICE = "give it back where native code took it; what the driver keeps b
 
 
 def unaccounted_driver_memory(snapshot: Snapshot, device: str) -> int | None:
-    """The driver's bytes of this process less what arenas and torch's segments hold of them."""
+    """Return the driver's bytes of this process less what arenas and torch's segments hold of them."""
     total, reserved = snapshot.driver_bytes(device), snapshot.reserved(device)
     if total is None or reserved is None:
         return None
@@ -274,8 +275,9 @@ def unaccounted_driver_memory(snapshot: Snapshot, device: str) -> int | None:
 
 
 def unaccounted_host_memory(snapshot: Snapshot) -> int:
-    """The process's own bytes (`lowtide.probes.host.counters.own_bytes`) less what announced pools, tensors, files of
-    /dev/shm and torch's page-locked cache hold of them: each of these is judged by itself.
+    """Return the process's own bytes (`lowtide.probes.host.counters.own_bytes`) that nothing else explains.
+
+    What announced pools, tensors, files of /dev/shm and torch's page-locked cache hold of them is judged by itself.
     """
     pools = [pool.resident for pool in snapshot.pool_residency]
     tensors = snapshot.tensor_residency
@@ -340,7 +342,7 @@ class Reading:
 
 
 def host_memory_tolerance(devices: Collection[str]) -> int:
-    """Bytes of the process's own memory that may stay, by the devices that it uses."""
+    """Return the bytes of the process's own memory that may stay, by the devices that it uses."""
     return HOST_MEMORY_TOLERANCE if set(devices) <= {"cpu"} else HOST_MEMORY_TOLERANCE_WITH_CARD
 
 
@@ -350,7 +352,7 @@ def may_be_of_libraries(finding: Finding, devices: Collection[str]) -> bool:
 
 
 def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[Reading], ...]:
-    """What a plain test is judged by; a metric's key is that of its row and its device, as `tensors cuda:0`.
+    """Return what a plain test is judged by; a metric's key is that of its row and its device, as `tensors cuda:0`.
 
     Args:
         devices: the devices that are judged, `cpu` included.

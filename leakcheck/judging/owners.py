@@ -92,7 +92,7 @@ class OwnerHistory:
         return not self._levels
 
     def begin_turn(self, allowed: int) -> None:
-        """A test uses the owner.
+        """Begin a turn: a test uses the owner.
 
         Args:
             allowed: bytes that it may add.
@@ -102,7 +102,7 @@ class OwnerHistory:
             levels.append(levels[-1])
 
     def note(self, storages: Mapping[Key, int], fresh: Collection[Key], counts: Mapping[str, Count]) -> None:
-        """Writes down what lies under the owner at the end of a turn.
+        """Note what lies under the owner at the end of a turn.
 
         Args:
             storages: all storages with their bytes.
@@ -133,32 +133,32 @@ class OwnerHistory:
         return 0 if self._is_new else self.turns
 
     def steps(self, key: str) -> list[int]:
-        """What each turn added for good to a level."""
+        """Return what each turn added for good to a level."""
         return kept_steps(self._levels[key])
 
     def allowed(self, key: str) -> Sequence[int]:
-        """What each turn may add to a level."""
+        """Return what each turn may add to a level."""
         if key.startswith("tensors "):
             return self._allowed
         return [limit if limit == ANYTHING else 0 for limit in self._allowed]
 
     def adding_turns(self, key: str) -> list[int]:
-        """The turns that added something for good to a level."""
+        """Return the turns that added something for good to a level."""
         return adding_turns(self.steps(key), self.allowed(key))
 
     def growing(self) -> list[str]:
-        """The keys of the levels that grow test after test, as `tensors cpu` and `threads`."""
+        """Return the keys of the levels that grow test after test, as `tensors cpu` and `threads`."""
         return sorted(key for key in self._levels if not key.startswith(_NUMBER) and self._grows(key))
 
     def _grows(self, key: str) -> bool:
-        """Whether a level grows; one that goes up and down only if the number of things grows."""
+        """Return whether a level grows; one that goes up and down only if the number of things grows."""
         if not grows(self.steps(key), self.allowed(key)):
             return False
         number = _NUMBER + key
         return rises(self._levels[key]) or (number in self._levels and grows(self.steps(number), self.allowed(number)))
 
     def repeated_bytes(self) -> int:
-        """By how many bytes of tensors it has grown, as far as that repeats."""
+        """Return the bytes of tensors by which it has grown, as far as that repeats."""
         keys = [key for key in self._levels if key.startswith("tensors ")]
         return sum(repeated(self.steps(key), self.allowed(key)) for key in keys)
 
@@ -230,7 +230,7 @@ class Owner:
         self.made: list[weakref.ref[Any]] = []
 
     def named(self) -> Iterable[tuple[str, object]]:
-        """Those of its roots whose name says who owns them; drop it soon."""
+        """Return those of its roots whose name says who owns them; drop it soon."""
         return ()
 
     def note_made(self, born: Collection[int]) -> None:
@@ -247,7 +247,7 @@ class Owner:
             self.made = [weakref.ref(item) for item in made]
 
     def take(self, now: Counters, live: Sequence[Owner], nested: Sequence[Owner]) -> None:
-        """What appeared between `before` and `now` is its own, but for what is another's.
+        """Take what appeared between `before` and `now`, but for what is another's.
 
         Args:
             now: the counters when its setup was over.
@@ -305,14 +305,14 @@ class Claims:
         return reached
 
     def owner_of(self, item: object) -> Owner | None:
-        """Who reaches an object; a gradient is reached with its tensor, which Python's own graph does not show."""
+        """Return who reaches an object; a gradient is, with its tensor, which Python's graph does not show."""
         for owner, reached in self._reached:
             if id(item) in reached:
                 return owner
         return None
 
     def gradients(self, tensor_type: type, wanted: Iterable[int]) -> dict[int, Owner]:
-        """Those of the `wanted` tensors, by identity, that are the gradient of a tensor that an owner holds."""
+        """Return those of the `wanted` tensors, by identity, that are the gradient of a tensor that an owner holds."""
         ids = set(wanted)
         found: dict[int, Owner] = {}
         for owner, reached in self._reached:
@@ -322,8 +322,10 @@ class Claims:
         return found
 
     def saved(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Owner]:
-        """Those of the `wanted` storages that an owner's tensor holds by its autograd graph: what the graph's nodes
-        have saved, and the gradients of that."""
+        """Return those of the `wanted` storages that an owner's tensor holds by its autograd graph.
+
+        These are what the graph's nodes have saved, and the gradients of that.
+        """
         torch: Any = loaded("torch")
         found: dict[tuple[str, int], Owner] = {}
         for owner, reached in self._reached:
@@ -338,7 +340,7 @@ class Claims:
         return found
 
     def storages(self, known: Mapping[int, Mapping[Key, int]], fresh: Collection[Key]) -> dict[int, dict[Key, int]]:
-        """The storages that each owner holds, by its identity, with their bytes; each counts for the first that does.
+        """Return the storages with their bytes, by the identity of the first owner that holds them.
 
         Those of gradients and those that a graph has saved are among them.
 
@@ -361,7 +363,7 @@ class Claims:
         return found
 
     def gradient_addresses(self) -> list[int]:
-        """Where the gradients of the owners' tensors lie."""
+        """Return where the gradients of the owners' tensors lie."""
         torch = loaded("torch")
         if torch is None:
             return []
@@ -371,7 +373,7 @@ class Claims:
             return [torch_member(grad, "data_ptr")() for grad in gradients if _is_strided(torch, grad)]
 
     def names(self, key: str) -> dict[str, Owner]:
-        """The items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
+        """Return the items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
         found: dict[str, Owner] = {}
         for owner, reached in self._reached:
             # The collector does not track an epoll: it is found behind what holds it.
@@ -393,13 +395,13 @@ def _is_strided(torch: Any, tensor: Any) -> bool:
 
 
 def gradients_of(tensors: Iterable[Any]) -> list[Any]:
-    """The gradients of those that collect one, None where there is none yet; call it within `plain_tensors`."""
+    """Return the gradients of those that collect one, None where there is none yet; call it within `plain_tensors`."""
     collecting = (item for item in tensors if torch_member(item, "requires_grad") and torch_member(item, "is_leaf"))
     return [torch_member(item, "grad") for item in collecting]
 
 
 def held_in_all(torch: Any, census: Census) -> list[Any]:
-    """The tensors and storage objects among some objects, the tensors' gradients, and what their graphs have saved."""
+    """Return the tensors and storages among some objects, the tensors' gradients, and what their graphs have saved."""
     tensors = census.instances_of(torch.Tensor)
     seen: set[Any] = set()
     with plain_tensors(torch):

@@ -35,12 +35,12 @@ class PreservedState:
         self._memory: tuple[LabelledRange, ...] = ()
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Loads what reading needs, so that it is there before the first baseline."""
+        """Load what reading needs, so that it is there before the first baseline."""
         take_fingerprints(tensors)
         find_pointers(tensors, [LabelledRange(1, 2, "nothing")])
 
     def before_sleep(self, tensors: Tensors) -> None:
-        """From here to `after_wake` nothing of these may be lost.
+        """Remember what must survive until `after_wake`.
 
         Args:
             tensors: by the names that a reader knows them by.
@@ -55,11 +55,11 @@ class PreservedState:
         }
 
     def mark(self) -> None:
-        """What is mapped now may be pointed to; once it is not mapped any more, `dangling` looks for pointers to it."""
+        """Note what is mapped now: once it is not mapped any more, `dangling` looks for pointers to it."""
         self._memory = tuple(self._arenas())
 
     def after_wake(self, stage: str, tensors: Tensors, recorded: Mapping[str, Range]) -> list[Finding]:
-        """What was lost, moved, or points to where nothing is.
+        """Return what was lost, moved, or points to where nothing is.
 
         Args:
             stage: which one ends here.
@@ -89,7 +89,7 @@ class PreservedState:
         return findings + self.dangling(stage, tensors, recorded)
 
     def dangling(self, stage: str, tensors: Tensors, recorded: Mapping[str, Range]) -> list[Finding]:
-        """What has moved away under captured graphs since then, and what points to what was unmapped since the mark.
+        """Report what has moved away under captured graphs, and what points to memory unmapped since the mark.
 
         Args:
             stage: which one ends here.
@@ -150,7 +150,7 @@ class PreservedState:
         ]
 
     def _how_to_keep(self, lost: Sequence[str]) -> str:
-        """What would have kept the contents of some tensors, by where they lay."""
+        """Return what would have kept the contents of some tensors, by where they lay."""
         places = sorted({self._places[name] for name in lost if name in self._places})
         where = f"what lies in {' and '.join(places)} is" if places else "it is"
         return f"{where} lost in a sleep: put it where a sleep drops nothing, or write it again before wake returns"

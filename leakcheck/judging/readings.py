@@ -14,7 +14,7 @@ from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings
 
 
 def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) -> Readings:
-    """What a report keeps of a snapshot: the figures of `device`, and one ledger per base."""
+    """Return what a report keeps of a snapshot: the figures of `device`, and one ledger per base."""
     arenas: dict[str, int] = {}
     for pool in snapshot.pools:
         if pool.kind == "arena" and pool.device == device:
@@ -40,7 +40,7 @@ def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) ->
 
 
 def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
-    """One device's ledger, as a report keeps it."""
+    """Return one device's ledger, as a report keeps it."""
     ledger = read_ledger(snapshot, base.device, base)
     lines = tuple(LedgerLine(name=line.name, bytes=line.bytes, note=line.note) for line in ledger.lines)
     return Ledger(
@@ -49,7 +49,7 @@ def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
 
 
 def this_machine(driver: Driver) -> Machine:
-    """Where this process runs; asks torch only if it is loaded."""
+    """Return where this process runs; asks torch only if it is loaded."""
     torch = torch_with_cuda()
     devices: tuple[str, ...] = ()
     if torch is not None and torch.cuda.is_available():

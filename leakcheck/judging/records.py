@@ -65,12 +65,12 @@ class Ownership:
         self._were_put_back = False
 
     def forget_settings(self) -> None:
-        """Whoever judges has put the settings back: that they changed is nothing to remember."""
+        """Forget that settings changed: whoever judges has put them back."""
         self._history = SettingHistory()
         self._were_put_back = True
 
     def begin(self, stage: str, now: Counters) -> None:
-        """A test begins."""
+        """Begin a test: what is there now is its baseline."""
         # What is there when the first one begins has not been changed by anybody.
         unknown = self._were_put_back or not self._levels
         for subject in () if unknown else (None, *self._ended):
@@ -90,7 +90,7 @@ class Ownership:
         self._levels = [(stage, now)]
 
     def attribute(self, stage: str, now: Counters, *, settings_later: bool = False) -> None:
-        """What is new since the last call appeared in `stage`.
+        """Attribute what is new since the last call to `stage`.
 
         Args:
             stage: the one that ends.
@@ -117,7 +117,7 @@ class Ownership:
         return self._levels[-1][1]
 
     def enter(self, owner: Owner, now: Counters) -> None:
-        """What appears from here to `leave` is the owner's."""
+        """Count what appears from here to `leave` as the owner's."""
         owner.before = now
         self._entered.append((owner, len(self._opened)))
 
@@ -127,7 +127,7 @@ class Ownership:
         return self._entered[-1][0]
 
     def leave(self, now: Counters) -> Owner:
-        """The owner entered last, with what it took."""
+        """Return the owner entered last, with what it took."""
         owner, first = self._entered.pop()
         owner.take(now, self.live, self._opened[first:])
         self._take_lines(owner)
@@ -137,11 +137,11 @@ class Ownership:
         return owner
 
     def over(self, now: Counters) -> None:
-        """The test is over: what other threads than its own make from here on is not its."""
+        """Note that the test is over: what other threads make from here on is not its."""
         self._at_end = now
 
     def close(self, owners: Iterable[Owner]) -> list[Owner]:
-        """These owners are alive no more; those of them that were."""
+        """End these owners; return those of them that were alive."""
         gone = [owner for owner in owners if any(owner is other for other in self.live)]
         if gone:
             self.live = [owner for owner in self.live if not any(owner is other for other in gone)]
@@ -149,7 +149,7 @@ class Ownership:
         return gone
 
     def new_items(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
-        """What is there now, by name, and should not be: the test's, or an ended owner's."""
+        """Return what is there now, by name, and should not be: the test's, or an ended owner's."""
         if key == "globals":
             return dict.fromkeys(map(describe_change, self.left(now, subject, ended)), 1)
         names = now.items.get(key, {})
@@ -174,7 +174,7 @@ class Ownership:
         return self._own_shared_memory(found) if key == "shared-memory" else found
 
     def _take_lines(self, owner: Owner) -> None:
-        """What its setup seems to have started is its own, but for the heirs of what was there."""
+        """Take the threads that its setup seems to have started, but for the heirs of what was there."""
         known = self._known_lines()
         own = {name for name in owner.items.get("threads", ()) if not self._lines_of([name]) <= known}
         if own:
@@ -183,29 +183,29 @@ class Ownership:
             owner.items.pop("threads", None)
 
     def _known_lines(self) -> frozenset[str]:
-        """The lines of the threads that were there before the test, and of the owners'."""
+        """Return the lines of the threads that were there before the test, and of the owners'."""
         return self._lines.union(*(owner.lines for owner in (*self.live, *self._ended)))
 
     def _lines_of(self, threads: Iterable[str]) -> frozenset[str]:
-        """The first threads of the lines of some threads; without the main one, which makes what the tests make."""
+        """Return the first threads of the lines of some threads, but the main one, which makes what the tests make."""
         makers = {name: self._makers.of_item("threads", name) for name in threads}
         main = thread_key(threading.main_thread())
         return frozenset(maker.line if maker and maker.line else name for name, maker in makers.items() if name != main)
 
     def _is_heir(self, thread: str, lines: Collection[str], now: Counters) -> bool:
-        """Whether a thread goes on in place of the one that started it and has ended, as a timer that arms itself."""
+        """Return whether a thread goes on for one that started it and has ended, like a timer that arms itself."""
         maker = self._makers.of_item("threads", thread)
         return maker is not None and maker.line in lines and maker.thread not in now.items.get("threads", ())
 
     def _living_heirs(self, threads: Collection[str], subject: Subject) -> dict[str, int]:
-        """The subject's threads that go on in place of some that have ended since they were read."""
+        """Return the subject's threads that go on in place of some that have ended since they were read."""
         lines = self._lines_of(threads)
         lines = lines - self._known_lines() if subject is None else lines & subject.lines
         living = Counters({"threads": dict.fromkeys(map(thread_key, threading.enumerate()), 1)}, {}, {})
         return {name: 1 for name in living.items["threads"] if self._is_heir(name, lines, living)}
 
     def _is_anothers(self, key: str, name: str, now: Counters) -> bool:
-        """Whether a thread made something, or its heir is it, that was there before the test.
+        """Return whether a thread made something, or its heir is it, that was there before the test.
 
         A thread that an earlier test has left makes what it makes for itself. One of an owner that is alive may make
         it for the test, as an executor's does, but not when the test is over.
@@ -220,7 +220,7 @@ class Ownership:
         return is_late or (key == "threads" and maker.thread not in now.items.get("threads", ()))
 
     def shares(self, key: str, now: Counters, ended: Sequence[Owner]) -> dict[int, int | None]:
-        """How far a level is above what it should be, by subject (its identity): an owner answers for what it took."""
+        """Return how far a level is too high, by the identity of the subject: an owner answers for what it took."""
         level, base = now.amounts.get(key, 0), self.baseline.amounts.get(key, 0)
         if level is None or base is None:
             return dict.fromkeys((id(subject) for subject in (None, *ended)), None)
@@ -243,7 +243,7 @@ class Ownership:
         return (owner.before.amounts.get(key, 0) or 0) + later
 
     def since(self, key: str, names: Iterable[str]) -> str:
-        """The stage in which the first of these items, or else most of the level, appeared; empty if unknown."""
+        """Return the stage in which the first of these items, or else most of the level, appeared; empty if unknown."""
         if key == "globals":
             # These are reported as sentences that begin with the setting.
             names = [name for _, name in self._since if any(text.startswith(f"{name} ") for text in names)]
@@ -258,11 +258,11 @@ class Ownership:
         return max(growth)[1] if growth else ""
 
     def left(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[SettingChange]:
-        """The settings that are not what they should be, and not as an earlier test has left them either."""
+        """Return the settings that are not what they should be, and not as an earlier test has left them either."""
         return self._history.news(self._changes(now, subject, ended))
 
     def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[SettingChange]:
-        """The settings that a test or an ended owner left changed."""
+        """Return the settings that a test or an ended owner left changed."""
         if subject is not None:
             changes = changes_between(subject.before.settings, now.settings, subject.items.get("globals", ()))
             return [change for change in changes if not self._is_librarys(change)]
@@ -287,7 +287,7 @@ class Ownership:
         return [change for change in changes if (change.name, change.now) not in left and not self._is_librarys(change)]
 
     def _is_librarys(self, change: SettingChange) -> bool:
-        """Whether a library has set a variable of the environment that nobody had set, or deleted one."""
+        """Return whether a library has set a variable of the environment that nobody had set, or deleted one."""
         return ABSENT in (change.before, change.now) and self._environment.is_librarys(change.name)
 
     def _leave_to_processes(self, names: Collection[str]) -> None:
@@ -304,7 +304,7 @@ class Ownership:
                 owner.items.setdefault("shared-memory", set()).update(theirs - mapped_shared_memory([os.getpid()]))
 
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
-        """Those entries of /dev/shm that this process has to answer for, with their bytes.
+        """Return those entries of /dev/shm that this process has to answer for, with their bytes.
 
         It made them, or it or a child of it has or had them open, or they carry the number of one of these.
         """

@@ -195,12 +195,12 @@ _BY_KEY = {rule.key: rule for rule in RULES}
 
 
 def rule_of(key: str) -> Rule:
-    """The row with this key."""
+    """Return the row with this key."""
     return _BY_KEY[key]
 
 
 def bound_of_test(key: str) -> Bound:
-    """When what this row counts is back after a test.
+    """Return when what this row counts is back after a test.
 
     Raises:
         KeyError: it is not judged there.

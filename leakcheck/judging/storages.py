@@ -80,7 +80,7 @@ def read_heap(
     seen: Collection[Key],
     survey: tuple[Census, Sequence[Newborn]] | None = None,
 ) -> HeapReading:
-    """Goes through the heap once.
+    """Go through the heap once; return its storages.
 
     Args:
         births: what was born since the baseline.
@@ -138,7 +138,7 @@ def read_heap(
 
 
 def _newborn_and_frozen(births: Births, old: Sequence[Any], known: Collection[Key]) -> dict[int, Newborn]:
-    """What was frozen before it was ever seen young, by identity.
+    """Return what was frozen before it was ever seen young, by identity.
 
     New is what lies where nothing lay before, and nothing that an earlier import or fixture has made, of which a clean
     test took no full reading.
@@ -149,13 +149,13 @@ def _newborn_and_frozen(births: Births, old: Sequence[Any], known: Collection[Ke
 
 
 def _bytes_on_cpu(readings: Mapping[Key, tuple[StorageReading, str, int]]) -> int:
-    """Bytes of host memory under some storages, each byte once."""
+    """Return the bytes of host memory under some storages, each byte once."""
     of_host = ((storage.address, storage.bytes) for key, (storage, *_) in readings.items() if key[0] == "cpu")
     return total(merge(of_host))
 
 
 def _over(storages: Collection[Key], items: Sequence[Any], label: str) -> dict[int, Newborn]:
-    """Those tensors that lie over some storages, by identity, as if they were born in a stage."""
+    """Return those tensors that lie over some storages, by identity, as if they were born in a stage."""
     wanted = frozenset(storages)
     each = zip(items, keys_of_each(items), strict=True)
     return {id(item): Newborn(item, label) for item, keys in each if keys & wanted}
@@ -167,7 +167,7 @@ def _held_anew(
     by_label: Mapping[str, Owner],
     ended: Sequence[Owner],
 ) -> list[HeldStorage]:
-    """The new storages that nobody who is alive may keep."""
+    """Return the new storages that nobody who is alive may keep."""
     held = []
     for key, (storage, stage, turn) in readings.items():
         # By its label alone a tensor may have got, with its address, the name of one that died.
@@ -182,7 +182,7 @@ def _held_anew(
 
 
 def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:
-    """All objects of the kinds that are watched, and those that were born since the baseline; drop both soon."""
+    """Return all objects of the kinds that are watched, and those that were born since the baseline; drop both soon."""
     with collector_paused():
         census = births.all_watched()
         return census, births.survivors(census=census)
@@ -215,7 +215,7 @@ def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ..
 
 
 def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[Any]:
-    """The tensors and storage objects over some storages; drop them soon."""
+    """Return the tensors and storage objects over some storages; drop them soon."""
     torch: Any = loaded("torch")
     with collector_paused():
         census = census_of(walk)
@@ -225,7 +225,7 @@ def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[
 
 
 def tensors_in(keys: Collection[Key], walk: SharedWalk | None = None) -> list[tuple[Any, frozenset[Key]]]:
-    """The tensors and storage objects whose memory lies in some storages, each with those of them; drop them soon.
+    """Return the tensors and storages whose memory lies in some storages, each with those of them; drop them soon.
 
     A loader cuts a file's memory into storages of their own: who holds one of these holds all of the memory, and the
     storage that covers it is held from C++ alone.
@@ -257,7 +257,7 @@ class _Covering:
                 ranges.append((storage.address, storage.address + storage.bytes))
 
     def around(self, key: Key) -> frozenset[Key]:
-        """The one that begins last of those that a storage lies in; none, or itself, if it lies in no other."""
+        """Return the one that begins last of those that a storage lies in; none, or itself, if it lies in no other."""
         device, address = key
         ranges = self._ranges.get(device, [])
         place = bisect.bisect_right(ranges, (address, sys.maxsize)) - 1
@@ -265,7 +265,7 @@ class _Covering:
 
 
 def live_keys() -> set[Key]:
-    """All storages that Python's tensors hold now."""
+    """Return all storages that Python's tensors hold now."""
     torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return set()
@@ -273,7 +273,7 @@ def live_keys() -> set[Key]:
 
 
 def is_tensor(item: object) -> bool:
-    """Whether an object is a tensor or a storage, by its real type."""
+    """Return whether an object is a tensor or a storage, by its real type."""
     torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return False
@@ -287,7 +287,7 @@ def is_storage(item: object) -> bool:
 
 
 def storage_keys(items: Iterable[Any]) -> set[Key]:
-    """The storages under some tensors."""
+    """Return the storages under some tensors."""
     return _keys(items)
 
 
@@ -300,14 +300,14 @@ def _key(storage: StorageReading) -> Key:
 
 
 def text_of(storage: StorageReading) -> str:
-    """Data type and shape of the largest tensor over a storage."""
+    """Return data type and shape of the largest tensor over a storage."""
     return f"{storage.dtype} [{storage.shape}]" if storage.dtype else "storage"
 
 
 def new_storages(
     newborn: Iterable[Newborn], older: Mapping[Key, StorageReading]
 ) -> tuple[dict[Key, tuple[StorageReading, str, int]], dict[str, Newborn]]:
-    """The storages that only newborn tensors view, with stage and turn of the first; and what cannot be read."""
+    """Return the storages that only newborn tensors view, with stage and turn of the first; and what cannot be read."""
     by_label: dict[tuple[str, int], list[Any]] = {}
     for born in newborn:
         by_label.setdefault((born.label, born.turn), []).append(born.item)
@@ -328,7 +328,7 @@ def new_storages(
 def _hidden_gradients(
     torch: Any, births: Births, newborn: Mapping[int, Newborn], everything: Iterable[object]
 ) -> dict[int, Newborn]:
-    """The gradients of new tensors that Python has never read: they are no objects until somebody asks for them."""
+    """Return the gradients of new tensors that Python has never read, and that are no objects until then."""
     visible = set(map(id, everything))
     found: dict[int, Newborn] = {}
     with plain_tensors(torch):
@@ -361,13 +361,13 @@ def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict
 def _claimed_with_parts(
     readings: Mapping[Key, tuple[StorageReading, str, int]], claimed: Mapping[Key, Owner]
 ) -> dict[Key, Owner]:
-    """The storages that no tensor views and that lie under one that an owner holds: a file that a loader has mapped."""
+    """Return the storages without a tensor that lie under an owner's, as those of a file that a loader has mapped."""
     bare = _Covering(storage for key, (storage, *_) in readings.items() if not storage.tensors and key not in claimed)
     return {around: owner for key, owner in claimed.items() for around in bare.around(key)}
 
 
 def _without_overlaps(held: Iterable[HeldStorage]) -> tuple[HeldStorage, ...]:
-    """The same storages, each byte counted once: with the first that holds it."""
+    """Return the same storages, each byte counted once: with the first that holds it."""
     ends: dict[str, int] = {}
     result = []
     for item in sorted(held, key=lambda item: (item.key, -item.bytes)):

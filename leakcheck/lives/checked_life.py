@@ -293,7 +293,7 @@ class CheckedLife:
         )
 
     def step(self, fault: Fault | None = None) -> bool:
-        """One step."""
+        """Make one step."""
         return self._call("step", {}, lambda: self._target.step(), self._finished, fault)
 
     def abort(self, count: int = 1) -> None:
@@ -670,7 +670,7 @@ class CheckedLife:
             self._raise(contract.after_idle(name, self._device, {"no request": nobody}, None))
 
     def _check_pages(self, name: str) -> None:
-        """Which pages an engine has follows from what is awake."""
+        """Check that an engine has the pages of what is awake."""
         now = self._pages()
         for tag, at_work in self._pages_at_work.items():
             if tag == "workspace":

@@ -60,7 +60,7 @@ def shorten(life: Sequence[Call], fails: Callable[[Life], Life | None], able: Ca
 
 
 def _without_settings(life: Life, attempt: Attempt) -> Life:
-    """Leaves out all settings and all faults, else all faults, else one setting of all creates after the other."""
+    """Leave out all settings and all faults, else all faults, else one setting of all creates after the other."""
     names = dict.fromkeys(name for call in life for name in call.arguments.get("config", {}))
     plain = attempt(tuple(replace(_with_settings(call, ()), fault=None) for call in life))
     if plain is not None:
@@ -84,7 +84,7 @@ def _with_settings(call: Call, kept: Collection[str]) -> Call:
 
 
 def _without_parts(life: Life, attempt: Attempt) -> Life:
-    """Leaves out halves, quarters, and so on to single calls, from the end."""
+    """Leave out halves, quarters, and so on to single calls, from the end."""
     size = len(life) // 2
     while size:
         at = len(life) - size
@@ -97,7 +97,7 @@ def _without_parts(life: Life, attempt: Attempt) -> Life:
 
 
 def _without_pairs(life: Life, attempt: Attempt) -> Life:
-    """Leaves out two calls at a time that need each other: a sleep and its wake, a start and its steps."""
+    """Leave out two calls at a time that need each other: a sleep and its wake, a start and its steps."""
     at = len(life) - 2
     while at >= 0:
         for end in range(at + 1, len(life)):
@@ -110,7 +110,7 @@ def _without_pairs(life: Life, attempt: Attempt) -> Life:
 
 
 def _with_plainer_calls(life: Life, attempt: Attempt, able: Capabilities) -> Life:
-    """Makes one argument after the other plainer."""
+    """Make one argument after the other plainer."""
     at = 0
     while at < len(life):
         for plainer in _plainer(life[at], able):
@@ -201,7 +201,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def call(self, data: st.DataObject) -> None:
-        """Any call that is legal now, with any arguments; one time in a few one that is not."""
+        """Make any call that is legal now, with any arguments; one time in a few one that is not."""
         model = self._life.model
         weighted = [name for name in model.legal for _ in range(_weight(name, model))]
         # Refused calls lead nowhere: one after the other would be a life of its own, and a dull one.
@@ -217,7 +217,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self._make(name, data, *self._arguments(name, data))
 
     def teardown(self) -> None:
-        """Shuts down what still runs, and judges; then this life is one more that was lived."""
+        """Shut down what still runs, and judge; then this life is one more that was lived."""
         cls = type(self)
         try:
             if not self._failed:

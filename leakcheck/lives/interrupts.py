@@ -36,7 +36,7 @@ class Interrupts:
             self._before = None
 
     def raise_if_heard(self) -> None:
-        """Raises again what nobody may have seen.
+        """Raise again what nobody may have seen.
 
         Raises:
             KeyboardInterrupt: there was one since this was entered.

@@ -54,7 +54,7 @@ class LifeProcesses:
         self._tree.stop()
 
     def begin_life(self) -> None:
-        """Another life begins."""
+        """Begin another life."""
         self._life += 1
 
     def begin_call(self, name: str) -> None:

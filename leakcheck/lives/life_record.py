@@ -129,7 +129,7 @@ class LifeRecord:
             self._unjudged[finding.fingerprint] = late
 
     def note_levels(self, judgement: Judgement) -> None:
-        """Which findings are of the same level, and what could not be judged."""
+        """Note which findings are of the same level, and what could not be judged."""
         for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
             if metric.items is None:
                 level = (metric.resource, metric.device, metric.unit, metric.what)
@@ -226,7 +226,7 @@ class LifeRecord:
         return [LedgerBase(device, self._context.get(device, 0), late.get(device, 0)) for device in devices]
 
     def _stage(self, lived: Lived, *, follows: bool) -> Stage:
-        """One stage as a report has it; one that follows another leaves out the ledgers that it begins with."""
+        """Return one stage as a report has it; one that follows another leaves out the ledgers that it begins with."""
         bases = self._bases(lived.cycle)
         return Stage(
             name=lived.name,

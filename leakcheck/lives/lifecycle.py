@@ -322,7 +322,7 @@ class LifecycleRun:
             self._own_growth.after("infer")
 
     def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
-        """One stage: its tokens, and the seconds that it took; a wake that finds no memory is made again."""
+        """Perform a stage; return its tokens and its seconds. A wake that finds no memory is made again."""
         started = time.perf_counter()
         try:
             tokens = perform(life, name)
@@ -402,7 +402,7 @@ class LifecycleRun:
         rungs: Sequence[Rung],
         climbed: Sequence[LadderStep[Snapshot]],
     ) -> list[LadderStep[Snapshot]]:
-        """Up the ladder, with readings of the whole process, and a driver's patience where there is a card."""
+        """Climb the ladder, with readings of the whole process, and a driver's patience where there is a card."""
 
         def waiting(now: Snapshot) -> list[int | None]:
             return [item.above for item in missing(now) if item.metric.settles]
@@ -436,7 +436,7 @@ class LifecycleRun:
         self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
-        """Until the driver counts as much less as the arenas have dropped since `before`, or does not move any more."""
+        """Wait until the driver counts as much less as the arenas dropped since `before`, or does not move any more."""
         held = before.driver_bytes(self._device) if self._indices else None
         if held is None:
             return
@@ -482,7 +482,7 @@ class OwnGrowth:
         self._found: list[Finding] = []
 
     def begin_life(self) -> None:
-        """Another life begins; what is known of the one before it is forgotten, since each shows the same."""
+        """Begin another life, and forget what is known of the one before it: each shows the same."""
         self._inferences.again, self._found = [], []
 
     def after(self, stage: str) -> None:

@@ -109,7 +109,7 @@ class Event:
 
 
 def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
-    """One stage of the script; the tokens of an infer, nothing for the others."""
+    """Perform one stage of the script; return the tokens of an infer, nothing for the others."""
     if name == "infer":
         return life.infer()
     level = re.fullmatch(r"sleep\((\d+)\)", name)
@@ -297,32 +297,32 @@ class LifeModel:
         return self.phase
 
     def created(self) -> None:
-        """`create` succeeded."""
+        """Note that `create` succeeded."""
         self.phase = "running"
         self.awake = set(self.capabilities.wake_tags)
 
     def started(self, ids: Sequence[str], prompt_lengths: Sequence[int], max_tokens: int) -> None:
-        """`start` succeeded."""
+        """Note that `start` succeeded."""
         self.unfinished |= {each: (length, max_tokens) for each, length in zip(ids, prompt_lengths, strict=True)}
 
     def ended(self, ids: Iterable[str]) -> Mapping[str, tuple[int, int]]:
-        """Requests ended; (prompt length, max_tokens) of those that were unfinished."""
+        """End requests; return (prompt length, max_tokens) of those that were unfinished."""
         return {each: self.unfinished.pop(each) for each in ids if each in self.unfinished}
 
     def slept(self, level: int) -> None:
-        """`sleep` succeeded."""
+        """Note that `sleep` succeeded."""
         self.phase, self.level = "asleep", level
         self.awake.clear()
         self.unfinished.clear()
 
     def woke(self, tags: Sequence[str] | None) -> None:
-        """`wake` succeeded."""
+        """Note that `wake` succeeded."""
         self.awake |= set(self.capabilities.wake_tags if tags is None else tags)
         if self.awake >= set(self.capabilities.wake_tags):
             self.phase = "running"
 
     def shut_down(self) -> None:
-        """`shutdown` succeeded, or raised: the engine is closed either way."""
+        """Note that `shutdown` succeeded, or raised: the engine is closed either way."""
         if self.phase != "new":
             self.phase = "closed"
         self.awake.clear()

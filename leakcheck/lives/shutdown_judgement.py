@@ -225,7 +225,7 @@ class ShutdownJudgement:
         metrics: Sequence[Metric[Snapshot]],
         baselines: Sequence[Snapshot],
     ) -> list[Finding]:
-        """Climbs on after the last life, single holders before whole caches; adds to `steps` and `actions`."""
+        """Climb on after the last life, single holders before whole caches; add to `steps` and `actions`."""
         self._leftovers.read(Rung.RAW)
         if self._missing(metrics, baselines, steps[-1].reading) and self._leftovers.thaw():
             steps.append(LadderStep(Rung.UNFREEZE, self._read(), 0.0))
@@ -468,8 +468,10 @@ class LifeMetrics:
         return list(map(self._without_imports, shutdown_metrics(self.device)))
 
     def _without_imports(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
-        """Without what modules made for themselves when a life imported them: tensors that Python holds, what has a
-        name, and by how much the levels of the process rose."""
+        """Return a metric without what modules made for themselves when a life imported them.
+
+        That is tensors that Python holds, what has a name, and by how much the levels of the process rose.
+        """
         if metric.items is not None:
             items = metric.items
 

@@ -153,7 +153,7 @@ def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
 
 
 def _to_the_end(life: CheckedLife) -> None:
-    """Everything that the engine has to do still works; what it says is compared."""
+    """Check that everything that the engine has to do still works, and what it says."""
     able, model = life.target.capabilities, life.model
     if model.phase == "asleep":
         life.wake()
@@ -327,7 +327,7 @@ class _Workers:
         self._all: list[_Worker] = []
 
     def free(self) -> _Worker | None:
-        """One that does nothing, or a new one if there may be more."""
+        """Return one that does nothing, or a new one if there may be more."""
         found = next((worker for worker in self._all if worker.question is None), None)
         if found is None and len(self._all) < self._jobs:
             found = _Worker(self._source, self._config, self._jobs)
@@ -335,7 +335,7 @@ class _Workers:
         return found
 
     def answers(self, device: str) -> list[tuple[_Question, SweptLife]]:
-        """Waits a moment for one that has something to say, or has ended; what was asked, and what came of it."""
+        """Wait a moment for those that answer or have ended; return what was asked, and what came of it."""
         found = []
         ready = wait([worker.connection for worker in self._all], _LOOK_S)
         for worker in [each for each in self._all if each.connection in ready or each.has_ended or each.hangs]:
@@ -425,7 +425,7 @@ class _Worker:
         return said
 
     def wait(self) -> None:
-        """Sees it end; not for ever."""
+        """Wait until it ends; not for ever."""
         try:
             self._process.wait(PATIENCE_S)
         except BaseException as error:

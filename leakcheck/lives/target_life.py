@@ -124,7 +124,7 @@ class TargetLife:
         return tensors
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Address and bytes of what captured graphs read, by name, if the target reports it."""
+        """Return address and bytes of what captured graphs read, by name, if the target reports it."""
         buffers: Mapping[str, tuple[int, int]] = asked(self._target, "graph_buffers") or {}
         return buffers
 
@@ -136,6 +136,6 @@ class TargetLife:
         return holders(usage) if usage else {"a holder that the engine does not name": 0}
 
     def step(self) -> None:
-        """One step, where the target has steps."""
+        """Make one step, where the target has steps."""
         if self._able.unfinished:
             self._target.step()

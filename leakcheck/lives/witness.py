@@ -336,7 +336,7 @@ class CardUse:
 
 
 def card_use(driver: Driver, index: int) -> CardUse:
-    """What a card has in use now.
+    """Return what a card has in use now.
 
     Args:
         driver: is asked.
@@ -352,7 +352,7 @@ def card_use(driver: Driver, index: int) -> CardUse:
 
 
 def grown_by_nobody_else(before: CardUse, now: CardUse, own: Collection[int], *, distinguished: bool) -> int:
-    """Bytes by which a card has more in use, less what processes of others have taken and given back since.
+    """Return the bytes by which a card has more in use, less what processes of others have taken and given back since.
 
     Args:
         before: the card then.

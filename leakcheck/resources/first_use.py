@@ -50,7 +50,7 @@ _SEMAPHORE = "sem."
 
 
 def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
-    """Those of some files in /dev/shm that native code of this process maps, and nothing in Python.
+    """Return those of some files in /dev/shm that native code of this process maps, and nothing in Python.
 
     Args:
         names: of the files.
@@ -149,13 +149,13 @@ class Sorted:
     listed: tuple[NotMeasured, ...] = ()
 
     def addition(self, key: str, names: Collection[str]) -> str:
-        """What to add to a finding about some items, where others that came earlier are among them."""
+        """Return what to add to a finding about some items, where others that came earlier are among them."""
         if key not in self.since or not any(name in self.earlier[key] for name in names):
             return ""
         return f"; the first came with {self.since[key] or 'an earlier test'}, and were listed as once so far"
 
     def applied(self, key: str, items: Mapping[str, int], now: Mapping[str, int]) -> Mapping[str, int]:
-        """A resource's new items without what is excused, and with what was excused before they became more.
+        """Return a resource's new items without what is excused, and with what was excused before they became more.
 
         Args:
             key: the resource.
@@ -257,7 +257,7 @@ class _Owners:
         self._program: _State | None = None
 
     def of(self, key: str, name: str) -> tuple[str, int]:
-        """Whose an item is, and how many of them there may be if that is known; empty if it is the program's."""
+        """Return whose an item is, and how many of them there may be if that is known; empty if it is the program's."""
         file = _shared_file(key, name)
         if key == "shared-memory" and file.startswith(_SEMAPHORE):
             return self._of_semaphore(name)
@@ -285,7 +285,7 @@ class _Owners:
         return self.of("threads", maker.thread) if maker.thread and not maker.place else ("", 0)
 
     def _of_semaphore(self, name: str) -> tuple[str, int]:
-        """Whose a named semaphore is: the library's that made it of a class of its own, and has it."""
+        """Return whose a named semaphore is: the library's that made it of a class of its own, and has it."""
         if self._of_program().has("shared-memory", name):
             return "", 0
         for package in dict.fromkeys(module_of_class(kind).partition(".")[0] for kind in semaphores()):
@@ -295,7 +295,7 @@ class _Owners:
         return "", 0
 
     def _of_native(self, key: str) -> tuple[str, int]:
-        """Whose it is what native code has made: descriptors go with the objects of C++ that own them."""
+        """Return whose it is what native code has made: descriptors go with the objects of C++ that own them."""
         if key != "file-descriptors" or not self._natively:
             return NATIVE, 0
         names = [name for name, is_excused in self._natively if is_excused]
@@ -311,7 +311,7 @@ class _Owners:
         return self._makers.of_descriptor(int(number)) if _NAMELESS.match(target) else Maker(())
 
     def _is_native(self, key: str, name: str) -> bool:
-        """Whether no Python code made it: none was seen to, and none can have unseen."""
+        """Return whether no Python code made it: none was seen to, and none can have unseen."""
         if key == "processes":
             # What Python code starts by other means than those that are noted is Python again, or the program's own.
             return is_library(_executable(name)) and not _is_python(_executable(name))
@@ -352,12 +352,12 @@ class _State:
         self._pools = [pool for pool in pools if type(attribute(pool, "_max_workers")) is int]
 
     def pool_of_process(self, key: str, name: str) -> Any:
-        """The executor whose worker a child process is; None where it is none's."""
+        """Return the executor whose worker a child process is; None where it is none's."""
         pools = (pool for pool in self._pools if key == "processes" and name in _workers_of(pool))
         return next(pools, None)
 
     def is_of_workers(self, key: str, name: str) -> bool:
-        """Whether it is what an executor's worker processes have been given: their pipes, locks and queues."""
+        """Return whether it is what an executor's worker processes have been given: their pipes, locks and queues."""
         return (
             key != "processes" and (key, name.partition(" ")[0] if key == "file-descriptors" else name) in self._given
         )
@@ -375,16 +375,16 @@ class _State:
         return (key, name.partition(" ")[0] if key == "file-descriptors" else name) in self._owned
 
     def has_number_of(self, key: str, name: str) -> bool:
-        """Whether the bare number of a descriptor or a child process is held there."""
+        """Return whether the bare number of a descriptor or a child process is held there."""
         return key != "threads" and int(name.partition(" ")[0]) in self._integers
 
     def calls(self, functions: Iterable[Callable[..., Any]]) -> bool:
-        """Whether one of these functions is among the globals."""
+        """Return whether one of these functions is among the globals."""
         return any(id(function) in self._called for function in functions)
 
 
 def _workers_of(pool: Any) -> dict[str, Any]:
-    """The worker processes that an executor has, by their numbers."""
+    """Return the worker processes that an executor has, by their numbers."""
     workers: Any = attribute(pool, "_processes")
     return {str(pid): worker for pid, worker in list(workers.items())} if type(workers) is dict else {}
 
@@ -399,7 +399,7 @@ def _values(module: ModuleType) -> list[object]:
 
 
 def _is_constant(name: object, value: object) -> bool:
-    """Whether it is a number, or a tuple of some, that does not change, as its name says, or that is Python's own.
+    """Return whether it is a number, or some, that does not change, as its name says, or that is Python's own.
 
     Python 3.13 keeps in each class the line where it begins.
     """
@@ -410,7 +410,7 @@ def _is_constant(name: object, value: object) -> bool:
 
 
 def _in_variables(objects: Sequence[object], census: Census) -> list[object]:
-    """What some objects refer to, without what the members of enumerations, such as the signals, do."""
+    """Return what some objects refer to, without what the members of enumerations, such as the signals, do."""
     members = census.instances_of(enum.Enum)
     constant = {id(item) for item in [*members, *gc.get_referents(*members)]}
     return gc.get_referents(*(item for item in objects if id(item) not in constant))
@@ -427,7 +427,7 @@ def _state_of(package: str) -> list[ModuleType]:
 
 
 def _shared_file(key: str, name: str) -> str:
-    """The name of a file in /dev/shm, of the file itself or of a descriptor on it; empty for anything else."""
+    """Return the name of a file in /dev/shm, of the file itself or of a descriptor on it; empty for anything else."""
     if key == "shared-memory":
         return name
     target = name.partition(" -> ")[2] if key == "file-descriptors" else ""
@@ -435,7 +435,7 @@ def _shared_file(key: str, name: str) -> str:
 
 
 def _stem(file: str) -> str:
-    """What all files of a library are called, without their numbers: two libraries' files are two first uses."""
+    """Return what all files of a library are called, without their numbers: two libraries' files are two first uses."""
     return re.split(r"[^a-zA-Z]*\d", file, maxsplit=1)[0]
 
 
@@ -451,7 +451,7 @@ def _is_python(file: str) -> bool:
 
 
 def _pool_of(name: str) -> ThreadPoolExecutor | None:
-    """The executor that a thread works for, which starts no more of them than it may."""
+    """Return the executor that a thread works for, which starts no more of them than it may."""
     for thread in threading.enumerate():
         if thread_key(thread) == name:
             arguments: Any = attribute(thread, "_args")
@@ -488,7 +488,7 @@ class FirstUse:
         self._resident: dict[str, int] = {}
 
     def adopt(self) -> None:
-        """What is in memory now has been used."""
+        """Take what is in memory now for used."""
         self._resident = _read()
 
     @property
@@ -502,7 +502,7 @@ class FirstUse:
         return any(re.match(r"lib(cu|roc|hip)blas", name) for name in self.libraries())
 
     def libraries(self) -> list[str]:
-        """Those of which much more is in memory than at the last `adopt`, sorted."""
+        """Return those of which much more is in memory than at the last `adopt`, sorted."""
         return sorted(name for name, size in _read().items() if size - self._resident.get(name, 0) >= _FIRST_USE_BYTES)
 
 
@@ -522,7 +522,7 @@ def excused_by_libraries(
     descriptors: Callable[[Finding], Collection[str]] = lambda finding: (),
     prepared_by: Collection[str] = (),
 ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
-    """Tells apart what a library that was first used in a test may have taken for good.
+    """Tell apart what a library that was first used in a test may have taken for good.
 
     Args:
         findings: the test's.
@@ -592,7 +592,7 @@ def _used_first(libraries: Sequence[str], what: str) -> str:
 
 
 def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
-    """The finding as that of libraries, if the shipped list knows each of them; else None."""
+    """Return the finding as that of libraries, if the shipped list knows each of them; else None."""
     if not holders or finding.resource != "driver":
         return None
     findings = [
@@ -606,10 +606,10 @@ def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
 
 
 def driver_is_open(counters: Counters) -> bool:
-    """Whether the process has a descriptor of a card's driver."""
+    """Return whether the process has a descriptor of a card's driver."""
     return any(" -> /dev/nvidia" in name or "/dev/kfd" in name for name in counters.items["file-descriptors"])
 
 
 def may_be_a_drivers(name: str) -> bool:
-    """Whether a descriptor, as the counters name it, is of a kind that drivers and libraries open for themselves."""
+    """Return whether a descriptor, as the counters name it, is of a kind that drivers and libraries open."""
     return name.partition(" -> ")[2].partition(":")[0] in ("socket", "pipe", "anon_inode")

@@ -196,14 +196,14 @@ def empty_library_caches() -> Emptied:
 
 
 def changes_on(card: int) -> list[Change]:
-    """What gives memory on a card back that a library keeps, to be tried when no test follows."""
+    """Return what gives memory on a card back that a library keeps, to be tried when no test follows."""
     torch = initialized_torch()
     caches = [] if torch is None else [cache for cache, _ in _holding(torch, card) if cache.give_back is not _keep]
     return [Change(cache.call, "", functools.partial(cache.give_back, card)) for cache in caches]
 
 
 def _holding(torch: Any, card: int) -> Iterator[tuple[LibraryCache, str]]:
-    """The libraries that keep something on a card, with what."""
+    """Return the libraries that keep something on a card, with what."""
     for cache in LIBRARY_CACHES:
         amount = more = ""
         # Another version, or half an import.

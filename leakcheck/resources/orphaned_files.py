@@ -163,7 +163,7 @@ class OrphanedFiles:
         self._originals, self._names = {}, None
 
     def mark(self) -> None:
-        """What is there now was left before."""
+        """Take what is there now for left before."""
         self._ended_before.update(self._ended_since())
         if self._names is not None:
             self._names.mark()
@@ -201,7 +201,7 @@ class OrphanedFiles:
             self._neighbours.look()
 
     def temporary_files(self) -> dict[str, int]:
-        """What was left among the temporary files, if it is new.
+        """Return what was left among the temporary files, if it is new.
 
         Files of sockets that this process has bound, and what ended processes had open, listened on or numbered.
         """
@@ -219,7 +219,7 @@ class OrphanedFiles:
         return {path: 1 for path in sorted(left | sockets) if _facts_of(path) is not None}
 
     def _sockets_left_here(self) -> set[str]:
-        """The temporary files of sockets that this process has bound, and that nobody has any more."""
+        """Return the temporary files of sockets that this process has bound, and that nobody has any more."""
         closed = self._makers.closed_sockets()
         if not closed:
             return set()
@@ -239,7 +239,7 @@ class OrphanedFiles:
         return {path for path, (maker, is_left) in known.items() if is_left and maker is closed[path]}
 
     def _is_temporary(self, path: str) -> bool:
-        """Whether a path lies among the temporary files, and in no folder that somebody will remove as a whole.
+        """Return whether a path lies among the temporary files, and in no folder that somebody will remove as a whole.
 
         That is pytest's, what a finalizer removes (of `tempfile.TemporaryDirectory`, of `multiprocessing`), and what
         this process has made before the test, which goes when its maker is done.
@@ -255,7 +255,7 @@ class OrphanedFiles:
         return not is_older and not any(path.startswith(f"{each}/") for each in removed)
 
     def shared_memory(self, names: Collection[str]) -> set[str]:
-        """Those of some names in /dev/shm that are new, and that ended processes left, or orphans hold.
+        """Return those of some names in /dev/shm that are new, and that ended processes left, or orphans hold.
 
         What a process was seen to have, or had open when it was killed, is known by name, and so is what has an ended
         one's number.  What was made while such a one lived and nobody has open is taken for its own, too: nobody else
@@ -282,11 +282,11 @@ class OrphanedFiles:
         return set(map(str, self._lifetimes))
 
     def _is_alone(self) -> bool:
-        """Whether nobody else, since `mark`, may have made what nobody has open."""
+        """Return whether nobody else, since `mark`, may have made what nobody has open."""
         return self._alone and not self._neighbours.look()
 
     def _note_ended(self) -> None:
-        """Those that have ended since `mark` without having been killed from here."""
+        """Note those that have ended since `mark` without having been killed from here."""
         now = time.time()
         for pid in self._ended_since() - self._lifetimes.keys():
             self._lifetimes[pid] = (self._began()[pid], now)
@@ -295,7 +295,7 @@ class OrphanedFiles:
         return {pid for pid in self._began() if pid not in self._ended_before and _has_ended(pid)}
 
     def _abandoned_sockets(self, names: Collection[str]) -> set[str]:
-        """The paths of sockets of which ended processes may be the makers, among some temporary files and in them."""
+        """Return the paths of sockets that ended processes may have made, among some temporary files and in them."""
         folder = temporary_folder()
         paths = {f"{folder}/{name}" for name in names if not name.startswith(_BASE_OF_PYTEST)}
         inside = {os.path.join(place, file) for path in paths for place, _, files in os.walk(path) for file in files}
@@ -383,7 +383,7 @@ class _MadeUpNames:
         return itertools.islice(self.made, self._marked)
 
     def mark(self) -> None:
-        """What was made until now was made before."""
+        """Take what was made until now for made before."""
         self._marked = len(self.made)
 
     def __iter__(self) -> Iterator[str]:
@@ -409,7 +409,7 @@ def _facts_of(path: str) -> os.stat_result | None:
 
 
 def _folders_of_finalizers() -> Iterator[str]:
-    """The paths with which finalizers will be called, if nothing else calls them before this process ends."""
+    """Return the paths with which finalizers will be called, if nothing else calls them before this process ends."""
     finalizers = [info.args for info in list(vars(weakref.finalize)["_registry"].values())]
     of_multiprocessing: Any = loaded("multiprocessing.util")
     finalizers += [each._args for each in list(getattr(of_multiprocessing, "_finalizer_registry", {}).values())]
@@ -417,7 +417,7 @@ def _folders_of_finalizers() -> Iterator[str]:
 
 
 def _living_sockets() -> set[str | int]:
-    """The paths to which Unix sockets of living processes are bound, and these sockets' inodes."""
+    """Return the paths to which Unix sockets of living processes are bound, and these sockets' inodes."""
     found: set[str | int] = set()
     with contextlib.suppress(OSError):
         for line in lines_of("/proc/net/unix")[1:]:
@@ -429,19 +429,19 @@ def _living_sockets() -> set[str | int]:
 
 
 def _unused(names: set[str]) -> set[str]:
-    """Those of some names in /dev/shm that no living process has open, and that have the number of none."""
+    """Return those of some names in /dev/shm that no living process has open, and that have the number of none."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     living = set(map(str, pids))
     return {name for name in names if not living & _numbers_in(name)} - mapped_shared_memory(pids)
 
 
 def _numbers_in(name: str) -> set[str]:
-    """The numbers in a name that may be a process's; the digits of a UUID are none."""
+    """Return the numbers in a name that may be a process's; the digits of a UUID are none."""
     return set(re.findall(r"\d+", _UUID.sub("", name)))
 
 
 def _descriptors(pid: int) -> list[tuple[int, str]]:
-    """Number and target of what a process has open; nothing of another user's."""
+    """Return number and target of what a process has open; nothing of another user's."""
     found = []
     with contextlib.suppress(OSError):
         for number in os.listdir(f"/proc/{pid}/fd"):
@@ -451,12 +451,12 @@ def _descriptors(pid: int) -> list[tuple[int, str]]:
 
 
 def _opened(pid: int, folder: str) -> set[str]:
-    """The paths in a folder that a process has open, besides its standard streams."""
+    """Return the paths in a folder that a process has open, besides its standard streams."""
     return {path for number, path in _descriptors(pid) if number > 2 and path.startswith(folder)}
 
 
 def _listening(pid: int, folder: str) -> set[str]:
-    """The paths in a folder to which a process's Unix sockets are bound."""
+    """Return the paths in a folder to which a process's Unix sockets are bound."""
     inodes = {target[len("socket:[") : -1] for _, target in _descriptors(pid) if target.startswith("socket:[")}
     found = set()
     with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ class Bound:
     cause: Cause = "unknown"
 
     def allowed(self, *, card: bool) -> int:
-        """The tolerance in a process that uses a card, or none."""
+        """Return the tolerance in a process that uses a card, or none."""
         return self.tolerance if self.with_card is None or not card else self.with_card
 
 
@@ -87,5 +87,5 @@ class Rule:
     verdict: Verdict | None = None
 
     def key_on(self, device: str) -> str:
-        """The key of its reading on a device; of the process for ""."""
+        """Return the key of its reading on a device; of the process for ""."""
         return f"{self.key} {device}".strip()

@@ -125,7 +125,7 @@ _OTHERWISE = "keep what was there before, and put it back when the test ends (mo
 
 
 def undoing(changes: Iterable[SettingChange]) -> list[str]:
-    """The lines of code that put settings back; none if one of the settings can be put back by nobody.
+    """Return the lines of code that put settings back; none if one of the settings can be put back by nobody.
 
     Where there is no expression for what a replaced function was, words stand for what `put_back` does.
     """
@@ -138,7 +138,7 @@ def undoing(changes: Iterable[SettingChange]) -> list[str]:
 
 
 def _enabling(changes: Sequence[SettingChange]) -> str | None:
-    """The line that enables loggers again that were disabled together, but for those that had been before."""
+    """Return the line that enables loggers again that were disabled together, but for those that had been before."""
     if not changes:
         return None
     known = logging.root.manager.loggerDict
@@ -167,7 +167,7 @@ def put_back(changes: Iterable[SettingChange]) -> None:
 
 
 def is_code(changes: Iterable[SettingChange]) -> bool:
-    """Whether all that `undoing` says can be written."""
+    """Return whether all that `undoing` says can be written."""
     return all(undo(change) is not None for change in _each_once(changes))
 
 
@@ -177,7 +177,7 @@ def _without_code(change: SettingChange) -> str | None:
 
 
 def advice(changes: Sequence[SettingChange]) -> str:
-    """What to do about settings: the code that puts them back, and words where there is none."""
+    """Return what to do about settings: the code that puts them back, and words where there is none."""
     found = _each_once(changes)
     many = disabled_loggers(found)
     lines = ["give logging.config disable_existing_loggers=False", _enabling(many) or ""] if many else []
@@ -190,7 +190,7 @@ def advice(changes: Sequence[SettingChange]) -> str:
 
 
 def _each_once(changes: Iterable[SettingChange]) -> list[SettingChange]:
-    """Without the second name of a setting that has two."""
+    """Leave out the second name of a setting that has two."""
     found = {change.name: change for change in changes}
     if "torch.get_float32_matmul_precision()" in found:
         found.pop("torch.backends.cuda.matmul.allow_tf32", None)
@@ -198,7 +198,7 @@ def _each_once(changes: Iterable[SettingChange]) -> list[SettingChange]:
 
 
 def undo(change: SettingChange) -> str | None:
-    """The code that puts one setting back; None where it takes an object that has no expression, or a secret."""
+    """Return the code that puts one setting back; None where it takes an object that has no expression, or a secret."""
     line = _entry(change) if is_entry(change.name) else _value(change.name, change.before)
     return line if line is not None and len(line) <= _LONGEST_LINE else None
 
@@ -252,7 +252,7 @@ def _replaced(change: SettingChange) -> str | None:
 
 
 def _elsewhere(first: Any, setting: str) -> str | None:
-    """An expression for what an attribute was, that what replaced it holds, or a module under another name."""
+    """Return an expression for what an attribute was, that what replaced it holds, or a module under another name."""
     if first is MISSING:
         return None
     holder, _, name = setting.rpartition(".")
@@ -273,7 +273,7 @@ def _elsewhere(first: Any, setting: str) -> str | None:
 
 
 def _evaluated(path: str) -> Any:
-    """The module or class of this name."""
+    """Return the module or class of this name."""
     module = path
     while module not in sys.modules:
         module = module.rpartition(".")[0]
@@ -284,7 +284,7 @@ def _evaluated(path: str) -> Any:
 
 
 def _removing_from(place: str, identity: str) -> str | None:
-    """The deletion of an entry of a list of the interpreter's, by its place."""
+    """Return the deletion of an entry of a list of the interpreter's, by its place."""
     module, _, attribute = place.partition(".")
     found: Any = vars(sys.modules[module])[attribute]
     places = [turn for turn, item in enumerate(found) if hex(id(item)) == identity] if type(found) is list else []
@@ -337,7 +337,7 @@ def _value(name: str, before: str) -> str | None:
 
 
 def _expression(text: str) -> str | None:
-    """An expression for an object, by its text: a constant, or the name under which its module has it still."""
+    """Return an expression for an object, by its text: a constant, or the name under which its module has it still."""
     path, _, identity = text.rpartition(" at ")
     if not path:
         return text if text == "None" or text.startswith("signal.") else None

@@ -101,7 +101,7 @@ class SettingChange:
         return is_object and _IDENTITY.sub("", self.before) == _IDENTITY.sub("", self.now)
 
     def is_undone_by(self, text: str) -> bool:
-        """Whether a setting with this text is as it was: before this change, or before all."""
+        """Return whether a setting with this text is as it was: before this change, or before all."""
         return text == self.before or (self.is_replaced and text == ABSENT)
 
     def followed_in(self, settings: Mapping[str, str]) -> SettingChange:
@@ -113,7 +113,7 @@ class SettingChange:
 def changes_between(
     before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str] | None = None
 ) -> list[SettingChange]:
-    """What changed, sorted by name, but for what changes with something else.
+    """Return what changed, sorted by name, but for what changes with something else.
 
     Nor does it count that an installed library's own function was set somewhere, as at the library's first use, or that
     a tool that runs tests took its own away, as a time limit does when a test fails.
@@ -142,13 +142,13 @@ def changes_between(
 
 
 def _of_kind(name: str, settings: Mapping[str, str]) -> list[str]:
-    """The names of the objects of the kind of one, where there may be several."""
+    """Return the names of the objects of the kind of one, where there may be several."""
     kind, _, identity = name.rpartition(" at ")
     return [other for other in settings if other.startswith(f"{kind} at 0x")] if _IDENTITY.fullmatch(identity) else []
 
 
 def describe_change(change: SettingChange) -> str:
-    """`torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
+    """Say `torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
     if change.is_replaced:
         return _replacement(change)
     was, now = _both_shown(change)
@@ -213,7 +213,7 @@ def disabled_loggers(changes: Sequence[SettingChange]) -> list[SettingChange]:
 
 
 def _replacement(change: SettingChange) -> str:
-    """`torch.empty was replaced by test.zeros`; of a plain value what it was and is."""
+    """Say `torch.empty was replaced by test.zeros`; of a plain value what it was and is."""
     first = change.first
     (was, _), (now, _) = split(change.before), split(change.now)
     if now == NOTHING:
@@ -231,7 +231,7 @@ def _shortened(text: str) -> str:
 
 
 def is_secret(name: str, text: str) -> bool:
-    """Whether a setting is an environment variable whose value may be a secret, by its name or its look."""
+    """Return whether a setting is an environment variable whose value may be a secret, by its name or its look."""
     variable = _VARIABLE.fullmatch(name)
     if variable is None:
         return False
@@ -240,7 +240,7 @@ def is_secret(name: str, text: str) -> bool:
 
 
 def _both_shown(change: SettingChange) -> tuple[str, str]:
-    """What it was and what it is; of two long texts what is around the place where they begin to differ."""
+    """Return what it was and what it is; of two long texts what is around the place where they begin to differ."""
     was, now = (_text(change, text) for text in (change.before, change.now))
     pairs = enumerate(zip(was, now, strict=False))
     alike = next((place for place, (old, new) in pairs if old != new), min(len(was), len(now)))
@@ -264,7 +264,7 @@ class SettingHistory:
         self._left: dict[str, str] = {}
 
     def note(self, name: str, before: str, now: str) -> None:
-        """A test, or a fixture, is over and left a setting changed."""
+        """Note that a test, or a fixture, is over and left a setting changed."""
         self._left[name] = now
         earlier = self._earlier.setdefault(name, [])
         if now in earlier:
@@ -273,17 +273,17 @@ class SettingHistory:
             earlier.append(before)
 
     def begin(self, settings: Mapping[str, str]) -> None:
-        """A test begins with these: what was put back by whomever is as it was, and may be left changed again."""
+        """Begin a test: what was put back by whomever is as it was, and may be left changed again."""
         for name, earlier in self._earlier.items():
             if settings.get(name) in earlier:
                 del earlier[earlier.index(settings[name]) :]
 
     def is_earlier(self, name: str, value: str) -> bool:
-        """Whether a setting had this value before somebody changed it and left it so."""
+        """Return whether a setting had this value before somebody changed it and left it so."""
         return value in self._earlier.get(name, ())
 
     def news(self, changes: Sequence[SettingChange]) -> list[SettingChange]:
-        """Those of some changes that neither put back what somebody had left, nor put another of its kind in its place.
+        """Return the changes that neither put back what somebody had left, nor put its like in its place.
 
         As a test that configures `logging` as the one before did: each has a handler of its own then, and there is one.
         """
@@ -347,7 +347,7 @@ class EnvironmentSetters:
         self._replaced.clear()
 
     def is_librarys(self, setting: str) -> bool:
-        """Whether code of an installed library set or deleted a variable last, by itself.
+        """Return whether code of an installed library set or deleted a variable last, by itself.
 
         Args:
             setting: as `os.environ['NAME']`.
@@ -355,7 +355,7 @@ class EnvironmentSetters:
         return _variable(setting) in self._by_libraries
 
     def place_of(self, setting: str) -> str:
-        """Where a variable was set or deleted last: `set in function, file.py:12`; empty where that is not known."""
+        """Return where a variable was set or deleted last: `set in function, file.py:12`; empty where unknown."""
         place = self._places.get(_variable(setting))
         return "" if place is None else f"{place[3]} in {place[2]}, {os.path.basename(place[0])}:{place[1]}"
 

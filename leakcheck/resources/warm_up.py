@@ -65,7 +65,7 @@ class BlasHandles:
         self._sizes.setdefault(index, tuple(sorted((size for _, size in _new(index, before, after)), reverse=True)))
 
     def tried(self, index: int, items: Mapping[str, int]) -> Trial:
-        """Which of some new allocations are idle handles.
+        """Return which of some new allocations are idle handles.
 
         So many threads at once use the library as there would be idle handles; only what they do not have to take anew
         was there. What they take anew stays, as idle handles.
@@ -99,14 +99,14 @@ class BlasHandles:
 
 
 def _new(index: int, before: Sequence[Range], after: Sequence[Range]) -> list[Range]:
-    """Each allocation that was not there before and is not torch's."""
+    """Return each allocation that was not there before and is not torch's."""
     known = set(before)
     segments = [(address, size) for _, address, size, _ in read_segments(index) or ()]
     return [entry for entry in after if entry not in known and not common([entry], segments)]
 
 
 def _use_at_once(index: int, count: int) -> bool:
-    """Whether so many threads, each with a handle, came to the end of a small matrix product."""
+    """Return whether so many threads, each with a handle, came to the end of a small matrix product."""
     meeting = threading.Barrier(count)
     done: list[bool] = []
 
@@ -127,7 +127,7 @@ def _use_at_once(index: int, count: int) -> bool:
 
 
 def multiply(index: int) -> None:
-    """A small matrix product on a card: the first in a thread takes a handle."""
+    """Multiply small matrices on a card: the first time in a thread takes a handle."""
     torch: Any = loaded("torch")
     with torch.no_grad():
         ones = torch.ones(64, 64, device=f"cuda:{index}")
@@ -182,7 +182,7 @@ class WarmUp:
         self._around(self._use_once)
 
     def not_measured(self) -> tuple[NotMeasured, ...]:
-        """What a warm-up that failed leaves unknown; said once."""
+        """Return what a warm-up that failed leaves unknown; said once."""
         why, self._problem = self._problem, ""
         return (NotMeasured(what="what a card's first use takes", why=why),) if why else ()
 
@@ -216,7 +216,7 @@ class WarmUp:
 
 
 def _capture_once(torch: Any, ones: Any) -> None:
-    """A graph of one kernel, captured and run; as `torch.cuda.graph` does it, without its collections."""
+    """Capture and run a graph of one kernel, as `torch.cuda.graph` does it, without its collections."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -242,7 +242,7 @@ class CardsWithoutTorch:
         self._any_open = False
 
     def cards(self, now: Counters) -> list[int]:
-        """The numbers of these cards; next to free where no driver is open.
+        """Return the numbers of these cards; next to free where no driver is open.
 
         Args:
             now: the counters, by which it is known whether there is anything to ask.
@@ -256,7 +256,7 @@ class CardsWithoutTorch:
         return cards_with_contexts() if self._any_open else []
 
     def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
-        """What is not judged for it; a test of which that is said is not clean."""
+        """Return what is not judged for it; a test of which that is said is not clean."""
         cards = [f"cuda:{index}" for index in self.cards(now)]
         if not cards:
             return ()

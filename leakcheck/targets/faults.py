@@ -37,7 +37,7 @@ _LENGTH = 8
 
 
 def cut_short(shard: Path, copy: Path) -> None:
-    """Writes the first half of `shard` to `copy`, as a download that broke off leaves it."""
+    """Write the first half of `shard` to `copy`, as a download that broke off leaves it."""
     left = shard.stat().st_size // 2
     with shard.open("rb") as source, copy.open("wb") as target:
         while left and (part := source.read(min(left, 16 << 20))):
@@ -46,7 +46,7 @@ def cut_short(shard: Path, copy: Path) -> None:
 
 
 def misshape(shard: Path, copy: Path) -> None:
-    """Writes `shard`, a safetensors file, to `copy` with its last tensor of one dimension more: a valid file."""
+    """Write `shard`, a safetensors file, to `copy` with its last tensor of one dimension more: a valid file."""
     whole = shard.read_bytes()
     stop = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
     header: dict[str, dict[str, Any]] = json.loads(whole[_LENGTH:stop])

@@ -136,7 +136,7 @@ class ReferenceLife:
         return [output.token_ids for output in self._engine.generate(self._prompts, params)]
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Address and bytes of what captured graphs read, by name."""
+        """Return address and bytes of what captured graphs read, by name."""
         return self._engine.graph_addresses()
 
     def kv_blocks_held(self) -> Mapping[str, int]:
@@ -146,7 +146,7 @@ class ReferenceLife:
         return holders(self._engine.kv_cache_usage())
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Make one step of the engine."""
         self._engine.step()
 
     def sleep(self, level: int) -> None:
@@ -163,7 +163,7 @@ class ReferenceLife:
 
 
 def make_prompts(vocab_size: int, seed: int, scale: int = 1) -> list[list[int]]:
-    """Prompts of mixed lengths, some with a common beginning, the same for the same seed."""
+    """Return prompts of mixed lengths, some with a common beginning, the same for the same seed."""
     source = random.Random(seed)
     shared = [source.randrange(vocab_size) for _ in range(SHARED_PREFIX)]
     prompts = []
@@ -316,7 +316,7 @@ def _report_beside(path: Path) -> Path:
 
 
 def _write(path: Path, content: msgspec.Struct) -> None:
-    """Whole or not at all: the other process may read at any time."""
+    """Write it whole or not at all: the other process may read at any time."""
     draft = path.with_name(f"{path.name}.draft")
     draft.write_bytes(msgspec.json.encode(content))
     draft.replace(path)
@@ -388,11 +388,11 @@ class ReferenceTarget:
         return [output.token_ids for output in outputs]
 
     def start(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[str]:
-        """Requests for `step`."""
+        """Queue requests for `step`."""
         return [self.engine.add_request(self._prompt(length), _greedy(max_tokens)) for length in prompt_lengths]
 
     def step(self) -> Mapping[str, Sequence[int]]:
-        """One step of the engine."""
+        """Make one step of the engine."""
         return {output.request_id: output.token_ids for output in self.engine.step() if output.finished}
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -434,7 +434,7 @@ class ReferenceTarget:
         return self.engine.preserved_tensors()
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Address and bytes of what captured graphs read, by name."""
+        """Return address and bytes of what captured graphs read, by name."""
         return self.engine.graph_addresses()
 
     def pages(self) -> Mapping[str, int] | None:
@@ -482,14 +482,14 @@ class SmallCheckpoint:
         self.folder = ""
 
     def __enter__(self) -> SmallCheckpoint:
-        """Writes it."""
+        """Write it."""
         self._kept = tempfile.TemporaryDirectory(prefix="lowtide-checkpoint-")
         self.folder = self._kept.name
         _write_checkpoint(Path(self.folder))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Deletes it."""
+        """Delete it."""
         if self._kept is not None:
             self._kept.cleanup()
 

@@ -147,7 +147,7 @@ class Stepwise(Protocol):
         """Queue one request per length; an id of each."""
 
     def step(self) -> Mapping[str, Sequence[int]]:
-        """One step of the engine; the tokens of the requests that it finished, by id."""
+        """Make one step of the engine; return the tokens of the requests that it finished, by id."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests now."""
