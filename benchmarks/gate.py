@@ -22,7 +22,7 @@ from lowtide.leakcheck.gate.calibration import MUST_SEE, NULL_LIVES, NullLives, 
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import Metric
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 
 GATES, PLANTED, CELLS = 200, 20, 8
 CYCLES = (2, 4, 8)

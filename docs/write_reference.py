@@ -16,7 +16,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from lowtide.leakcheck.cli.commands import app
 from lowtide.leakcheck.judging.rules import RULES
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Rule
 from lowtide.pytest_plugin import plugin
 from lowtide.reports.sizes import format_bytes
 

@@ -24,7 +24,7 @@ from lowtide.leakcheck.judging.growth import adding_turns, adds_late, kept_steps
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import held_in_all
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys, tensors_over
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.heap.caches import BEYOND_CACHES, cache_entries
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Link

@@ -13,8 +13,7 @@ from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
-from lowtide.leakcheck.resources.resource import Change
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Change, Rung
 from lowtide.leakcheck.resources.setting_remedies import advice
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, describe_change, sentences
 from lowtide.probes.device.graphs import any_graph_alive

@@ -24,7 +24,7 @@ from lowtide.leakcheck.findings.tensor_findings import TensorLeak, leaks_of, ten
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, is_tensor, read_heap, tensors_over, thaw, within
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births
 from lowtide.probes.memory.tensors import StorageReading, survey_storages

@@ -30,8 +30,7 @@ from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything
 from lowtide.leakcheck.judging.storages import Key
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.library_caches import changes_on
-from lowtide.leakcheck.resources.resource import Change
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Change, Rung
 from lowtide.leakcheck.resources.setting_remedies import advice, is_code, put_back, undo, undoing
 from lowtide.leakcheck.resources.settings import SettingChange
 from lowtide.probes.heap.holders import SharedWalk

@@ -23,8 +23,7 @@ from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDI
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import held_in_all
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys
-from lowtide.leakcheck.resources.resource import without_numbers
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung, without_numbers
 from lowtide.probes.device.torch_allocator import free_beside
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function

@@ -14,7 +14,7 @@ from lowtide.leakcheck.judging.metrics import (
     DRIVER_HOLDER,
     unaccounted_driver_memory,
 )
-from lowtide.leakcheck.resources.rule import MIB
+from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
-from lowtide.leakcheck.resources.rule import MIB, Rung
+from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.probes.device.torch_allocator import AllocatedRanges, allocated_ranges
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import gc, loaded

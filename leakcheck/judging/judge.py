@@ -14,7 +14,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_i
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
 from lowtide.leakcheck.resources import resource_of
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import first_of, format_amount

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from lowtide.leakcheck.resources.rule import MIB, Rung
+from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import gc, loaded, time, torch_with_cuda
 

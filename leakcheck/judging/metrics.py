@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test
-from lowtide.leakcheck.resources.rule import Bound, Rule, Rung
+from lowtide.leakcheck.resources.resource import Bound, Rule, Rung
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os

@@ -7,7 +7,7 @@ Tests, `LeakCheck` and the fuzzer's lives are judged by the column of tests, `lo
 from __future__ import annotations
 
 from lowtide.leakcheck.resources import RESOURCES
-from lowtide.leakcheck.resources.rule import MIB, Bound, Rule, Rung
+from lowtide.leakcheck.resources.resource import MIB, Bound, Rule, Rung
 
 AWAITING_A_STREAM = "memory that waits for a stream"
 

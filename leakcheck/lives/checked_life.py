@@ -36,7 +36,7 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.processes.process_levels import explain_kept
 from lowtide.leakcheck.resources import read_items
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (

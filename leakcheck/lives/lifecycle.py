@@ -42,7 +42,7 @@ from lowtide.leakcheck.lives.tenant import Tenant, freed_between
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Inferences, Left, grown_under, is_under
 from lowtide.leakcheck.processes.process_levels import explain_kept
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots

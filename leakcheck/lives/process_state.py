@@ -14,8 +14,7 @@ from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.resources import LISTED, read_items, resource_of
-from lowtide.leakcheck.resources.resource import Resource
-from lowtide.leakcheck.resources.rule import Rule
+from lowtide.leakcheck.resources.resource import Resource, Rule
 from lowtide.leakcheck.resources.setting_remedies import advice
 from lowtide.leakcheck.resources.settings import (
     ABSENT,

@@ -32,7 +32,7 @@ from lowtide.leakcheck.judging.metrics import Metric, as_counted, shutdown_metri
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.import_watch import Imported
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import Counters

@@ -117,7 +117,7 @@ def _trim(importing: Importing) -> int:
     before = _resident()
     with importing("lowtide.leakcheck.judging.ladder"):
         from lowtide.leakcheck.judging.ladder import release, trim_heap
-        from lowtide.leakcheck.resources.rule import Rung
+        from lowtide.leakcheck.resources.resource import Rung
 
     imported = max(0, _resident() - before)
     if _EXPLAINING not in sys.modules:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from lowtide.leakcheck.resources.resource import Items, Name, Resource
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Items, Name, Resource, Rule
 from lowtide.probes.objects.listed import Census, all_objects
 from lowtide.probes.objects.opened_in_c import addresses_of_mappings
 from lowtide.probes.originals import contents

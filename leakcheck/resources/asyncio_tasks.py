@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import CoroutineType, FrameType
 from typing import Any
 
-from lowtide.leakcheck.resources.resource import Items, Name, Resource, without_numbers
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Items, Name, Resource, Rule, without_numbers
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.objects.c_modules import is_kind_of_module
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a

@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Collection
 from typing import Any
 
-from lowtide.leakcheck.resources.resource import Name, Resource, name_of_path, without_numbers
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Name, Resource, Rule, name_of_path, without_numbers
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import began_at, program_name, rollup, stat

@@ -7,8 +7,7 @@ import re
 import stat
 from collections.abc import Collection
 
-from lowtide.leakcheck.resources.resource import Change, Name, Resource, name_of_path, without_numbers
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Change, Name, Resource, Rule, name_of_path, without_numbers
 from lowtide.probes.originals import os
 
 _MADE_UP = re.compile(

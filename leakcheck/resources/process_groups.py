@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lowtide.leakcheck.resources.resource import Change, Items, Name, Resource, without_numbers
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Change, Items, Name, Resource, Rule, without_numbers
 from lowtide.probes.originals import loaded, threading, weakref
 
 DESTROY_LIMIT = 10.0

@@ -1,17 +1,101 @@
-"""The interface of what must come back and is counted by name: its rule, its names for ever, and what may end it."""
+"""The interface of what must come back: its row of the table, its names for ever, and what may end it."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
-from lowtide.leakcheck.resources.rule import Rule
 from lowtide.probes.objects.foreign import MISSING, is_a, type_name
 from lowtide.probes.originals import os, temporary_folder
+from lowtide.reports.schema import Cause, ResourceName, Verdict
+
+MIB = 1 << 20
+
+Place = Literal["process", "device", "card"]
+"""Of what there is one reading: the process, each device (the host is one), or each card."""
+
+
+class Rung(enum.Enum):
+    """One kind of release, in the order in which they are tried."""
+
+    RAW = "raw"
+    SETTLE = "settle"
+    COLLECT = "collect"
+    UNFREEZE = "unfreeze"
+    EMPTY_CACHE = "empty_cache"
+    CLEAR_CACHES = "clear_caches"
+    RESET_COMPILED = "reset_compiled"
+    CLEAR_WORKSPACES = "clear_workspaces"
+    CLEAR_HOST_CACHE = "clear_host_cache"
+
+    @property
+    def order(self) -> int:
+        """Its place on the ladder, from 0."""
+        return list(Rung).index(self)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """When something counts as back.
+
+    Attributes:
+        tolerance: how far above the baseline it may stay, in the rule's unit. A test's own tolerance of bytes counts
+            where it is larger.
+        with_card: the same in a process that uses a card; None: no other.
+        rung: where on the ladder it must be back: what comes back later is somebody else's work.
+        first_use: whether libraries move it when they are first used in a process (kernels that load, threads that
+            start), so that it is judged from the second life on.
+        settles: whether it comes back in the driver's own time, so that waiting is worth while.
+        what: how a finding calls it, if not by the resource.
+        cause: what a finding says when no rung brings it back.
+    """
+
+    tolerance: int = 0
+    with_card: int | None = None
+    rung: Rung = Rung.COLLECT
+    first_use: bool = False
+    settles: bool = False
+    what: str = ""
+    cause: Cause = "unknown"
+
+    def allowed(self, *, card: bool) -> int:
+        """Return the tolerance in a process that uses a card, or none."""
+        return self.tolerance if self.with_card is None or not card else self.with_card
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: something that must come back.
+
+    Attributes:
+        key: its name in readings; those of devices have the device behind it.
+        resource: the word that findings use.
+        place: of what there is one reading.
+        counts: what is counted, as the documentation says it.
+        test: when it is back after a test; None: not judged there.
+        life: when it is back after an engine's shutdown; None: not judged there.
+        unit: "bytes" or the plural of what is counted.
+        verdict: what a finding says of it when no rung brings it back.
+    """
+
+    key: str
+    resource: ResourceName
+    place: Place
+    counts: str
+    test: Bound | None
+    life: Bound | None
+    unit: str = "bytes"
+    verdict: Verdict | None = None
+
+    def key_on(self, device: str) -> str:
+        """Return the key of its reading on a device; of the process for ""."""
+        return f"{self.key} {device}".strip()
+
 
 UUIDS = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _DIGESTS = re.compile(r"(?<![0-9A-Za-z])(0x)?(?=[a-f]*\d)[0-9a-f]{8,}(?![0-9A-Za-z])")

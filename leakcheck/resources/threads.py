@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowtide.leakcheck.resources.resource import Name, Resource, function_name, without_numbers
-from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.leakcheck.resources.resource import Bound, Name, Resource, Rule, function_name, without_numbers
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.foreign import attribute, type_name
 from lowtide.probes.objects.thread_names import thread_key

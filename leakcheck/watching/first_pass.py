@@ -27,7 +27,7 @@ from lowtide.leakcheck.judging.metrics import (
 )
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
-from lowtide.leakcheck.resources.rule import MIB, Rung
+from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.births import Newborn

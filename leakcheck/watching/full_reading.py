@@ -18,7 +18,7 @@ from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.leakcheck.judging.records import Subject
 from lowtide.leakcheck.judging.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
 from lowtide.leakcheck.watching.watched import Verdict, Watched
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk

@@ -36,7 +36,7 @@ from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, ma
 from lowtide.leakcheck.judging.storages import HeapReading, Key, live_keys, tensors_in
 from lowtide.leakcheck.resources.first_use import excused_by_libraries
 from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, devices_of
 from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse
 from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched

@@ -14,7 +14,7 @@ from lowtide.leakcheck.judging import metrics
 from lowtide.leakcheck.judging.metrics import Metric, Reading, host_memory_tolerance, plain_metrics, shutdown_metrics
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test, rule_of
 from lowtide.leakcheck.resources import LISTED
-from lowtide.leakcheck.resources.rule import Bound, Rung
+from lowtide.leakcheck.resources.resource import Bound, Rung
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.leakcheck.judging.storages import HeapReading, read_heap
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding
 

@@ -24,7 +24,7 @@ from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import Claims
 from lowtide.leakcheck.judging.storages import read_heap, storage_keys
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding, Remedy
 from tests.waiting import HANG_S

@@ -12,7 +12,7 @@ from lowtide.leakcheck.judging import judge as budgets
 from lowtide.leakcheck.judging.judge import UNTRIED, Budget, grouped, judge, missing, one_for_each_level, untried
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric, Reading, plain_metrics
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.reports.schema import Finding, Remedy
 from tests.waiting import SleptClock
 

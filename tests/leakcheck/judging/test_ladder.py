@@ -20,7 +20,7 @@ from lowtide.leakcheck.judging.ladder import (
     wait_for_release,
     wait_until_within,
 )
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.objects.listed import frozen_by_program
 from tests.loaded_modules import load_instead
 from tests.waiting import SleptClock

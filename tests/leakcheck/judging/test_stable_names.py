@@ -26,8 +26,7 @@ from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import Reading, plain_metrics
 from lowtide.leakcheck.judging.storages import HeldStorage
 from lowtide.leakcheck.resources import child_processes
-from lowtide.leakcheck.resources.resource import without_numbers
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung, without_numbers
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Frame, Hop
 from tests.loaded_modules import load_instead

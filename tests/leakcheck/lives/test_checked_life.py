@@ -22,7 +22,7 @@ from lowtide.leakcheck.lives import checked_life
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.fuzz import fuzz
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory
 from lowtide.probes.host.counters import Counters

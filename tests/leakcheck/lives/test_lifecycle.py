@@ -35,7 +35,7 @@ from lowtide.leakcheck.lives import lifecycle, shutdown_judgement
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading

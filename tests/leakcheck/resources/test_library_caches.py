@@ -15,7 +15,7 @@ import pytest
 from lowtide.leakcheck.findings.remedies import actions_for
 from lowtide.leakcheck.resources import library_caches
 from lowtide.leakcheck.resources.library_caches import LIBRARY_CACHES, Emptied, changes_on, empty_library_caches
-from lowtide.leakcheck.resources.rule import Rung
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching import judgement
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
