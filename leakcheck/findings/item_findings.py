@@ -14,8 +14,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_i
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.resources.resource import Change, Rung
-from lowtide.leakcheck.resources.setting_remedies import advice
-from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, describe_change, sentences
+from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, advice, describe_change, sentences
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function

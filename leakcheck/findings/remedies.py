@@ -31,8 +31,7 @@ from lowtide.leakcheck.judging.storages import Key
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.resource import Change, Rung
-from lowtide.leakcheck.resources.setting_remedies import advice, is_code, put_back, undo, undoing
-from lowtide.leakcheck.resources.settings import SettingChange
+from lowtide.leakcheck.resources.settings import SettingChange, advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name

@@ -14,12 +14,12 @@ from typing import Any
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
+from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_processes import LifeProcesses
 from lowtide.leakcheck.lives.process_state import ProcessState

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
+from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import (
@@ -23,7 +24,6 @@ from lowtide.leakcheck.judging.ladder import (
     wait_for_release,
 )
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.judging.preserved_state import PreservedState
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
 from lowtide.leakcheck.lives.process_state import ProcessState

@@ -15,11 +15,11 @@ from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.resources import LISTED, read_items, resource_of
 from lowtide.leakcheck.resources.resource import Resource, Rule
-from lowtide.leakcheck.resources.setting_remedies import advice
 from lowtide.leakcheck.resources.settings import (
     ABSENT,
     EnvironmentSetters,
     SettingChange,
+    advice,
     changes_between,
     describe_change,
 )

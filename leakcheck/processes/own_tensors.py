@@ -15,7 +15,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
-from lowtide.leakcheck.judging.preserved_state import PreservedState
+from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.resources.process_groups import ProcessGroups

@@ -35,8 +35,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.resources.setting_remedies import advice, put_back, run, undo, undoing
-from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, changes_between, describe_change
+from lowtide.leakcheck.resources.settings import (
+    ABSENT,
+    SettingChange,
+    advice,
+    changes_between,
+    describe_change,
+    put_back,
+    run,
+    undo,
+    undoing,
+)
 from lowtide.probes.host import replaced as replaced_attributes
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.settings import SettingReader

@@ -9,8 +9,8 @@ import torch
 
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.judging import preserved_state as module
-from lowtide.leakcheck.judging.preserved_state import PreservedState
+from lowtide.leakcheck.judging import contract as module
+from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.probes.memory.pointers import LabelledRange
 
 MIB = 1 << 20
