@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.judging.filled_caches import FilledCaches
 from lowtide.leakcheck.judging.metrics import Reading
-from lowtide.leakcheck.judging.owners import Claims, Owner
-from lowtide.leakcheck.judging.records import Ownership, Subject
+from lowtide.leakcheck.judging.owners import Claims, Owner, Ownership, Subject
 from lowtide.leakcheck.judging.storages import HeapReading, HeldStorage, Key, read_heap, survey_births
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.first_use import Sorted

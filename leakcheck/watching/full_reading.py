@@ -14,8 +14,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_ho
 from lowtide.leakcheck.judging.device_memory import allocation_name
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
-from lowtide.leakcheck.judging.owners import Claims, Owner
-from lowtide.leakcheck.judging.records import Subject
+from lowtide.leakcheck.judging.owners import Claims, Owner, Subject
 from lowtide.leakcheck.judging.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.resource import Rung

@@ -11,7 +11,7 @@ from typing import Literal
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.device_memory import DeviceMemory
 from lowtide.leakcheck.judging.filled_caches import FilledCaches
-from lowtide.leakcheck.judging.records import Ownership
+from lowtide.leakcheck.judging.owners import Ownership
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.first_use import FirstUse

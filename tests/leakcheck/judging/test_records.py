@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.judging.records import Ownership
+from lowtide.leakcheck.judging.owners import Owner, Ownership
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.probes.host.counters import Counters
 
