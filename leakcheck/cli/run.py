@@ -327,7 +327,7 @@ def check(
     if report is not None:
         check_writable(report)
     with interruptible("interrupted before there was anything to report"):
-        from lowtide.leakcheck.lives.target_life import check_run
+        from lowtide.leakcheck.lives.lifecycle import check_run
 
         try:
             factory = load_factory(target)

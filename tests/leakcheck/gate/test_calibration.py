@@ -231,7 +231,6 @@ def test_lives_are_judged_by_the_calibration_that_is_given(
 ) -> None:
     (tmp_path / CALIBRATION_FILE).write_text('{"device": "cpu", "tolerances": {"host-memory": 5}, "places": []}')
     monkeypatch.setattr("lowtide.leakcheck.lives.lifecycle.LifecycleRun", Run)
-    monkeypatch.setattr("lowtide.leakcheck.lives.target_life.LifecycleRun", Run)
     monkeypatch.setattr(Run, "given", [])
     for arguments in (("--calibration", str(tmp_path)), ()):
         result = CliRunner().invoke(app, [*command, *arguments])

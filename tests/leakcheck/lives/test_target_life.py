@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.target_life import TargetLife, check_run, script_of
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife, check_run, script_of
 from lowtide.leakcheck.targets.target import Capabilities, LifecycleTarget
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Subject

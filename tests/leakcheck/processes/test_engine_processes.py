@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, check_run
 from lowtide.leakcheck.processes import unmeasured_processes
 from lowtide.leakcheck.processes.tree_end import EndedHolders, held_by_a_gone
 from lowtide.probes import stages

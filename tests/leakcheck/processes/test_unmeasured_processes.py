@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lowtide import LeakCheck, stage
 from lowtide.leakcheck.lives.fuzz import fuzz
-from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.lives.lifecycle import check_run
 from lowtide.leakcheck.processes import unmeasured_processes as unseen
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions

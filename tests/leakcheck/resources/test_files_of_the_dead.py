@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
-from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.lives.lifecycle import check_run
 from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
