@@ -21,7 +21,7 @@ from lowtide.leakcheck.cli.ps import ps
 from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
 from lowtide.leakcheck.cli.run import check, run
 from lowtide.leakcheck.cli.snapshot import snapshot
-from lowtide.leakcheck.lives.interrupts import Interrupts
+from lowtide.leakcheck.lives.script import Interrupts
 from lowtide.leakcheck.processes.process_exit import end
 
 app = typer.Typer(

@@ -1,7 +1,8 @@
 """What a life is made of: the engine that is driven, the stages of its script, and how one is performed.
 
 Its calls are written down as they are made, with how one fails; `LifeModel` says which are legal, and what the engine
-must be in after them.
+must be in after them. `Interrupts` remembers a Ctrl-C that gets lost: Python drops what is raised in a finalizer, and
+an engine may catch anything.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from lowtide.leakcheck.targets.target import Capabilities
+from lowtide.probes.originals import in_main_thread, signal
 from lowtide.reports.schema import Finding, Stage
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.targets.faults import Kind
 
-
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
+
 
 _KINDS: dict[tuple[str, str], type[LifeError]] = {}
 
@@ -327,3 +330,44 @@ class LifeModel:
             self.phase = "closed"
         self.awake.clear()
         self.unfinished.clear()
+
+
+class Interrupts:
+    """While it is entered, remembers that there was a Ctrl-C, which is raised as ever.
+
+    Only in the main thread, and only where nobody but another one of these has taken the signal over, whose Ctrl-C is
+    this one's, too; else it hears nothing.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        self.heard = False
+        if in_main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            outer = getattr(before, "__self__", None)
+            if before is signal.default_int_handler or isinstance(outer, Interrupts):
+                self.heard = isinstance(outer, Interrupts) and outer.heard
+                self._before = before
+                signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def raise_if_heard(self) -> None:
+        """Raise again what nobody may have seen.
+
+        Raises:
+            KeyboardInterrupt: there was one since this was entered.
+        """
+        if self.heard:
+            raise KeyboardInterrupt
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard = True
+        self._before(number, frame)

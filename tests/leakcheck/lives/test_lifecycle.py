@@ -32,9 +32,8 @@ from lowtide.leakcheck.judging.judge import excesses
 from lowtide.leakcheck.judging.ladder import ACTIONS, SettlePolicy
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
 from lowtide.leakcheck.lives import lifecycle, shutdown_judgement
-from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.script import SCRIPT, Event
+from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver.none import NoDriver
