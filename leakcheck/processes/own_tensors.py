@@ -18,7 +18,7 @@ from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import Levels
-from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.device.sleeping_segments import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory

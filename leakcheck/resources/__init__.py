@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from lowtide.leakcheck.resources.address_space import AddressSpace
 from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
-from lowtide.leakcheck.resources.child_processes import ChildProcesses
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
-from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.threads import Threads
 

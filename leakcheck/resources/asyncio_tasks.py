@@ -20,7 +20,7 @@ from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.objects.whose_code import is_library
 from lowtide.probes.originals import gc, loaded, os, sys, time, weakref
 
-_MADE_UP = re.compile(r"Task-\d+")
+_NUMBERED = re.compile(r"Task-\d+")
 
 _PAUSES = 10
 """Times as long as a look took, for which what it saw holds."""
@@ -83,7 +83,7 @@ class AsyncioTasks(Resource):
     def identity(self, name: str) -> Name:
         """Return the coroutine, and the task's name if somebody gave it."""
         given, _, coroutine = self.describe(name).partition(": ")
-        given = "" if _MADE_UP.fullmatch(given) else without_numbers(given)
+        given = "" if _NUMBERED.fullmatch(given) else without_numbers(given)
         function, _, place = coroutine.partition(" at ")
         path = place.rpartition(":")[0]
         text = without_numbers(f"{function} in {os.path.basename(path)}")

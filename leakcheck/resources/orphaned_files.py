@@ -21,7 +21,7 @@ import tempfile as tempfile_module
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lowtide.leakcheck.resources.child_processes import ChildProcesses
+from lowtide.leakcheck.resources.processes import ChildProcesses
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat

@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 
 from lowtide.engine import EngineConfig, EngineError, LLMEngine, SamplingParams
 from lowtide.engine.process_group import ProcessGroup, RankPlace
-from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.host.readings import read_host
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import Reading, plain_metrics
 from lowtide.leakcheck.judging.storages import HeldStorage
-from lowtide.leakcheck.resources import child_processes
+from lowtide.leakcheck.resources import processes as child_processes
 from lowtide.leakcheck.resources.resource import Rung, without_numbers
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Frame, Hop

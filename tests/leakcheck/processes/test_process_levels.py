@@ -24,7 +24,7 @@ from lowtide.leakcheck.processes.process_levels import (
     mapped_by_failed_wake,
     uneven_ranks,
 )
-from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, decode

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from lowtide.leakcheck.resources import process_groups, read_items
-from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources import processes as process_groups
+from lowtide.leakcheck.resources import read_items
+from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.host.counters import CounterReader
 from tests.waiting import HANG_S
 
