@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lowtide.leakcheck.resources.address_space import AddressSpace
-from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
 from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
-from lowtide.leakcheck.resources.threads import Threads
+from lowtide.leakcheck.resources.threads import AsyncioTasks, Threads
 
 __all__ = ["LISTED", "RESOURCES", "read_items", "resource_of"]
 

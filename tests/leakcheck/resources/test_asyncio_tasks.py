@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.lives.process_state import ProcessState
-from lowtide.leakcheck.resources import asyncio_tasks
-from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
+from lowtide.leakcheck.resources import threads as asyncio_tasks
+from lowtide.leakcheck.resources.threads import AsyncioTasks
 
 KEPT: list[Any] = []
 
