@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 import lowtide
-from lowtide.leakcheck.judging.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.suppressions.toml import SuppressionError
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
@@ -22,6 +21,7 @@ from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.reports.causes import seen_before
 from lowtide.reports.folder import UnfinishedReport, write_folder
+from lowtide.reports.from_snapshot import this_machine
 from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject
 from lowtide.reports.whole_texts import json_bytes

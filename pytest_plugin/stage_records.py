@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lowtide.leakcheck.judging.readings import to_readings
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.originals import time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.pytest_plugin.spent import Spent
+from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import NotMeasured, Stage
 

@@ -120,8 +120,8 @@ def _list(cells: list[Cell]) -> None:
 
 
 def _machine() -> Machine:
-    from lowtide.leakcheck.judging.readings import this_machine
     from lowtide.probes.device.driver import find_driver
+    from lowtide.reports.from_snapshot import this_machine
 
     driver = find_driver()
     try:

@@ -94,7 +94,7 @@ def begin_report(folder: Path | None, driver: Driver, part: str = "") -> Iterato
 
 def make_report(subject: Subject | None, driver: Driver) -> Report:
     """Return the report of one subject, or of none yet, with this machine and the command line."""
-    from lowtide.leakcheck.judging.readings import this_machine
+    from lowtide.reports.from_snapshot import this_machine
     from lowtide.reports.schema import Report
 
     return Report(

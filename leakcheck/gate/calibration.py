@@ -298,8 +298,8 @@ def _in_own_process(function: str, *arguments: object) -> Any:
 
 
 def _report(calibration: Calibration) -> Report:
-    from lowtide.leakcheck.judging.readings import this_machine
     from lowtide.probes.device.driver import find_driver
+    from lowtide.reports.from_snapshot import this_machine
 
     driver = find_driver()
     try:

@@ -18,7 +18,6 @@ from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
-from lowtide.leakcheck.judging.readings import to_readings
 from lowtide.leakcheck.lives.script import Life, asked
 from lowtide.leakcheck.lives.tenant import context_sizes
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -39,6 +38,7 @@ from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.processes.shared_memory_files import read_shared_memory
 from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, Return, Stage, Subject, TypeGrowth

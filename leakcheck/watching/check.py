@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Literal
 
 import lowtide
-from lowtide.leakcheck.judging.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
@@ -22,6 +21,7 @@ from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
 from lowtide.probes.originals import gc, threading
 from lowtide.probes.stages import EnteredStage, listening
+from lowtide.reports.from_snapshot import this_machine
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Report, Subject
 
