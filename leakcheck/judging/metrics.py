@@ -116,7 +116,7 @@ def metric_of(
 def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
     """Return what must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
 
-    `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.process_state` compares them.
+    `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.life_record` compares them.
 
     Args:
         device: where the engine ran.

@@ -22,7 +22,7 @@ from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.life_record import ProcessState
 from lowtide.leakcheck.lives.script import (
     Call,
     Coverage,

@@ -25,8 +25,7 @@ from lowtide.leakcheck.judging.ladder import (
     wait_for_release,
 )
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
-from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived, ProcessState
 from lowtide.leakcheck.lives.script import (
     SCRIPT,
     Event,

@@ -29,8 +29,7 @@ from lowtide.leakcheck.judging.judge import (
 )
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric, as_counted, shutdown_metrics
-from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, is_reported
-from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, ProcessState, is_reported
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.import_watch import Imported

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.life_record import ProcessState
 from lowtide.reports.schema import Finding
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.life_record import ProcessState
 from lowtide.leakcheck.resources.address_space import LEAST, AddressSpace, Range, parts_of, reserved_ranges
 
 GIB = 1 << 30

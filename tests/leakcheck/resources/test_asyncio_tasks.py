@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.life_record import ProcessState
 from lowtide.leakcheck.resources import threads as asyncio_tasks
 from lowtide.leakcheck.resources.threads import AsyncioTasks
 
