@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime, timezone
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ import lowtide
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.suppressions.toml import SuppressionError
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
-from lowtide.probes.device.driver import find_driver
 from lowtide.probes.originals import time
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.reports.causes import seen_before
 from lowtide.reports.folder import UnfinishedReport, write_folder
-from lowtide.reports.from_snapshot import this_machine
+from lowtide.reports.from_snapshot import report_of
 from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject
 from lowtide.reports.whole_texts import json_bytes
@@ -147,19 +146,8 @@ class Results:
             self.unwritten = f"--leakcheck-report: {error}"
 
     def _report(self, subjects: Sequence[Subject]) -> Report:
-        driver = find_driver()
-        try:
-            return Report(
-                schema="lowtide-report/1",
-                version=lowtide.__version__,
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                command=" ".join(["pytest", *self._config.invocation_params.args]),
-                machine=this_machine(driver),
-                subjects=tuple(tries_as_one(subjects)),
-                settings=self._settings.as_texts(),
-            )
-        finally:
-            driver.close()
+        command = " ".join(["pytest", *self._config.invocation_params.args])
+        return report_of(tries_as_one(subjects), lowtide.__version__, command, settings=self._settings.as_texts())
 
     def _suppressed(self, findings: Sequence[Finding]) -> Sequence[Finding]:
         applied = self._suppressions.apply(findings, date(*time.localtime()[:3]))

@@ -1,16 +1,18 @@
-"""From a snapshot to the readings of a report."""
+"""What a report has of a snapshot, and of the machine and the moment in which it is made."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import datetime, timezone
 
-from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.ledger import LedgerBase, read_ledger
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os, torch_with_cuda
 from lowtide.probes.snapshot import Snapshot
-from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings
+from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings, Report, Subject
 
 
 def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) -> Readings:
@@ -48,8 +50,15 @@ def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
     )
 
 
-def this_machine(driver: Driver) -> Machine:
-    """Return where this process runs; asks torch only if it is loaded."""
+def this_machine(driver: Driver | None = None) -> Machine:
+    """Return where this process runs; asks torch only if it is loaded.
+
+    Args:
+        driver: of the cards; None: finds it, and closes it again.
+    """
+    if driver is None:
+        with closing(find_driver()) as found:
+            return this_machine(found)
     torch = torch_with_cuda()
     devices: tuple[str, ...] = ()
     if torch is not None and torch.cuda.is_available():
@@ -62,4 +71,31 @@ def this_machine(driver: Driver) -> Machine:
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         devices=devices,
         driver=driver.name,
+    )
+
+
+def report_of(
+    subjects: Sequence[Subject],
+    version: str,
+    command: str,
+    driver: Driver | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Report:
+    """Return a report that is made now, on this machine.
+
+    Args:
+        subjects: what was judged.
+        version: lowtide's.
+        command: how that was called.
+        driver: as that of `this_machine`.
+        settings: the command's, as texts.
+    """
+    return Report(
+        schema="lowtide-report/1",
+        version=version,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=command,
+        machine=this_machine(driver),
+        subjects=tuple(subjects),
+        settings=dict(settings or {}),
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lowtide.leakcheck.gate.cells import CellResult
     from lowtide.leakcheck.gate.gate import Gate
     from lowtide.leakcheck.gate.matrix import Cell
-    from lowtide.reports.schema import Machine, Report, Subject
+    from lowtide.reports.schema import Report, Subject
 
 _KNOWN_DAYS = 90
 
@@ -64,6 +64,7 @@ def gate(
     from lowtide.leakcheck.gate.gate import Gate, KnownFindings, KnownFindingsError, earlier_findings
     from lowtide.leakcheck.gate.matrix import GateError, Shard, cells_of, load_settings
     from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.reports.from_snapshot import this_machine
     from lowtide.reports.schema import ReportError, exit_code
 
     with interruptible("interrupted; the report has what was finished"), ExitStack() as stack:
@@ -82,7 +83,7 @@ def gate(
             return
         check_writable(report)
         console = find_console()
-        run = Gate(cells, report, _machine())
+        run = Gate(cells, report, this_machine())
         run.cards, run.cpu_workers, run.cluster = cards, settings.cpu_workers, cluster
         run.known, run.earlier, run.listener = known, earlier, _Lines(console, len(cells)).show
         unwritten = ""
@@ -117,17 +118,6 @@ def _list(cells: list[Cell]) -> None:
     for cell in cells:
         missing = f"  ({cell.missing})" if cell.missing else ""
         say(f"{cell.name}: {shlex.join(cell.command)}{missing}")
-
-
-def _machine() -> Machine:
-    from lowtide.probes.device.driver import find_driver
-    from lowtide.reports.from_snapshot import this_machine
-
-    driver = find_driver()
-    try:
-        return this_machine(driver)
-    finally:
-        driver.close()
 
 
 @dataclass

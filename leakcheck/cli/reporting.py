@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import os
 import shlex
@@ -94,18 +93,10 @@ def begin_report(folder: Path | None, driver: Driver, part: str = "") -> Iterato
 
 def make_report(subject: Subject | None, driver: Driver) -> Report:
     """Return the report of one subject, or of none yet, with this machine and the command line."""
-    from lowtide.reports.from_snapshot import this_machine
-    from lowtide.reports.schema import Report
+    from lowtide.reports.from_snapshot import report_of
 
-    return Report(
-        schema="lowtide-report/1",
-        version=lowtide.__version__,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=shlex.join(["lowtide", *sys.argv[1:]]),
-        machine=this_machine(driver),
-        subjects=() if subject is None else (subject,),
-        settings=command_settings(),
-    )
+    command = shlex.join(["lowtide", *sys.argv[1:]])
+    return report_of([] if subject is None else [subject], lowtide.__version__, command, driver, command_settings())
 
 
 def write_report(report: Report, folder: Path | None, *, is_final: bool = True) -> tuple[Path | None, str]:

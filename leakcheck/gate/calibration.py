@@ -7,7 +7,6 @@ in which a leak is planted. A place where `MUST_SEE` bytes are not found is not 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shlex
 import statistics
@@ -27,8 +26,9 @@ from lowtide.leakcheck.targets.target import start_program
 from lowtide.reports import schema
 from lowtide.reports.escaping import one_line
 from lowtide.reports.folder import write_folder
+from lowtide.reports.from_snapshot import report_of
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
-from lowtide.reports.schema import Report, Subject
+from lowtide.reports.schema import Subject
 from lowtide.reports.sizes import format_bytes
 
 MIB = 1 << 20
@@ -297,25 +297,6 @@ def _in_own_process(function: str, *arguments: object) -> Any:
             raise CalibrationError(f"{function} ended with exit code {code} and wrote no result") from error
 
 
-def _report(calibration: Calibration) -> Report:
-    from lowtide.probes.device.driver import find_driver
-    from lowtide.reports.from_snapshot import this_machine
-
-    driver = find_driver()
-    try:
-        machine = this_machine(driver)
-    finally:
-        driver.close()
-    return Report(
-        schema="lowtide-report/1",
-        version=lowtide.__version__,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", __spec__.name, *sys.argv[1:]]),
-        machine=machine,
-        subjects=calibration.subjects,
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, write and show the report; the exit code is that of a cell."""
     try:
@@ -336,7 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not as torch resolves it: that would take a context on the card.
         name = "cuda:0" if options.device == "cuda" else options.device
         calibration = calibrate(str(check_device(name)))
-        report = _report(calibration)
+        command = shlex.join(["python", "-m", __spec__.name, *sys.argv[1:]])
+        report = report_of(calibration.subjects, lowtide.__version__, command)
         write_folder(report, options.report)
         (options.report / CALIBRATION_FILE).write_text(json.dumps(calibration.table, indent=2) + "\n", encoding="utf-8")
     except (EngineError, schema.ReportError, OSError) as error:

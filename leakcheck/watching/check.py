@@ -6,7 +6,7 @@ import shlex
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import date, datetime, timezone
+from datetime import date
 from types import TracebackType
 from typing import Literal
 
@@ -16,12 +16,11 @@ from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
-from lowtide.probes.device.driver import find_driver
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
 from lowtide.probes.originals import gc, threading
 from lowtide.probes.stages import EnteredStage, listening
-from lowtide.reports.from_snapshot import this_machine
+from lowtide.reports.from_snapshot import report_of
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Report, Subject
 
@@ -149,16 +148,4 @@ class LeakCheck:
             self._watch.others.left(stage, error)
 
     def _report_of(self, subject: Subject) -> Report:
-        driver = find_driver()
-        try:
-            return Report(
-                schema="lowtide-report/1",
-                version=lowtide.__version__,
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                command=shlex.join(sys.argv),
-                machine=this_machine(driver),
-                subjects=(subject,),
-                settings=self._settings,
-            )
-        finally:
-            driver.close()
+        return report_of([subject], lowtide.__version__, shlex.join(sys.argv), settings=self._settings)
