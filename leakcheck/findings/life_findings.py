@@ -91,9 +91,11 @@ class LeftoverTensors:
 
     def of_process(self) -> frozenset[Key]:
         """Return the storages that are no engine's: they were there before the first life, or an import made them."""
+        return self._seen | {(each.device, each.address) for each in self._made_by_imports()}
+
+    def _made_by_imports(self) -> Sequence[StorageReading]:
         made = [born.item for born in self._births.survivors() if born.label.startswith(_IMPORT)]
-        storages = survey_storages(item for item in made if is_tensor(item)).storages
-        return self._seen | {(each.device, each.address) for each in storages}
+        return survey_storages(item for item in made if is_tensor(item)).storages
 
     def open(self) -> None:
         """Begin: what is there now is not the engine's."""
@@ -133,9 +135,8 @@ class LeftoverTensors:
 
         As in tests, that belongs to the process: a module is imported once.
         """
-        made = [born.item for born in self._births.survivors() if born.label.startswith(_IMPORT)]
         found: dict[str, int] = {}
-        for storage in survey_storages(item for item in made if is_tensor(item)).storages:
+        for storage in self._made_by_imports():
             found[storage.device] = found.get(storage.device, 0) + storage.bytes
         return found
 

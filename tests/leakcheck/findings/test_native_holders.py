@@ -13,8 +13,13 @@ import pytest
 import torch
 
 from lowtide.leakcheck.explaining.explain import Explanation
-from lowtide.leakcheck.explaining.native_holders import as_gradients, saved_for_backward, together
-from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.storage_holders import (
+    Context,
+    as_gradients,
+    explain_storages,
+    saved_for_backward,
+    together,
+)
 from lowtide.leakcheck.judging.owners import Claims
 from lowtide.leakcheck.judging.storages import read_heap
 from lowtide.probes.heap.births import Births
