@@ -222,21 +222,15 @@ class PreservedAnswer(_Message, frozen=True, kw_only=True):
     tensors: int = 0
 
 
-class Left(_Message, frozen=True, kw_only=True):
-    """What has appeared and is there.
+class Left(Findings, frozen=True, kw_only=True):
+    """What has appeared and is there: a finding for each holder.
 
     Attributes:
-        findings: one for each holder.
-        by_turn: for each of them, its bytes by the cycle in which they appeared, or by the turn of the stage that was
+        by_turn: for each finding, its bytes by the cycle in which they appeared, or by the turn of the stage that was
             asked for, from 1.
     """
 
-    findings: tuple[Finding, ...] = ()
     by_turn: tuple[dict[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Keep of the findings what is written."""
-        msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
 
 
 class Trimmed(_Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
@@ -223,32 +224,27 @@ def mapped_by_failed_wake(
         asleep: what each process held before it.
         after: what each holds since.
     """
-    found = []
-    for pid, levels in after.items():
-        before = asleep[pid]
-        now = ProcessLevels(before.process, levels).arenas(kind)
-        for tag, mapped in now.items():
-            left = mapped - before.arenas(kind).get(tag, 0)
-            if left <= 0:
-                continue
-            suspects = (f"failed {tag}", role_of(before.process.name))
-            found.append(
-                Finding(
-                    resource="arena",
-                    cause="not-restored",
-                    bytes=left,
-                    count=1,
-                    device=before.process.device or kind,
-                    stage=stage,
-                    message=f"{before.process.text}: {format_bytes(left)} of arena {tag!r} stay mapped after a {stage} "
-                    "that failed",
-                    fingerprint=fingerprint(resource="arena", device=kind, stage=stage, suspects=suspects),
-                    holder=f"arena {tag!r}",
-                    advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
-                    process=before.process,
-                )
-            )
-    return found
+    return [
+        Finding(
+            resource="arena",
+            cause="not-restored",
+            bytes=left,
+            count=1,
+            device=process.device or kind,
+            stage=stage,
+            message=f"{process.text}: {format_bytes(left)} of arena {tag!r} stay mapped after a {stage} that failed",
+            fingerprint=fingerprint(
+                resource="arena", device=kind, stage=stage, suspects=(f"failed {tag}", role_of(process.name))
+            ),
+            holder=f"arena {tag!r}",
+            advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
+            process=process,
+        )
+        for pid, levels in after.items()
+        for process in [asleep[pid].process]
+        for tag, mapped in ProcessLevels(process, levels).arenas(kind).items()
+        if (left := mapped - asleep[pid].arenas(kind).get(tag, 0)) > 0
+    ]
 
 
 def explain_kept(
@@ -344,15 +340,8 @@ class RankLevels:
     arenas: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class UnevenRank:
-    """A rank that kept more than its peers.
-
-    Attributes:
-        rank: which.
-        peer: the one that kept the least of what it had.
-        excess: bytes.
-    """
+class UnevenRank(NamedTuple):
+    """A rank that kept more than its peers, the peer that kept the least of what it had, and the bytes more."""
 
     rank: RankLevels
     peer: RankLevels
