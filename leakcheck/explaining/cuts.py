@@ -11,7 +11,7 @@ from types import CellType, CoroutineType, FunctionType, GeneratorType, MappingP
 from typing import Any
 from weakref import ReferenceType
 
-from lowtide.leakcheck.explaining import declarations
+from lowtide.leakcheck.explaining import declarations, library_objects
 from lowtide.leakcheck.explaining.cut import (
     Cut,
     LinkOwner,
@@ -35,20 +35,6 @@ from lowtide.leakcheck.explaining.expressions import (
     of_public_global,
     of_root,
     one_step,
-)
-from lowtide.leakcheck.explaining.library_objects import (
-    HANDLE,
-    Offer,
-    Territory,
-    advice_for,
-    advice_for_finalizer,
-    is_hook,
-    library_of,
-    offered_by_module,
-    offered_by_torch,
-    offered_function,
-    offered_method,
-    territories,
 )
 from lowtide.leakcheck.explaining.path_reading import CodeOfPath, Shown
 from lowtide.probes.heap.holders import Traces
@@ -496,7 +482,7 @@ class Way:
         if public is not None:
             self.begin, code, root = 1, *public
         self._code: list[str | None] = [*[None] * self.begin, code]
-        self._territories = territories(root, self.links[self.begin :])
+        self._territories = library_objects.territories(root, self.links[self.begin :])
         self._words = CodeOfPath(shown.path)
         opaque = (turn for turn, link in enumerate(self.links) if turn >= self.begin and link.kind == "opaque")
         self._first_opaque = next(opaque, len(self.links))
@@ -542,7 +528,7 @@ class Way:
         """Return what is known of the program for what a step starts from."""
         return known.of(*self._homes(turn))
 
-    def territory(self, turn: int) -> Territory:
+    def territory(self, turn: int) -> library_objects.Territory:
         """Whose the object is that a step starts from."""
         return self._territories[max(0, turn - self.begin)]
 
@@ -550,7 +536,7 @@ class Way:
         """Return what to do where the first suspect edge lies inside a library, unless it can be cut there."""
         turn = max(first, self.begin)
         if self._is_finalizers:
-            return advice_for_finalizer(self.shown.path.root_name, [link.owner for link in self.links])
+            return library_objects.advice_for_finalizer(self.shown.path.root_name, [link.owner for link in self.links])
         if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
             return ""
         if turn >= len(self.links) or self.links[turn].kind in CACHED or not self.territory(turn).is_librarys:
@@ -562,7 +548,7 @@ class Way:
         if not library:
             return f"{words} is {self.territory(turn).shared}'s: put back what was there, or take out what was added"
         # What it leads to may itself have a way to end, as a timer has.
-        return advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
+        return library_objects.advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
 
     def traceback_behind(self, turn: int) -> int | None:
         """Return the step behind another one by which an exception has its traceback, if code leads there."""
@@ -574,28 +560,30 @@ class Way:
 
     def offer(self, turn: int) -> Cut | None:
         """Return what the library offers by which what lies inside it is let go of."""
-        offer = offered_function(self.words(turn + 1)) or self._offer_of_module()
+        offer = library_objects.offered_function(self.words(turn + 1)) or self._offer_of_module()
         if offer is not None:
             return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
         for at, link in enumerate(self.links[turn : turn + 2], turn):
-            if link.kind == "item" and is_a(link.carrier, dict) and is_hook(self.words(at + 1)):
+            if link.kind == "item" and is_a(link.carrier, dict) and library_objects.is_hook(self.words(at + 1)):
                 # As its handle does; whoever registered it has that.
                 remove = functools.partial(delete_from_dict, link.carrier, [link.held])
-                return Cut(f"hook {link.edge}: {HANDLE}", f"hook {link.edge} is removed", remove, is_code=False)
+                return Cut(
+                    f"hook {link.edge}: {library_objects.HANDLE}", f"hook {link.edge} is removed", remove, is_code=False
+                )
         owner = self._offering_at(turn)
         if owner < 0:
             return None
-        method, code = offered_method(self.links[owner].owner), self.code(owner)
+        method, code = library_objects.offered_method(self.links[owner].owner), self.code(owner)
         assert method is not None
         do = functools.partial(method.do, self.links[owner].owner)
         return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
 
-    def _offer_of_module(self) -> Offer | None:
+    def _offer_of_module(self) -> library_objects.Offer | None:
         """Return the function by which a library's module empties the global that the path begins with."""
         link = self.links[0]
         if link.kind != "module-global" or not is_a(link.owner, ModuleType):
             return None
-        return offered_by_module(link.owner, link.edge[1:])
+        return library_objects.offered_by_module(link.owner, link.edge[1:])
 
     def undoing(self, turn: int) -> Cut | None:
         """Return the call by which torch takes out again what it has put into a module, if a step leads to that."""
@@ -603,7 +591,7 @@ class Way:
         if link.kind != "instance-attribute" or code is None:
             return None
         behind = self.links[turn + 1].edge if turn + 1 < len(self.links) else ""
-        offer = offered_by_torch(link.owner, link.edge[1:], behind)
+        offer = library_objects.offered_by_torch(link.owner, link.edge[1:], behind)
         if offer is None:
             return None
         home, function, parameter = offer
@@ -616,7 +604,7 @@ class Way:
         """Return the last step up to one that starts from what has a method of its own to end; -1 if none does."""
         while len(self._offering) <= turn:
             at, before = len(self._offering), self._offering[-1] if self._offering else -1
-            offers = at >= self.begin and offered_method(self.links[at].owner) is not None
+            offers = at >= self.begin and library_objects.offered_method(self.links[at].owner) is not None
             self._offering.append(at if offers and self.code(at) is not None else before)
         return self._offering[turn]
 
@@ -709,7 +697,7 @@ def _is_only_traceback(link: Link) -> bool:
 def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
     """Return whether a link's container is one that an instance of a library's class fills itself, and needs."""
     link = links[turn]
-    if link.kind != "instance-attribute" or turn + 1 >= len(links) or not library_of(link.owner):
+    if link.kind != "instance-attribute" or turn + 1 >= len(links) or not library_objects.library_of(link.owner):
         return False
     return any(type(links[turn + 1].owner) is kind for kind in (list, dict, set, deque))
 

@@ -24,23 +24,11 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.explaining import path_reading
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.cuts import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut, is_declared
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
-)
-from lowtide.leakcheck.explaining.path_reading import (
-    AUTOGRAD,
-    cause_of_edge,
-    first_registered,
-    holder_name,
-    marks,
-    shown_from_landmark,
-    suspect_steps,
-    suspects_of,
-    telling_cause,
-    telling_type,
-    verdict_of,
 )
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
@@ -106,7 +94,7 @@ class Explanation:
     @property
     def is_of_node(self) -> bool:
         """Return whether the path begins at a node of an autograd graph that C++ holds."""
-        return bool(self.root) and AUTOGRAD.fullmatch(self.path[0].edge) is not None
+        return bool(self.root) and path_reading.AUTOGRAD.fullmatch(self.path[0].edge) is not None
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -148,7 +136,9 @@ def explain(
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
         # What an engine that was shut down is made of is new and may be there all the same.
         hollow = root == "object"
-        found = marks(items, innocent=innocent, ages_known=known.older is not None, living=living, hollow=hollow)
+        found = path_reading.marks(
+            items, innocent=innocent, ages_known=known.older is not None, living=living, hollow=hollow
+        )
         ages_tell = known.are_free and known.older is not None and not hollow
         return _past_first_new(found, items, known) if ages_tell else found
 
@@ -200,7 +190,7 @@ def expression_to(item: object, walk: SharedWalk | None = None) -> str | None:
     """
     with trace([item], walk=walk) as found:
         path = found.path(0)
-        way = None if path is None else Way(shown_from_landmark(path), 0, found)
+        way = None if path is None else Way(path_reading.shown_from_landmark(path), 0, found)
         return None if way is None else way.code(len(way.links))
 
 
@@ -241,7 +231,7 @@ def first_holders(
     """
 
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
-        return marks(items, innocent=innocent, ages_known=True, living=living, hollow=root == "object")
+        return path_reading.marks(items, innocent=innocent, ages_known=True, living=living, hollow=root == "object")
 
     not_roots = {*map(id, targets), *not_roots}
     with trace(targets, ignore=ignore, roots=roots, not_roots=not_roots, walk=walk) as found:
@@ -254,9 +244,9 @@ def _first_holder(found: Traces, place: int, inspect: Inspector, names: Names | 
         path = _with_declared(path, [found.link(place, turn) for turn in range(len(path.steps))], names)
     if path is None or not path.steps or path.root_kind not in ("module", "object", "interpreter", "context"):
         return None
-    first, _ = suspect_steps(path.steps)
-    cause = telling_cause(path) or cause_of_edge(path, first)
-    shown = shown_from_landmark(path)
+    first, _ = path_reading.suspect_steps(path.steps)
+    cause = path_reading.telling_cause(path) or path_reading.cause_of_edge(path, first)
+    shown = path_reading.shown_from_landmark(path)
     if first < shown.skipped:
         # What it has a name of its own for is the program's; a fixture's value is the test runner's to end.
         named = Hop(type=path.steps[shown.skipped - 1].type_name, edge=shown.path.root_name, suspect=True)
@@ -400,7 +390,7 @@ class _Parts:
     def _what_it_says(self, item: object) -> str | None:
         kind = type(item)
         if id(kind) not in self._telling:
-            self._telling[id(kind)] = telling_type(kind)
+            self._telling[id(kind)] = path_reading.telling_type(kind)
         was_there = id(item) in self._innocent and kind is not dict and gc.is_tracked(item)
         return _OLD if was_there else self._telling[id(kind)]
 
@@ -409,13 +399,13 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     if names.by_source:
         path = _with_declared(path, [found.link(place, turn) for turn in range(len(path.steps))], names)
     is_declared_to_live = names.by_source and path.steps[0].mark == "innocent"
-    blamed, last = suspect_steps(path.steps)
+    blamed, last = path_reading.suspect_steps(path.steps)
     # What came with a module, as it was imported, is a part of that.
     is_whole = names.older is not None and names.may_have_been_there(found.root(place))
-    first = first_registered(path.steps, blamed) if is_whole or is_declared_to_live else blamed
-    shown = shown_from_landmark(path)
+    first = path_reading.first_registered(path.steps, blamed) if is_whole or is_declared_to_live else blamed
+    shown = path_reading.shown_from_landmark(path)
     # How the walk came to what the program knows by a name says nothing.
-    cause = telling_cause(shown.path) or cause_of_edge(path, blamed)
+    cause = path_reading.telling_cause(shown.path) or path_reading.cause_of_edge(path, blamed)
     way = Way(shown, place, found)
     links = way.links[first:]
     hops = (
@@ -450,11 +440,11 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
         advice = _LETTING_HOOK_GO.format(path.root_name)
         cut = None if cut is None else replace(cut, code=advice)
     explanation = Explanation(
-        verdict="native-held" if path.root_kind == "native" else verdict_of(path.steps),
+        verdict="native-held" if path.root_kind == "native" else path_reading.verdict_of(path.steps),
         cause=cause,
-        holder=holder_name(shown.path, begin),
+        holder=path_reading.holder_name(shown.path, begin),
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
-        suspects=suspects_of(shown.path, max(0, blamed - shown.skipped), max(0, last - shown.skipped)),
+        suspects=path_reading.suspects_of(shown.path, max(0, blamed - shown.skipped), max(0, last - shown.skipped)),
         cut=cut,
         thread=running,
         new=new,
@@ -464,7 +454,7 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     )
     draft = _Draft(explanation, place, links, first, last, decided, shown.skipped)
     common = replace(shown.path, steps=shown.path.steps[: draft.end])
-    return replace(draft, holder=holder_name(common, begin))
+    return replace(draft, holder=path_reading.holder_name(common, begin))
 
 
 def _with_declared(path: Path, links: Sequence[Link], names: Names) -> Path:

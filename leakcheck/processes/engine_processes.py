@@ -12,25 +12,13 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached, not_judged
-from lowtide.leakcheck.processes import messages
+from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
     Inferences,
     ProcessGrowth,
     growing_holder,
     held_by,
     levels_of,
-)
-from lowtide.leakcheck.processes.process_levels import (
-    NOTHING_SAID,
-    ProcessLevels,
-    RankLevels,
-    communicators_kept,
-    describe_process,
-    explain_kept,
-    explain_uneven_rank,
-    mapped_by_failed_wake,
-    role_of,
-    uneven_ranks,
 )
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
@@ -74,11 +62,11 @@ class EngineProcesses:
     context: Callable[[str], int | None] = lambda device: None
     passed_over: Collection[int] = ()
     drivers: set[int] = field(default_factory=set)
-    _now: dict[int, ProcessLevels] = field(default_factory=dict)
-    _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
+    _now: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
+    _at_work: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
     # What each held when it went to sleep.
-    _before_sleep: dict[int, ProcessLevels] = field(default_factory=dict)
-    _silent: list[ProcessLevels] = field(default_factory=list)
+    _before_sleep: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
+    _silent: list[process_levels.ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, HolderFacts] = field(default_factory=dict)
@@ -125,7 +113,7 @@ class EngineProcesses:
     def _is_kept_asleep(self, finding: Finding) -> bool:
         if finding.resource != "tensors" or finding.process is None:
             return False
-        holders = self._kept_asleep.get(role_of(finding.process.name), set())
+        holders = self._kept_asleep.get(process_levels.role_of(finding.process.name), set())
         return bool(holders) if finding.holder is None else finding.holder in holders
 
     @property
@@ -178,7 +166,7 @@ class EngineProcesses:
     def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
         """Return what appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
         answer = self._one(pid, messages.ExplainLeft(cycle=cycle), messages.Left) or messages.Left()
-        found = [in_process(finding, describe_process(pid)) for finding in answer.findings]
+        found = [in_process(finding, process_levels.describe_process(pid)) for finding in answer.findings]
         return list(zip(found, answer.by_turn, strict=True))
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
@@ -224,8 +212,14 @@ class EngineProcesses:
         cards = by_process(read_card_holders(self.driver())) if self.driver is not None and asks else {}
         for pid in cards.keys() & set(family):
             self.ended.note(pid)
-        self._silent = [ProcessLevels.of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
-        self._now = {pid: ProcessLevels.of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
+        self._silent = [
+            process_levels.ProcessLevels.of(pid, process_levels.NOTHING_SAID, cards.get(pid, {}))
+            for pid in family
+            if pid not in levels
+        ]
+        self._now = {
+            pid: process_levels.ProcessLevels.of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)
+        }
         if stage.startswith("sleep"):
             self._before_sleep = self._at_work
         else:
@@ -254,7 +248,7 @@ class EngineProcesses:
         ]
         return (*unwatched, *self._undeclared.values())
 
-    def _collected(self, now: ProcessLevels) -> messages.Levels:
+    def _collected(self, now: process_levels.ProcessLevels) -> messages.Levels:
         """Return the levels after an inference, without garbage where tensors have become more since the one before."""
         pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
@@ -329,7 +323,7 @@ class EngineProcesses:
             process = self._now[pid].process
             found += [in_process(finding, process) for finding in answer.findings]
             holders = {finding.holder or "" for finding in answer.findings}
-            self._kept_asleep.setdefault(role_of(process.name), set()).update(holders)
+            self._kept_asleep.setdefault(process_levels.role_of(process.name), set()).update(holders)
         # What inferring left is reported by itself.
         left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
         reported_pids: set[int] = set()
@@ -343,15 +337,15 @@ class EngineProcesses:
                 reported_pids.add(pid)
                 found.append(self._explain_kept(stage, sizes, now))
             else:
-                role = role_of(now.process.name)
+                role = process_levels.role_of(now.process.name)
                 self._undeclared[role, stage] = not_judged(stage, sizes, self.kind, now.process.text)
-        kept_groups = communicators_kept(stage, self._at_work, self._now) if empties else []
+        kept_groups = process_levels.communicators_kept(stage, self._at_work, self._now) if empties else []
         return [*found, *kept_groups, *self._uneven(stage, left, reported_pids)]
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
         """Return what a wake that raised has left mapped in each, of what the last sleep had given up."""
         after = self._each(list(self._now), messages.Read(), messages.Levels)
-        return mapped_by_failed_wake(stage, self.kind, self._now, after)
+        return process_levels.mapped_by_failed_wake(stage, self.kind, self._now, after)
 
     def _uneven(self, stage: str, left: Mapping[int, int], reported_pids: Collection[int]) -> list[Finding]:
         """Return the ranks that have kept more than their peers, without those that are reported for what they kept."""
@@ -360,17 +354,19 @@ class EngineProcesses:
             before = self._at_work.get(pid)
             sizes = None if before is None else self._asked_and_kept(before, now, left.get(pid, 0))
             if sizes is not None:
-                levels.append(RankLevels(now.process, *sizes, now.arenas(self.kind)))
+                levels.append(process_levels.RankLevels(now.process, *sizes, now.arenas(self.kind)))
 
         return [
-            explain_uneven_rank(
+            process_levels.explain_uneven_rank(
                 uneven, stage, self.kind, self.device or self.kind, lambda pid: self._largest_in(pid, stage)
             )
-            for uneven in uneven_ranks(levels, self.kind)
+            for uneven in process_levels.uneven_ranks(levels, self.kind)
             if uneven.rank.process.pid not in reported_pids
         ]
 
-    def _asked_and_kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:
+    def _asked_and_kept(
+        self, before: process_levels.ProcessLevels, now: process_levels.ProcessLevels, left: int
+    ) -> tuple[int, int] | None:
         """Return the bytes that a sleep asks one process for, and those of them that are there; None if unknown."""
         held, holds = before.held(self.kind), now.held(self.kind)
         if held is None or holds is None:
@@ -379,15 +375,17 @@ class EngineProcesses:
         excused = left + (before.of_libraries if self.kind == "cuda" else 0)
         return held - excused, holds - excused
 
-    def kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:
+    def kept(
+        self, before: process_levels.ProcessLevels, now: process_levels.ProcessLevels, left: int
+    ) -> tuple[int, int] | None:
         """Return what `_asked_and_kept` says of a process that has not given back its part; None where it has."""
         sizes = self._asked_and_kept(before, now, left)
         return None if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART else sizes
 
-    def _explain_kept(self, stage: str, sizes: tuple[int, int], now: ProcessLevels) -> Finding:
+    def _explain_kept(self, stage: str, sizes: tuple[int, int], now: process_levels.ProcessLevels) -> Finding:
         """Return what one process has kept, with the holders of the largest."""
         holders, device = self._largest_in(now.process.pid, stage), self.device or self.kind
-        return explain_kept(stage, device, sizes, now.process, now.arenas(self.kind), holders)
+        return process_levels.explain_kept(stage, device, sizes, now.process, now.arenas(self.kind), holders)
 
     def _largest_in(self, pid: int, stage: str) -> tuple[Finding, ...]:
         """Ask a process who holds its largest tensors."""

@@ -10,20 +10,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.causes import Leak, by_cause, with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
-from lowtide.leakcheck.findings.item_findings import (
-    HARMLESS,
-    UNFROZEN,
-    ItemLeak,
-    confirmed_workspaces,
-    frozen_items,
-    is_harmless,
-    with_changes,
-    with_fingerprint,
-)
 from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import actions_for, prove, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
@@ -291,7 +282,7 @@ class WatchJudge:
                 continue
             leak = self._item_leak(case, turn, finding, key, own)
             named = [
-                with_array_holder(with_fingerprint(part, context.module), context)
+                with_array_holder(item_findings.with_fingerprint(part, context.module), context)
                 for part in with_pool_holders(leak, context)
             ]
             found += [
@@ -306,10 +297,10 @@ class WatchJudge:
 
     def _item_leak(
         self, case: Case, turn: int, finding: Finding, key: str, steps: Sequence[LadderStep[Reading]]
-    ) -> ItemLeak:
+    ) -> item_findings.ItemLeak:
         """Return a finding about things with names, with these, and since when they are there."""
         watched, subject = self._watched, case.subjects[turn]
-        names = frozen_items() if key == FROZEN else steps[0].reading.items.get(key, {})
+        names = item_findings.frozen_items() if key == FROZEN else steps[0].reading.items.get(key, {})
         if finding.resource == "reserved" and finding.remedy is None:
             # Emptying the cache gave back the segments of pools that nobody holds any more.
             names = steps[-1].reading.items.get(key, names)
@@ -325,12 +316,12 @@ class WatchJudge:
             noted(finding, more) if more else finding,
             holder=listed(key, names),
             allocated_at=self._stack_of(finding.device, key, names),
-            changed=(UNFROZEN,) if key == FROZEN and finding.remedy is not None else (),
+            changed=(item_findings.UNFROZEN,) if key == FROZEN and finding.remedy is not None else (),
         )
-        leak = ItemLeak(finding, key, names, turn, cached=watched.caches.of(names))
+        leak = item_findings.ItemLeak(finding, key, names, turn, cached=watched.caches.of(names))
         if key != "globals":
             return leak
-        return with_changes(
+        return item_findings.with_changes(
             leak, watched.ownership.left(watched.read(), subject, case.ended), watched.environment.place_of
         )
 
@@ -406,10 +397,10 @@ class RemedyTrials:
             findings.append([])
             later: list[Leak] = []
             for leak in found:
-                if isinstance(leak, ItemLeak):
+                if isinstance(leak, item_findings.ItemLeak):
                     leak = self._confirmed(leak, read)
                 is_over = False
-                if isinstance(leak, ItemLeak) and is_harmless(leak):
+                if isinstance(leak, item_findings.ItemLeak) and item_findings.is_harmless(leak):
                     leak = self._tried_harmless(leak, context, read)
                     is_over = not leak.endings or leak.finding.remedy is not None
                 findings[-1].append(leak.finding)
@@ -430,7 +421,7 @@ class RemedyTrials:
         may_unfreeze = FROZEN in resources and not self._watched.froze_before
         places = [(turn, place) for turn, found in enumerate(leaks) for place in range(len(found))]
         tensors = [(at, leak) for at in places if isinstance(leak := leaks[at[0]][at[1]], TensorLeak)]
-        items = [(at, leak) for at in places if isinstance(leak := leaks[at[0]][at[1]], ItemLeak)]
+        items = [(at, leak) for at in places if isinstance(leak := leaks[at[0]][at[1]], item_findings.ItemLeak)]
         leaks.clear()
         proven = prove([leak for _, leak in tensors], context, may_unfreeze=may_unfreeze)
         for ((turn, place), _), finding in zip(tensors, proven, strict=True):
@@ -457,28 +448,28 @@ class RemedyTrials:
         storages = dict.fromkeys(live_keys() if key.startswith(_OF_BLOCKS) else (), 0)
         return self._watched.device_memory.all_items(now, device, storages).get(key)
 
-    def _tried_harmless(self, leak: ItemLeak, context: Context, read: _Read) -> ItemLeak:
+    def _tried_harmless(self, leak: item_findings.ItemLeak, context: Context, read: _Read) -> item_findings.ItemLeak:
         """Return the leak with what waiting has shown."""
         waiting = replace(leak, endings=())
         mark = leak.finding.fingerprint
         # What was waited for in vain once is only looked at again: it was waited for before it was judged, too.
         actions = actions_for(waiting, 0.0 if mark in self._in_vain else context.patience, may_unfreeze=False)
         # Which threads there are shows without a reading of all that there is.
-        of_names = leak.finding.resource in HARMLESS
+        of_names = leak.finding.resource in item_findings.HARMLESS
         left = (lambda: leak.left(self._left_now)) if of_names else self._left(leak, read)
         finding = try_actions(waiting, actions, left, self._driver_bytes)
         if of_names and (finding.remedy, finding.advice) == (None, leak.finding.advice):
             self._in_vain.add(mark)
         return replace(leak, finding=finding)
 
-    def _confirmed(self, leak: ItemLeak, read: _Read) -> ItemLeak:
+    def _confirmed(self, leak: item_findings.ItemLeak, read: _Read) -> item_findings.ItemLeak:
         if leak.finding.cause != "library-workspace" or leak.finding.resource != "tensors" or not leak.names:
             return leak
         is_first = self._watched.first_use.of_blas or self._workspaces_cleared >= _MOST_CLEARINGS
         self._workspaces_cleared += not is_first
-        return confirmed_workspaces(leak, self._left(leak, read), is_first=is_first)
+        return item_findings.confirmed_workspaces(leak, self._left(leak, read), is_first=is_first)
 
-    def _left(self, leak: ItemLeak, read: _Read) -> Callable[[], Mapping[str, int]]:
+    def _left(self, leak: item_findings.ItemLeak, read: _Read) -> Callable[[], Mapping[str, int]]:
         return lambda: leak.left(lambda key: read().readings[leak.subject].items.get(key, {}))
 
     def _driver_bytes(self) -> int:
