@@ -20,7 +20,7 @@ from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
-from lowtide.leakcheck.findings.running_threads import with_work, works
+from lowtide.leakcheck.findings.running_threads import by_work, with_work
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.resources import RESOURCES, resource_of
@@ -346,8 +346,7 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
         context: what is known around them.
     """
     if leak.key == "threads":
-        told = [with_work(leak, work).finding for work in works(leak.names, context)]
-        return told[0] if len(told) == 1 else leak.finding
+        return with_work(leak, context).finding
     causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
     finding = _with_places(leak, context, held=bool(causes)).finding
     ways = {cause.holder: cause for cause in causes.values()}
@@ -388,7 +387,7 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
 def _apart(leak: Leak, context: Context) -> list[Leak]:
     """Part threads by what they do, and what caches keep by the cache; leave anything else as it is."""
     if isinstance(leak, ItemLeak) and leak.key == "threads":
-        return [*_by_work(leak, context)]
+        return [*by_work(leak, context)]
     if isinstance(leak, ItemLeak) and len(caches := _caches_of(leak)) > 1:
         kept = [
             {name: size for name, size in leak.names.items() if id(leak.cached[name].cache()) == cache}
@@ -444,17 +443,6 @@ def _join_changes(parts: Sequence[_Part]) -> None:
     for part, change in zip(parts, every, strict=True):
         if change and every.count(change) > 1:
             part.cause = CommonCause(("change", change))
-
-
-def _by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
-    """Part threads by what they do."""
-    found = works(leak.names, context)
-    rest = {name: size for name, size in leak.names.items() if not any(name in work.names for work in found)}
-    parts = [(only(leak, {name: leak.names[name] for name in work.names}), work) for work in found]
-    if len(found) + bool(rest) == 1:
-        parts = [(leak, work) for work in found]
-    leaks = [with_work(part, work) for part, work in parts]
-    return [*leaks, *([only(leak, rest) if leaks else leak] if rest else [])]
 
 
 def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:

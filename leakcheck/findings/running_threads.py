@@ -12,7 +12,7 @@ from lowtide.leakcheck.explaining.explain import Holder
 from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_reading import way_text
-from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.resources.resource import Change
@@ -46,34 +46,31 @@ _WORKER = "concurrent.futures.thread._worker"
 _CANCELLING = Offer("cancel()", "is cancelled", lambda timer: timer.cancel())
 
 
-@dataclass(frozen=True)
-class Work:
-    """What some threads do that are alike.
-
-    Attributes:
-        names: the threads, as the counters name them.
-        text: what they run and who started them, as part of a sentence.
-        advice: what to change.
-        holder: the object of the program that keeps what they work for, as code; empty if there is none.
-        path: the way to it.
-        endings: the calls of the standard library's own classes that end them.
-    """
-
-    names: tuple[str, ...]
-    text: str
-    advice: str
-    holder: str = ""
-    path: tuple[Hop, ...] = ()
-    endings: tuple[Change, ...] = ()
-
-
-def works(names: Collection[str], context: Context) -> list[Work]:
-    """Return what threads do, those together that do the same; nothing of threads that have ended.
+def by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
+    """Part threads by what they do, those together that do the same; nothing is said of threads that have ended.
 
     Args:
-        names: the threads, as the counters name them.
+        leak: the threads.
         context: what is known around them.
     """
+    groups = _groups(leak.names, context)
+    known = {running.name for group in groups for running in group}
+    rest = {name: size for name, size in leak.names.items() if name not in known}
+    if len(groups) + bool(rest) <= 1:
+        return [_told(leak, group) for group in groups] or [leak]
+    parts = [only(leak, {running.name: leak.names[running.name] for running in group}) for group in groups]
+    told = [_told(part, group) for part, group in zip(parts, groups, strict=True)]
+    return [*told, *([only(leak, rest)] if rest else [])]
+
+
+def with_work(leak: ItemLeak, context: Context) -> ItemLeak:
+    """Return a finding about threads with what they do, where that is one thing."""
+    groups = _groups(leak.names, context)
+    return _told(leak, groups[0]) if len(groups) == 1 else leak
+
+
+def _groups(names: Collection[str], context: Context) -> list[list[_Running]]:
+    """Return the threads that run, those together that do the same; by their names, as the counters have them."""
     running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
     owners = [list(_owners(thread)) for thread in running]
     targets = list({id(item): item for found in owners for item in found}.values())
@@ -86,22 +83,11 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     by_target = {id(item): holder for item, holder in zip(targets, holders, strict=True) if _is_programs(holder)}
     groups: dict[Hashable, list[_Running]] = {}
     for thread, own in zip(running, owners, strict=True):
-        each = _Running(
-            thread,
-            own,
-            [by_target.get(id(item)) for item in own],
-            context.made_at("threads", thread_key(thread)),
-        )
+        started = context.made_at("threads", thread_key(thread))
+        each = _Running(thread, own, [by_target.get(id(item)) for item in own], started)
         # Exactly what a fingerprint distinguishes, or two findings of a test had the same one.
         groups.setdefault(identity_of("threads", [each.name]), []).append(each)
-    return [_work(group) for group in groups.values()]
-
-
-def with_work(leak: ItemLeak, work: Work) -> ItemLeak:
-    """Return a finding about threads, with what they do."""
-    finding = restated(leak.finding, {"path": work.path or leak.finding.path, "advice": work.advice}, most=_SHOWN)
-    finding = noted(finding, f"; {work.text}{', held by ' if work.holder else ''}", work.holder or "")
-    return replace(leak, finding=finding, endings=work.endings)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -123,16 +109,22 @@ class _Running:
         return next(((item, of) for item, of in zip(self.owners, self.holders, strict=True) if of is not None), None)
 
 
-def _work(group: Sequence[_Running]) -> Work:
+def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
+    """Return a finding about threads that do the same with what that is, who keeps what they work for, and its end."""
     one, runs = len(group) == 1, _runs(group[0].thread)
     text = f"{'it runs' if one else 'they run'} {runs}{_waiting(group)}"
     started = list(dict.fromkeys(running.started for running in group if running.started))
     text += f", started in {first_of(started, _SHOWN)}" if started else ""
-    names = tuple(running.name for running in group)
-    endings = tuple({ending.code: ending for running in group for ending in _endings(running)}.values())
     held = [running.held for running in group if running.held is not None]
-    if not held:
-        return Work(names, text, _unheld(group[0], runs), endings=endings)
+    holder, path, advice = _kept_by(held, runs, one=one) if held else ("", (), _unheld(group[0], runs))
+    finding = restated(leak.finding, {"path": path or leak.finding.path, "advice": advice}, most=_SHOWN)
+    finding = noted(finding, f"; {text}{', held by ' if holder else ''}", holder)
+    endings = {ending.code: ending for running in group for ending in _endings(running)}
+    return replace(leak, finding=finding, endings=tuple(endings.values()))
+
+
+def _kept_by(held: Sequence[tuple[Any, Holder]], runs: str, *, one: bool) -> tuple[str, tuple[Hop, ...], str]:
+    """Return who keeps what threads work for, as code, the way there, and what to change."""
     owner, holder = held[0]
     ways = list(dict.fromkeys(way_text(of.way) for _, of in held))
     name, path, call = ways[0], holder.way, _call(type(owner))
@@ -142,11 +134,10 @@ def _work(group: Sequence[_Running]) -> Work:
         ways = list(dict.fromkeys(way_text(of.path) for _, of in held))
         name, path, call = ways[0], holder.path, outer
     others = f" (and {len(ways) - 1} more)" if len(ways) > 1 else ""
+    advice = f"let {runs} return, and join {name}{others} where the owner ends"
     if call:
         advice = f"end {'it' if one else 'them'} where the owner ends: {on(name, call)}{others}"
-    else:
-        advice = f"let {runs} return, and join {name}{others} where the owner ends"
-    return Work(names, text, advice, f"{name}{others}", path, endings)
+    return f"{name}{others}", path, advice
 
 
 def _unheld(running: _Running, runs: str) -> str:
