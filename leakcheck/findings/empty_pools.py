@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -29,58 +29,20 @@ _SHOWN = 3
 PoolId = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class HeldPools:
-    """Private pools that go when one thing goes.
-
-    Attributes:
-        names: bytes of their segments, by `pool (0, 1), segment at 0x…`.
-        explanation: who holds the one that is reached in the fewest steps; None where nobody is known to.
-        cause: what the holder is.
-    """
-
-    names: Mapping[str, int]
-    explanation: Explanation | None = None
-    cause: Cause = "unknown"
-
-
-def by_holder(names: Mapping[str, int], context: Context) -> tuple[HeldPools, ...]:
-    """Private pools by what holds them: those behind the same suspect are one leak, those behind another are another.
-
-    Args:
-        names: bytes of the segments, by `pool (0, 1), segment at 0x…`.
-        context: what is known around them.
-
-    Returns:
-        The largest first, those that nobody is known to hold last; empty if there are no names.
-    """
-    explained = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
-    parts: dict[object, dict[str, int]] = {}
-    holders: dict[object, tuple[Explanation, Cause]] = {}
-    for name, size in names.items():
-        identity = _pool_of(name)
-        holder = explained.get(identity) if identity is not None else None
-        # As the fingerprint has it, so that no two of them share one.
-        mark = None if holder is None else (holder[1], holder[0].suspects[:1])
-        parts.setdefault(mark, {})[name] = size
-        if holder is not None and (mark not in holders or len(holder[0].path) < len(holders[mark][0].path)):
-            holders[mark] = holder
-    found = [HeldPools(part, *holders.get(mark, ())) for mark, part in parts.items()]
-    return tuple(sorted(found, key=lambda held: (held.explanation is None, -sum(held.names.values()))))
+_Holding = tuple[Explanation, Cause]
+"""Who holds a pool, and what that is."""
 
 
 def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
     """Return a finding about private pools as one for each of their holders; any other as it is."""
     # What emptying the cache gave back nobody held.
     is_held = leak.finding.resource == "reserved" and leak.finding.remedy is None
-    parts = by_holder(leak.names, context) if is_held else ()
-    mapped = _mapped(leak.finding.device, leak.names) if parts else None
-    return [_with_holder(_of_pools(leak, part.names, mapped), part) for part in parts] or [leak]
+    return _by_holder(leak, context) if is_held and leak.names else [leak]
 
 
 def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
     """Return who holds the private pools that a finding is about; of several the one with the most."""
-    return next((part.explanation for part in by_holder(leak.names, context)), None)
+    return next((holding[0] if holding else None for _, holding in _held(leak.names, context)), None)
 
 
 def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context: Context) -> list[Finding]:
@@ -92,18 +54,48 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
         names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
         context: what is known around it.
     """
-    mapped = _mapped(finding.device, names)
-    return [_of_held_pools(finding, key, part, mapped) for part in by_holder(names, context)]
+    found = []
+    for leak in _by_holder(ItemLeak(finding, key, names, 0), context):
+        holder = "the pool" if len(_sizes(leak.names)) == 1 else "the pools"
+        holder = holder if leak.explanation is None else leak.explanation.holder
+        changes = {
+            "advice": f"let go of {holder} at {finding.stage}, then torch.cuda.empty_cache()",
+            "former_fingerprint": finding.fingerprint,
+        }
+        found.append(msgspec.structs.replace(with_fingerprint(leak, "").finding, **changes))
+    return found
 
 
-def _of_held_pools(finding: Finding, key: str, held: HeldPools, mapped: Sequence[Range] | None) -> Finding:
-    leak = _with_holder(_of_pools(ItemLeak(finding, key, held.names, 0), held.names, mapped), held)
-    holder = "the pool" if len(_sizes(held.names)) == 1 else "the pools"
-    if leak.explanation is not None:
-        holder = leak.explanation.holder
-    found = with_fingerprint(leak, "").finding
-    advice = f"let go of {holder} at {finding.stage}, then torch.cuda.empty_cache()"
-    return msgspec.structs.replace(found, advice=advice, former_fingerprint=finding.fingerprint)
+def _by_holder(leak: ItemLeak, context: Context) -> list[ItemLeak]:
+    held = _held(leak.names, context)
+    mapped = _mapped(leak.finding.device, leak.names)
+    return [_with_holder(_of_pools(leak, names, mapped), holding) for names, holding in held]
+
+
+def _held(names: Mapping[str, int], context: Context) -> list[tuple[dict[str, int], _Holding | None]]:
+    """Part private pools by what holds them: those behind the same suspect are one leak, those behind another another.
+
+    Args:
+        names: bytes of the segments, by `pool (0, 1), segment at 0x…`.
+        context: what is known around them.
+
+    Returns:
+        The largest first, those that nobody is known to hold last; each with who holds the pool that is reached in the
+        fewest steps.
+    """
+    explained = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
+    parts: dict[object, dict[str, int]] = {}
+    holders: dict[object, _Holding] = {}
+    for name, size in names.items():
+        identity = _pool_of(name)
+        holder = explained.get(identity) if identity is not None else None
+        # As the fingerprint has it, so that no two of them share one.
+        mark = None if holder is None else (holder[1], holder[0].suspects[:1])
+        parts.setdefault(mark, {})[name] = size
+        if holder is not None and (mark not in holders or len(holder[0].path) < len(holders[mark][0].path)):
+            holders[mark] = holder
+    found = [(part, holders.get(mark)) for mark, part in parts.items()]
+    return sorted(found, key=lambda held: (held[1] is None, -sum(held[0].values())))
 
 
 def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
@@ -196,27 +188,27 @@ def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) ->
     return f"; the driver holds {format_bytes(held) if held else 'none'} of it: {rest}"
 
 
-def _with_holder(leak: ItemLeak, held: HeldPools) -> ItemLeak:
-    explanation = held.explanation
-    if explanation is None:
+def _with_holder(leak: ItemLeak, holding: _Holding | None) -> ItemLeak:
+    if holding is None:
         return leak
-    is_one = len({_pool_of(name) for name in held.names}) == 1
+    explanation, cause = holding
+    is_one = len({_pool_of(name) for name in leak.names}) == 1
     finding = noted(
         leak.finding,
         f"; the {'pool is' if is_one else 'pools are'} held by ",
         explanation.holder or "",
-        cause=held.cause,
+        cause=cause,
         verdict=explanation.verdict,
         path=explanation.path,
     )
     return replace(leak, finding=finding, explanation=explanation)
 
 
-def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:
+def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, _Holding]:
     """Return who holds each of some pools, and what that is, for those that anybody holds."""
     holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
     explanations = context.explain(holders)
-    found: dict[PoolId, tuple[Explanation, Cause]] = {}
+    found: dict[PoolId, _Holding] = {}
     for item, explanation in zip(holders, explanations, strict=True):
         identity = _pool_id(item)
         known = None if identity is None else found.get(identity)
