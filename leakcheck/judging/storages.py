@@ -288,10 +288,6 @@ def is_storage(item: object) -> bool:
 
 def storage_keys(items: Iterable[Any]) -> set[Key]:
     """Return the storages under some tensors."""
-    return _keys(items)
-
-
-def _keys(items: Iterable[Any]) -> set[Key]:
     return {_key(storage) for storage in survey_storages(items).storages}
 
 
@@ -349,12 +345,12 @@ def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict
         if owner is None:
             open_ones.append(born.item)
         else:
-            found.update(dict.fromkeys(_keys([born.item]), owner))
+            found.update(dict.fromkeys(storage_keys([born.item]), owner))
     gradients = claims.gradients(torch.Tensor, map(id, open_ones)) if open_ones else {}
     for item in open_ones:
         if id(item) in gradients:
-            found.update(dict.fromkeys(_keys([item]), gradients[id(item)]))
-    nobodys = _keys(item for item in open_ones if id(item) not in gradients) - found.keys()
+            found.update(dict.fromkeys(storage_keys([item]), gradients[id(item)]))
+    nobodys = storage_keys(item for item in open_ones if id(item) not in gradients) - found.keys()
     return {**found, **claims.saved(nobodys)} if nobodys else found
 
 
