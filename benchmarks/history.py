@@ -21,8 +21,17 @@ import sqlalchemy as sa
 from machine import write
 from sqlalchemy.engine import Engine
 
-from lowtide.leakcheck.gate.history import RESIDUES, RUNS, SERIES, SUBJECTS, VERDICTS, open_database, writing
-from lowtide.leakcheck.gate.trends import read_trends, render_page
+from lowtide.leakcheck.gate.history import (
+    RESIDUES,
+    RUNS,
+    SERIES,
+    SUBJECTS,
+    VERDICTS,
+    open_database,
+    read_trends,
+    render_page,
+    writing,
+)
 
 RUNS_OF_EACH, SUBJECTS_OF_EACH, SERIES_OF_EACH = 1000, 25, 4
 """1000 runs x 25 subjects x 4 series: 100,000 rows."""

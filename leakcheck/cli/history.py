@@ -17,7 +17,7 @@ from rich.text import Text
 from lowtide.leakcheck.cli.console import find_console, refuse
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.gate.trends import Trend
+    from lowtide.leakcheck.gate.history import Trend
 from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.terminal.sparkline import sparkline
@@ -57,8 +57,7 @@ def history(
         refuse("--commit belongs to --add: add it, or leave it out")
     address = database or os.environ.get(_VARIABLE) or _FILE
     try:
-        from lowtide.leakcheck.gate.history import open_database
-        from lowtide.leakcheck.gate.trends import read_trends, render_page
+        from lowtide.leakcheck.gate.history import open_database, read_trends, render_page
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("lowtide"):
             raise

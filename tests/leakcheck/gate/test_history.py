@@ -29,10 +29,13 @@ from lowtide.leakcheck.gate.history import (
     SERIES,
     VERSION,
     HistoryError,
+    Trend,
     add_report,
+    draw,
     open_database,
+    read_trends,
+    render_page,
 )
-from lowtide.leakcheck.gate.trends import Trend, draw, read_trends, render_page
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
 from tests.reports.small_reports import HOSTILE, finding, report, subject

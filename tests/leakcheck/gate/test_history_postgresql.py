@@ -16,8 +16,17 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from lowtide.leakcheck.gate.history import METADATA, RESIDUES, RUNS, SUBJECTS, HistoryError, add_report, open_database
-from lowtide.leakcheck.gate.trends import read_trends, render_page
+from lowtide.leakcheck.gate.history import (
+    METADATA,
+    RESIDUES,
+    RUNS,
+    SUBJECTS,
+    HistoryError,
+    add_report,
+    open_database,
+    read_trends,
+    render_page,
+)
 from tests.leakcheck.gate.test_history import MIB, add_nights, night
 from tests.reports.small_reports import HOSTILE, finding, subject
 from tests.waiting import HANG_S

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowtide.leakcheck.gate.trends import LevelChange, level_changes
+from lowtide.leakcheck.gate.history import LevelChange, level_changes
 
 MIB = 1 << 20
 
