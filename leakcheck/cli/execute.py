@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, refuse, write
-from lowtide.leakcheck.cli.reporting import (
+from lowtide.leakcheck.cli.console import (
     KnownLeaks,
     ReportFolder,
     begin_report,
     check_writable,
     ended_with,
+    find_console,
     load_suppressions,
     make_report,
+    refuse,
+    write,
     write_report,
 )
 

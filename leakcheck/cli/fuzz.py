@@ -11,8 +11,18 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from lowtide.leakcheck.cli.console import find_console, interruptible, progress_line, refuse, say
-from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
+from lowtide.leakcheck.cli.console import (
+    begin_report,
+    check_writable,
+    ended_with,
+    find_console,
+    interruptible,
+    make_report,
+    progress_line,
+    refuse,
+    say,
+    write_report,
+)
 from lowtide.leakcheck.targets.target import Device, Subjected, TargetError, device_name, make_target, named_target
 from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, interruptible, refuse, say
-from lowtide.leakcheck.cli.reporting import check_writable, ended_with, show_on_github
+from lowtide.leakcheck.cli.console import (
+    check_writable,
+    ended_with,
+    find_console,
+    interruptible,
+    refuse,
+    say,
+    show_on_github,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

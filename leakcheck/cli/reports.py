@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import Wide, find_console, refuse, say, write
-from lowtide.leakcheck.cli.reporting import ended_with, write_report
+from lowtide.leakcheck.cli.console import Wide, ended_with, find_console, refuse, say, write, write_report
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.suppressions.toml import Added

@@ -21,15 +21,19 @@ from rich.cells import cached_cell_len
 from rich.console import Console
 from rich.live import Live
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, find_console, interruptible, refuse
-from lowtide.leakcheck.cli.reporting import (
+from lowtide.leakcheck.cli.console import (
+    INTERRUPTED,
     KnownLeaks,
     ReportFolder,
+    Wide,
     begin_report,
     check_writable,
     ended_with,
+    find_console,
+    interruptible,
     load_suppressions,
     make_report,
+    refuse,
     write_report,
 )
 from lowtide.leakcheck.targets.target import Device, TargetError, device_name, load_factory

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.cli.reporting import show_on_github
+from lowtide.leakcheck.cli.console import show_on_github
 from lowtide.reports import github
 from lowtide.reports.github import MOST_ANNOTATIONS, append_summary, render_annotations
 from lowtide.reports.markdown import render_markdown

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 import lowtide
-from lowtide.leakcheck.cli.reporting import command_settings
+from lowtide.leakcheck.cli.console import command_settings
 from lowtide.pytest_plugin.settings import Settings
 
 
