@@ -134,14 +134,12 @@ class Judgement:
         findings: what is a leak.
         returns: what came back later than at once.
         not_measured: what this machine does not say.
-        keys: the key of the metric that each finding is about.
-        metrics: that metric.
+        metrics: the metric that each finding is about.
     """
 
     findings: tuple[Finding, ...]
     returns: tuple[Return, ...]
     not_measured: tuple[NotMeasured, ...]
-    keys: tuple[str, ...] = ()
     metrics: tuple[Metric[Any], ...] = ()
 
 
@@ -195,8 +193,7 @@ def judge(
             above.append(above[-1] if item.above is None else item.above)
         findings.append(_finding(metric, baseline, steps, above, back, stage, actions))
         judged.append(metric)
-    keys = tuple(metric.key for metric in judged)
-    return Judgement(tuple(findings), tuple(returns), tuple(not_measured), keys, tuple(judged))
+    return Judgement(tuple(findings), tuple(returns), tuple(not_measured), tuple(judged))
 
 
 def _finding(

@@ -327,22 +327,20 @@ class ShutdownJudgement:
 
 def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Callable[[], Context]) -> Judgement:
     """Add who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
-    rows = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
-    for pools in [each for each in rows if each[2].startswith(_OF_PRIVATE_POOLS)]:
-        finding, metric, key = pools
+    rows = list(zip(judgement.findings, judgement.metrics, strict=True))
+    for pools in [each for each in rows if each[1].key.startswith(_OF_PRIVATE_POOLS)]:
+        finding, metric = pools
         others = [each for each in rows if each is not pools and _is_cached_like(each[0], finding)]
         if left := metric.new_items(start, now):
             place = rows.index(pools)
-            rows[place : place + 1] = [
-                (each, metric, key) for each in of_empty_pools(finding, metric.key, left, context())
-            ]
+            rows[place : place + 1] = [(each, metric) for each in of_empty_pools(finding, metric.key, left, context())]
         elif finding.cause == "allocator-cache" and others:
             rows.remove(pools)
-            rows[rows.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
+            rows[rows.index(others[0])] = (of_cached_pools(finding, others[0][0]), others[0][1])
         elif finding.cause == "allocator-cache":
-            rows[rows.index(pools)] = (of_cached_pools(finding, None), metric, key)
-    findings, metrics, keys = zip(*rows, strict=True) if rows else ((), (), ())
-    return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
+            rows[rows.index(pools)] = (of_cached_pools(finding, None), metric)
+    findings, metrics = zip(*rows, strict=True) if rows else ((), ())
+    return dataclasses.replace(judgement, findings=findings, metrics=metrics)
 
 
 def _with_holders(judgement: Judgement, start: Snapshot, now: Snapshot, context: Context) -> Judgement:

@@ -268,7 +268,7 @@ class WatchJudge:
         context = replace(context, module=(subject.where if subject is not None else "") or context.module)
         found: list[Leak] = []
         judged = judge(metrics, Reading(), own, stage=case.stage, cycle=1)
-        for finding, key in zip(judged.findings, judged.keys, strict=True):
+        for finding, metric in zip(judged.findings, judged.metrics, strict=True):
             if finding.resource == "tensors" and finding.verdict not in NOT_OF_PYTHON and finding.bytes:
                 held = [
                     [
@@ -280,7 +280,7 @@ class WatchJudge:
                 ]
                 found += tensor_leaks(held, [step.rung for step in steps], explained, context)
                 continue
-            leak = self._item_leak(case, turn, finding, key, own)
+            leak = self._item_leak(case, turn, finding, metric.key, own)
             named = [
                 with_array_holder(item_findings.with_fingerprint(part, context.module), context)
                 for part in with_pool_holders(leak, context)
