@@ -154,7 +154,7 @@ class ShutdownJudgement:
             steps[:] = self._climbed(metrics, baselines, (Rung.EMPTY_CACHE,), steps)
         explained = {finding.device for finding in of_tensors}
         for start in baselines:
-            judgement = self._judged(engine, cycle, start, metrics, steps, actions, explained, is_last=is_last)
+            judgement = self._judged(engine, cycle, start, metrics, steps, actions, is_last=is_last)
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
             found = [finding for finding in judgement.findings if not is_reported(finding, explained)]
@@ -195,7 +195,6 @@ class ShutdownJudgement:
         metrics: Sequence[Metric[Snapshot]],
         steps: Sequence[LadderStep[Snapshot]],
         actions: dict[Rung, str],
-        explained: Collection[str],
         *,
         is_last: bool,
     ) -> Judgement:
