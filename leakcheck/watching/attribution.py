@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.storages import is_tensor, storage_keys
-from lowtide.leakcheck.resources.first_use import may_be_a_drivers
-from lowtide.leakcheck.resources.warm_up import CardsWithoutTorch, WarmUp
+from lowtide.leakcheck.resources.first_use import CardsWithoutTorch, WarmUp, may_be_a_drivers
 from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.caches import LRU_CACHE

@@ -14,10 +14,9 @@ from lowtide.leakcheck.judging.filled_caches import FilledCaches
 from lowtide.leakcheck.judging.owners import Ownership
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.resources import read_items
-from lowtide.leakcheck.resources.first_use import FirstUse
+from lowtide.leakcheck.resources.first_use import BlasHandles, FirstUse
 from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.resources.settings import EnvironmentSetters
-from lowtide.leakcheck.resources.warm_up import BlasHandles
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.heap.births import Births

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.resources import warm_up as module
-from lowtide.leakcheck.resources.warm_up import BlasHandles, CardsWithoutTorch, Trial, WarmUp
+from lowtide.leakcheck.resources import first_use as module
+from lowtide.leakcheck.resources.first_use import BlasHandles, CardsWithoutTorch, Trial, WarmUp
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.device import contexts
