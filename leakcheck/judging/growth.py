@@ -3,6 +3,9 @@
 A level that is read after every turn is made of what is kept for good, what comes and goes, and what fills once. The
 smallest of a reading and all later ones is what was never given back since; by how much that rises in a turn, the turn
 added for good. Whether a leak grows is told by which turns of a stage left something that is there at the end.
+
+What growing a buffer leaves reserved (the old one's bytes, where nobody empties torch's cache between the two) is seen
+by who listens to the engine's stages (`GrowthWatch`).
 """
 
 from __future__ import annotations

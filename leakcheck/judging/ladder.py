@@ -1,7 +1,8 @@
 """The release ladder: one kind of release after the other, with a reading after each.
 
 The rung at which bytes come back is the diagnosis.  A helper that collects, unfreezes and empties caches all at once
-before it measures destroys it.
+before it measures destroys it.  What a driver gives back seconds after an engine has given it up (vllm#37533, on ROCm)
+is waited for.
 """
 
 from __future__ import annotations

@@ -147,18 +147,18 @@ def _of_snapshots(rule: Rule, bound: Bound, device: str, *, card: bool) -> Metri
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _FromSnapshot:
     """How a row is read from a snapshot: as one figure, and by name if it has names."""
 
     read: Callable[[Snapshot], int | None]
     items: Callable[[Snapshot], Mapping[str, int]] | None = None
 
 
-def _by_name(items: Callable[[Snapshot], Mapping[str, int]]) -> _Reading:
-    return _Reading(lambda snapshot: sum(items(snapshot).values()), items)
+def _by_name(items: Callable[[Snapshot], Mapping[str, int]]) -> _FromSnapshot:
+    return _FromSnapshot(lambda snapshot: sum(items(snapshot).values()), items)
 
 
-def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> _Reading:
+def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> _FromSnapshot:
     """Return the reading of things that are counted and have names, without what is there to stay."""
 
     def left(snapshot: Snapshot) -> dict[str, int]:
@@ -289,20 +289,20 @@ def unaccounted_host_memory(snapshot: Snapshot) -> int:
     return private + max(0, snapshot.host.shared - named)
 
 
-_FROM_SNAPSHOT: Mapping[str, Callable[[str], _Reading]] = {
-    "tensors": lambda device: _Reading(lambda snapshot: snapshot.tensors.bytes_on(device)),
-    "unreadable": lambda _: _Reading(lambda snapshot: snapshot.tensors.unreadable),
-    "native": lambda device: _Reading(lambda snapshot: native_held(snapshot, device)),
-    "in-flight": lambda device: _Reading(lambda snapshot: awaiting_a_stream(snapshot, device)),
-    "arena": lambda device: _Reading(lambda snapshot: arena_without_tensors(snapshot, device)),
-    "empty-segments": lambda device: _Reading(lambda snapshot: empty_segments(snapshot, device)),
+_FROM_SNAPSHOT: Mapping[str, Callable[[str], _FromSnapshot]] = {
+    "tensors": lambda device: _FromSnapshot(lambda snapshot: snapshot.tensors.bytes_on(device)),
+    "unreadable": lambda _: _FromSnapshot(lambda snapshot: snapshot.tensors.unreadable),
+    "native": lambda device: _FromSnapshot(lambda snapshot: native_held(snapshot, device)),
+    "in-flight": lambda device: _FromSnapshot(lambda snapshot: awaiting_a_stream(snapshot, device)),
+    "arena": lambda device: _FromSnapshot(lambda snapshot: arena_without_tensors(snapshot, device)),
+    "empty-segments": lambda device: _FromSnapshot(lambda snapshot: empty_segments(snapshot, device)),
     "reserved": lambda device: _by_name(lambda snapshot: empty_private_pools(snapshot, device)),
-    "driver": lambda device: _Reading(lambda snapshot: unaccounted_driver_memory(snapshot, device)),
-    "pinned-cache": lambda _: _Reading(lambda snapshot: snapshot.pinned.torch_reserved),
+    "driver": lambda device: _FromSnapshot(lambda snapshot: unaccounted_driver_memory(snapshot, device)),
+    "pinned-cache": lambda _: _FromSnapshot(lambda snapshot: snapshot.pinned.torch_reserved),
     "pinned": lambda _: _by_name(pinned_pools),
     "host-pools": lambda _: _by_name(host_pools),
-    "host-memory": lambda _: _Reading(unaccounted_host_memory),
-    "gc-frozen": lambda _: _Reading(lambda snapshot: frozen_by_program(snapshot.gc.frozen)),
+    "host-memory": lambda _: _FromSnapshot(unaccounted_host_memory),
+    "gc-frozen": lambda _: _FromSnapshot(lambda snapshot: frozen_by_program(snapshot.gc.frozen)),
     "threads": lambda _: _counted("threads", lambda snapshot: snapshot.host.threads),
     "processes": lambda _: _counted("processes", lambda snapshot: snapshot.host.children),
     "file-descriptors": lambda _: _counted("file-descriptors", lambda snapshot: snapshot.host.descriptors),
