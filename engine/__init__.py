@@ -11,6 +11,7 @@ from lowtide.engine.errors import (
     KVTransferError,
     OutOfMemoryError,
     RequestError,
+    WeightUpdateError,
 )
 from lowtide.engine.llm_engine import LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
@@ -30,4 +31,5 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "WeightUpdateError",
 ]

@@ -16,6 +16,7 @@ from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown
+from lowtide.engine.weight_transfer.buckets import Bucket
 from lowtide.engine.worker import Worker
 
 if TYPE_CHECKING:
@@ -183,6 +184,37 @@ class EngineCore:
         self.drain_transfers()
         self.worker.reload_weights()
         self.forget_prefixes()
+
+    def begin_update(self) -> None:
+        """Keep the present weights on the host, until `end_update`; on an error nothing has changed.
+
+        Raises:
+            OutOfMemoryError, KVTransferError: as `reload_weights`.
+        """
+        self.drain_transfers()
+        self.worker.begin_update()
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Copy what a bucket has into the weights.
+
+        Raises:
+            WeightUpdateError: it does not fit them.
+        """
+        self.worker.load_bucket(bucket)
+
+    def undo_update(self) -> None:
+        """Put the weights back that were there before `begin_update`."""
+        self.worker.undo_reload()
+
+    def end_update(self, *, loaded: bool) -> None:
+        """Let go of the former weights, and where new ones are `loaded`, forget what the former ones computed."""
+        self.worker.end_reload()
+        if loaded:
+            self.forget_prefixes()
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Checksum of every whole parameter, by name."""
+        return self.worker.weight_checksums()
 
     def shutdown(self) -> None:
         """Give everything back.

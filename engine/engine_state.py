@@ -26,6 +26,7 @@ _ALLOWED = {
         "abort",
         "reset_prefix_cache",
         "reload_weights",
+        "update_weights",
         "sleep",
         "shutdown",
     ),
@@ -44,5 +45,5 @@ def allowed_calls(state: EngineState, awake_tags: Collection[str]) -> Sequence[s
     if state is not EngineState.ASLEEP or not awake_tags:
         return _ALLOWED[state]
     asleep = next(tag for tag in SLEEPING_TAGS if tag not in awake_tags)
-    reload = ("reload_weights",) if "weights" in awake_tags else ()
+    reload = ("reload_weights", "update_weights") if "weights" in awake_tags else ()
     return (f"wake({asleep!r})", *reload, "shutdown")

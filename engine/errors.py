@@ -17,6 +17,10 @@ class CheckpointError(EngineError):
     """A checkpoint folder that cannot be loaded; the message names the file or the tensor."""
 
 
+class WeightUpdateError(EngineError, ValueError):
+    """Weights that were sent and cannot be loaded; the message names the tensor."""
+
+
 class RequestError(EngineError, ValueError):
     """A request that can never be served; the message says which limit it breaks."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from lowtide.engine.pages import check_device
 from lowtide.engine.ranks.rank_process import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.teardown import rolled_back
+from lowtide.engine.weight_transfer.buckets import BUCKET_BYTES, send_weights
 from lowtide.engine.worker import SLEEPING_TAGS
 from lowtide.probes.stages import stage
 
@@ -257,14 +258,49 @@ class LLMEngine:
             OutOfMemoryError: no host memory to keep the present weights in until the new ones are there; likewise.
             KVTransferError: a copy of KV blocks failed or does not end; likewise.
         """
-        states = (EngineState.RUNNING, EngineState.ASLEEP)
-        core = self._require("reload_weights", *(states if "weights" in self._awake_tags else states[:1]))
-        if core.has_unfinished_requests():
-            raise EngineStateError(
-                "reload_weights", "running", ("step", "abort"), "requests are unfinished; finish them first"
-            )
+        core = self._require_weights("reload_weights")
         with self._calling("reload_weights"):
             core.reload_weights()
+
+    def update_weights(
+        self,
+        tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Copy a trainer's weights into those of the engine, in place: all of them, or some.
+
+        They go into the engine's processes in packed buckets: through shared memory on a CPU, by CUDA IPC on a card.
+        A sleep of level 1 keeps them, one of level 2 does not. Cached prefixes are forgotten, on the device and on the
+        host: other weights computed them.
+
+        Args:
+            tensors: whole parameters by their Hugging Face names, on any device, in any dtype; an iterator is asked for
+                the next one when the one before is packed.
+            bucket_bytes: bytes of a bucket; a larger tensor has a bucket of its own.
+
+        Raises:
+            EngineStateError: the weights are not there, or requests are unfinished, which would go on with others.
+            WeightUpdateError: there is no tensor, or one does not fit the model; the weights are those of before.
+            OutOfMemoryError: no room for a bucket, or on the host to keep the present weights in; likewise.
+            KVTransferError: a copy of KV blocks failed or does not end; likewise.
+        """
+        core = self._require_weights("update_weights")
+        with self._calling("update_weights"):
+            send_weights(core, tensors, self.config.device, bucket_bytes)
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Checksum of every parameter as the engine has it, all ranks together, by its Hugging Face name.
+
+        That of what was sent is `lowtide.engine.weight_transfer.checksums.checksum`, in the dtype of the engine.
+
+        Raises:
+            EngineStateError: the weights are not there.
+        """
+        states = (EngineState.RUNNING, EngineState.ASLEEP)
+        return self._require(
+            "weight_checksums", *(states if "weights" in self._awake_tags else states[:1])
+        ).weight_checksums()
 
     def shutdown(self) -> None:
         """Give everything back; legal in every state, and again.
@@ -353,6 +389,14 @@ class LLMEngine:
         if self._tokenizer is None:
             raise ConfigError(f"model {self.config.model!r} has no tokenizer.json: give prompts as token ids")
         return self._tokenizer
+
+    def _require_weights(self, call: str) -> EngineCore | CoreClient:
+        """Return the core of an engine whose weights are there, and of which no request reads them."""
+        states = (EngineState.RUNNING, EngineState.ASLEEP)
+        core = self._require(call, *(states if "weights" in self._awake_tags else states[:1]))
+        if core.has_unfinished_requests():
+            raise EngineStateError(call, "running", ("step", "abort"), "requests are unfinished; finish them first")
+        return core
 
     def _require(self, call: str, *states: EngineState) -> EngineCore | CoreClient:
         if self._state not in states:

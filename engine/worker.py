@@ -11,6 +11,7 @@ import torch
 from lowtide.engine.config import EngineConfig, ModelConfig
 from lowtide.engine.device_allocator.arena import ALIGNMENT, padded
 from lowtide.engine.device_allocator.memory import EngineMemory
+from lowtide.engine.errors import WeightUpdateError
 from lowtide.engine.heap_freeze import HeapFreeze
 from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
 from lowtide.engine.kv.kv_transfer import KVConnector
@@ -21,11 +22,13 @@ from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.rope import RotaryEmbedding
 from lowtide.engine.model_executor.sampling import Sampler
-from lowtide.engine.model_executor.weights import WeightSource
+from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.engine.runner import ModelRunner, Step
 from lowtide.engine.teardown import Teardown
+from lowtide.engine.weight_transfer.buckets import Bucket
+from lowtide.engine.weight_transfer.checksums import checksum
 from lowtide.probes.stages import announce, stage, withdraw
 
 # What sleeps, in the order in which it is given up; `runtime` never does.
@@ -69,6 +72,8 @@ class Worker:
         self.kv_connector: KVConnector | None = None
         self._heap = HeapFreeze()
         self._is_rank = place is not None
+        self._is_first = place is None or place.rank == 0
+        self._shards = parameter_shards(model_config, *((0, 1) if place is None else (place.rank, place.size)))
         self._backend = backend
         self.group: ProcessGroup | None = None
         self.transport: KVTransport | None = None
@@ -270,6 +275,41 @@ class Worker:
         """Give up the host copy of the weights, unless it is to be kept."""
         if not self._keep_host_copy:
             self.memory.forget_weights()
+
+    def begin_update(self) -> None:
+        """Keep the present weights on the host, for `undo_reload`, until `end_reload`."""
+        self.memory.save_weights()
+
+    @torch.no_grad()
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Copy this worker's part of each tensor of a bucket, cast to the parameter's dtype.
+
+        Raises:
+            WeightUpdateError: a tensor is none of the model's, or has another shape; none of the bucket was copied.
+        """
+        with bucket.opened() as tensors:
+            for name, tensor in tensors.items():
+                self._check_update(name, tuple(tensor.shape))
+            parameters = dict(self.model_runner.model.named_parameters())
+            for name, tensor in tensors.items():
+                parameters[name].copy_(tensor[self._shards[name].index])
+
+    def _check_update(self, name: str, shape: tuple[int, ...]) -> None:
+        shard = self._shards.get(name)
+        if shard is None:
+            raise WeightUpdateError(f"the model has no parameter {name!r}: send names as its checkpoint has them")
+        if shard.full_shape != shape:
+            raise WeightUpdateError(
+                f"parameter {name!r} has shape {list(shard.full_shape)}, and {list(shape)} was sent: send it whole"
+            )
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Checksum of this worker's part of every parameter, by name; what all have whole is the first one's."""
+        return {
+            name: checksum(parameter, self._shards[name])
+            for name, parameter in self.model_runner.model.named_parameters()
+            if self._is_first or self._shards[name].dim is not None
+        }
 
     def shutdown(self) -> None:
         """Give everything up.

@@ -19,6 +19,7 @@ from lowtide.engine.processes.interrupts import HeldInterrupt
 from lowtide.engine.processes.remote_errors import restore_error
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.teardown import Teardown
+from lowtide.engine.weight_transfer.buckets import Bucket
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ class CoreClient:
     def __init__(self, config: EngineConfig) -> None:
         self._owner = os.getpid()
         self._answer = Answer()
+        self._receivers = config.tensor_parallel_size
         self._death: EngineDeadError | None = None
         self._is_late = False
         self._is_closed = False
@@ -133,6 +135,26 @@ class CoreClient:
     def reload_weights(self) -> None:
         """As `EngineCore.reload_weights`."""
         self._order(messages.ReloadWeights())
+
+    def begin_update(self) -> None:
+        """As `EngineCore.begin_update`."""
+        self._order(messages.BeginUpdate())
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """As `EngineCore.load_bucket`, with an export for each process that has weights."""
+        self._order(messages.LoadBucket(list(bucket.shared(self._receivers))))
+
+    def undo_update(self) -> None:
+        """As `EngineCore.undo_update`."""
+        self._order(messages.UndoUpdate())
+
+    def end_update(self, *, loaded: bool) -> None:
+        """As `EngineCore.end_update`."""
+        self._order(messages.EndUpdate(loaded))
+
+    def weight_checksums(self) -> dict[str, int]:
+        """As `EngineCore.weight_checksums`."""
+        return dict(self._order(messages.ReadWeightChecksums()).checksums)
 
     def shutdown(self) -> None:
         """Give everything up; no process is left.  Calling it again does nothing.

@@ -17,6 +17,7 @@ from lowtide.engine.processes.extensions import entered
 from lowtide.engine.processes.remote_errors import describe_error
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.teardown import release_frames
+from lowtide.engine.weight_transfer.buckets import ReceivedBucket
 from lowtide.probes.stages import stage
 
 _STAGES: dict[type[Order], str] = {
@@ -30,6 +31,10 @@ _STAGES: dict[type[Order], str] = {
     messages.Sleep: "sleep",
     messages.Wake: "wake",
     messages.ReloadWeights: "reload_weights",
+    messages.BeginUpdate: "update_weights",
+    messages.LoadBucket: "update_weights",
+    messages.UndoUpdate: "update_weights",
+    messages.EndUpdate: "update_weights",
     messages.Shutdown: "shutdown",
 }
 
@@ -101,6 +106,7 @@ class CoreProcess:
             outputs=result if isinstance(result, list) else [],
             was_reset=result is True,
             usage=result if isinstance(result, KVCacheUsage) else None,
+            checksums=result if isinstance(result, dict) else {},
             unfinished=core.has_unfinished_requests(),
             awake=core.awake,
             mapped=core.memory_mapped(),
@@ -142,13 +148,20 @@ class CoreProcess:
             return None
         if isinstance(order, messages.ReadKVCacheUsage):
             return core.kv_cache_usage()
+        if isinstance(order, messages.ReadWeightChecksums):
+            return core.weight_checksums()
+        if isinstance(order, _Update):
+            _update_weights(core, order)
+            return None
         if isinstance(order, messages.AddRequest | messages.Step | messages.Abort | messages.ResetPrefixCache):
             return _serve(core, order)
         _move_memory(core, order)
         return None
 
 
-_Result = list[RequestOutput] | KVCacheUsage | bool | None
+_Result = list[RequestOutput] | KVCacheUsage | dict[str, int] | bool | None
+
+_Update = messages.BeginUpdate | messages.LoadBucket | messages.UndoUpdate | messages.EndUpdate
 
 
 def _serve(
@@ -180,3 +193,15 @@ def _move_memory(
         core.wake(order.tags)
     else:
         core.reload_weights()
+
+
+def _update_weights(core: EngineCore, order: _Update) -> None:
+    """One step of an update; what comes next is the sender's to say."""
+    if isinstance(order, messages.BeginUpdate):
+        core.begin_update()
+    elif isinstance(order, messages.LoadBucket):
+        core.load_bucket(ReceivedBucket(order.exports))
+    elif isinstance(order, messages.UndoUpdate):
+        core.undo_update()
+    else:
+        core.end_update(loaded=order.loaded)

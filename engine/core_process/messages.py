@@ -10,6 +10,7 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.kv.block_pool import KVCacheUsage
 from lowtide.engine.processes.remote_errors import RemoteError
 from lowtide.engine.request import RequestOutput, SamplingParams
+from lowtide.engine.weight_transfer.buckets import SharedBucket
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +67,34 @@ class ReloadWeights(msgspec.Struct, frozen=True, tag=True):
     """Fill the weights from where they came."""
 
 
+class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Keep the present weights: a trainer's come."""
+
+
+class LoadBucket(msgspec.Struct, frozen=True, tag=True):
+    """Copy what a bucket has into the weights.
+
+    Attributes:
+        exports: of it, one for each process that opens it: the core, or its ranks.
+    """
+
+    exports: list[SharedBucket]
+
+
+class UndoUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Put the weights back that were there before `BeginUpdate`."""
+
+
+class EndUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Let go of the former weights; where new ones are loaded, forget what the former ones computed."""
+
+    loaded: bool
+
+
+class ReadWeightChecksums(msgspec.Struct, frozen=True, tag=True):
+    """Report the checksum of every parameter."""
+
+
 class ReadKVCacheUsage(msgspec.Struct, frozen=True, tag=True):
     """Report who has the KV blocks."""
 
@@ -85,6 +114,11 @@ Order: TypeAlias = (
     | Sleep
     | Wake
     | ReloadWeights
+    | BeginUpdate
+    | LoadBucket
+    | UndoUpdate
+    | EndUpdate
+    | ReadWeightChecksums
     | ReadKVCacheUsage
     | Shutdown
 )
@@ -97,6 +131,7 @@ class Answer(msgspec.Struct, frozen=True):
         outputs: of requests, after a step or an abort.
         was_reset: whether all prefixes were forgotten.
         usage: of the KV blocks, where it was asked for.
+        checksums: of the weights, likewise.
         unfinished: whether a step has something to do.
         awake: whether weights and KV cache have all their pages.
         mapped: bytes with pages behind them, by arena tag.
@@ -106,6 +141,7 @@ class Answer(msgspec.Struct, frozen=True):
     outputs: list[RequestOutput] = []
     was_reset: bool = False
     usage: KVCacheUsage | None = None
+    checksums: dict[str, int] = {}
     unfinished: bool = False
     awake: bool = False
     mapped: dict[str, int] = {}

@@ -22,6 +22,8 @@ from lowtide.engine.ranks.messages import Answer, Order
 from lowtide.engine.ranks.rank_process import rank_devices
 from lowtide.engine.scheduler import SchedulerOutput
 from lowtide.engine.teardown import Teardown
+from lowtide.engine.weight_transfer.buckets import Bucket
+from lowtide.engine.weight_transfer.checksums import added
 from lowtide.engine.worker import SLEEPING_TAGS
 
 ENTRY = "lowtide.engine.ranks.rank_process:main"
@@ -144,6 +146,26 @@ class MultiprocExecutor:
         finally:
             if self._death is None:
                 self._all(messages.EndReload())
+
+    def begin_update(self) -> None:
+        """As `Worker.begin_update`, on all ranks or on none."""
+        self._all(messages.BeginUpdate(), messages.EndReload())
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """As `Worker.load_bucket`, each rank by an export of its own; after an error comes `undo_reload`."""
+        self._all([messages.LoadBucket(shared) for shared in bucket.shared(self._size)])
+
+    def undo_reload(self) -> None:
+        """As `Worker.undo_reload`, on all ranks."""
+        self._all(messages.UndoReload())
+
+    def end_reload(self) -> None:
+        """As `Worker.end_reload`, on all ranks."""
+        self._all(messages.EndReload())
+
+    def weight_checksums(self) -> dict[str, int]:
+        """As `Worker.weight_checksums`, of whole parameters."""
+        return added(answer.checksums for answer in self._all(messages.ReadWeightChecksums()))
 
     def shutdown(self) -> None:
         """Give everything up; no process is left.  Calling it again does nothing.

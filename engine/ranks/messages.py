@@ -10,6 +10,7 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.processes.remote_errors import RemoteError
 from lowtide.engine.request import SamplingParams
 from lowtide.engine.scheduler import SchedulerOutput
+from lowtide.engine.weight_transfer.buckets import SharedBucket
 
 
 class StepRequest(msgspec.Struct, frozen=True):
@@ -111,6 +112,20 @@ class UndoReload(msgspec.Struct, frozen=True, tag=True):
     """Another rank could not read its weights."""
 
 
+class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Keep the present weights: a trainer's come, until `EndReload`, or `UndoReload` before it."""
+
+
+class LoadBucket(msgspec.Struct, frozen=True, tag=True):
+    """Copy this rank's part of what a bucket has."""
+
+    bucket: SharedBucket
+
+
+class ReadWeightChecksums(msgspec.Struct, frozen=True, tag=True):
+    """Report the checksums of this rank's part of the weights."""
+
+
 class EndReload(msgspec.Struct, frozen=True, tag=True):
     """The weights stay as they are now."""
 
@@ -133,6 +148,9 @@ Order: TypeAlias = (
     | BeginReload
     | UndoReload
     | EndReload
+    | BeginUpdate
+    | LoadBucket
+    | ReadWeightChecksums
     | Shutdown
 )
 
@@ -144,12 +162,14 @@ class Answer(msgspec.Struct, frozen=True):
         tokens: next token by request id, after a step.
         awake: whether weights and KV cache have all their pages.
         mapped: bytes with pages behind them, by arena tag.
+        checksums: of the weights, where they were asked for.
         error: why it failed; None where it did not.
     """
 
     tokens: dict[str, int] = {}
     awake: bool = False
     mapped: dict[str, int] = {}
+    checksums: dict[str, int] = {}
     error: RemoteError | None = None
 
 

@@ -20,10 +20,12 @@ from lowtide.engine.processes.remote_errors import describe_error
 from lowtide.engine.ranks import messages
 from lowtide.engine.ranks.messages import Answer, Order
 from lowtide.engine.teardown import Teardown, release_frames
+from lowtide.engine.weight_transfer.buckets import ReceivedBucket
 from lowtide.engine.worker import Worker
 from lowtide.probes.stages import stage
 
 SLEEP_ORDERS = (messages.PrepareSleep, messages.Sleep, messages.UndoPrepareSleep, messages.SuspendGroup)
+UPDATE_ORDERS = (messages.BeginUpdate, messages.LoadBucket)
 WAKE_ORDERS = (messages.BeginWake, messages.UndoWake, messages.EndWake, messages.ResumeGroup)
 
 
@@ -51,17 +53,18 @@ class RankProcess:
 
     def answer(self, order: Order) -> Answer:
         """Do what an order says; what it raises goes into the answer."""
-        tokens: dict[str, int] = {}
+        result: dict[str, int] = {}
         error = None
         try:
-            tokens = self._follow(order)
+            result = self._follow(order)
         except BaseException as raised:  # noqa: BLE001 - it is raised again in the engine's process
             error = describe_error(raised)
             # The traceback's frames hold tensors, which must be gone when the engine hears of the error.
             release_frames(raised, None)
         if self._worker is None:
             return Answer(error=error)
-        return Answer(tokens, self._worker.awake, self._worker.memory.mapped(), error)
+        tokens, checksums = ({}, result) if isinstance(order, messages.ReadWeightChecksums) else (result, {})
+        return Answer(tokens, self._worker.awake, self._worker.memory.mapped(), checksums, error)
 
     def _follow(self, order: Order) -> dict[str, int]:
         if isinstance(order, messages.Create):
@@ -79,12 +82,17 @@ class RankProcess:
         if isinstance(order, messages.Execute):
             with stage("infer"):
                 return _execute(worker, order)
+        if isinstance(order, messages.ReadWeightChecksums):
+            return worker.weight_checksums()
         if isinstance(order, SLEEP_ORDERS):
             with stage("sleep"):
                 _follow_sleep(worker, order)
         elif isinstance(order, WAKE_ORDERS):
             with stage("wake"):
                 _follow_wake(worker, order)
+        elif isinstance(order, UPDATE_ORDERS):
+            with stage("update_weights"):
+                _follow_update(worker, order)
         elif isinstance(order, messages.Shutdown):
             # Whatever its shutdown raises: the process ends next.
             self._worker = None
@@ -139,6 +147,13 @@ def _follow_reload(worker: Worker, order: messages.BeginReload | messages.UndoRe
         worker.undo_reload()
     else:
         worker.end_reload()
+
+
+def _follow_update(worker: Worker, order: messages.BeginUpdate | messages.LoadBucket) -> None:
+    if isinstance(order, messages.BeginUpdate):
+        worker.begin_update()
+    else:
+        worker.load_bucket(ReceivedBucket([order.bucket]))
 
 
 def _create_worker(order: messages.Create) -> Worker:

@@ -133,6 +133,7 @@ CALLS: dict[str, Callable[[LLMEngine], object]] = {
     "sleep": lambda engine: engine.sleep(),
     "wake": lambda engine: engine.wake(),
     "reload_weights": lambda engine: engine.reload_weights(),
+    "update_weights": lambda engine: engine.update_weights({}),
 }
 REACH: dict[str, Sequence[str]] = {
     "new": (),
@@ -142,7 +143,16 @@ REACH: dict[str, Sequence[str]] = {
 }
 LEGAL = {
     "new": {"create"},
-    "running": {"generate", "add_request", "step", "abort", "reset_prefix_cache", "reload_weights", "sleep"},
+    "running": {
+        "generate",
+        "add_request",
+        "step",
+        "abort",
+        "reset_prefix_cache",
+        "reload_weights",
+        "update_weights",
+        "sleep",
+    },
     "asleep": {"wake"},
     "closed": set(),
 }
@@ -286,7 +296,8 @@ def test_partial_wakes_and_what_they_allow(engine: LLMEngine) -> None:
     with pytest.raises(EngineStateError, match=r"'weights' is awake already.*allowed now: wake\('kv_cache'\)"):
         engine.wake(["weights"])
     with pytest.raises(
-        EngineStateError, match=r"sleep is not allowed.*allowed now: wake\('kv_cache'\), reload_weights, shutdown"
+        EngineStateError,
+        match=r"sleep is not allowed.*allowed now: wake\('kv_cache'\), reload_weights, update_weights, shutdown",
     ):
         engine.sleep()
     engine.wake()

@@ -23,6 +23,7 @@ from lowtide.engine.ranks import executor
 from tests.engine.core_extensions import Stops
 from tests.engine.failing_rank import failing
 from tests.engine.process_watch import LIMIT_S, files_of, killed_during, left_of, nothing_stays, ranks
+from tests.engine.test_update_weights import weights
 
 pytestmark = pytest.mark.nightly
 
@@ -185,6 +186,8 @@ CALLS: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], obje
     "BeginWake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
     "EndWake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
     "BeginReload": (lambda engine: None, lambda engine: engine.reload_weights()),
+    "BeginUpdate": (lambda engine: None, lambda engine: engine.update_weights(weights(0))),
+    "LoadBucket": (lambda engine: None, lambda engine: engine.update_weights(weights(0))),
 }
 
 
