@@ -1,0 +1,193 @@
+"""A quantity read after every turn, and whether it grows: told as early as it can be, however often that is asked.
+
+What a level keeps is its floor: the smallest of some turns that follow each other. So what comes and goes within these
+is no growth, and a series of any length is kept in 64 figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lowtide.leakcheck.growth.slope import Slope, chance_of_rise, slope_of
+
+_MOST_FLOORS = 64
+
+FEWEST_TURNS = 200
+"""Turns before a series that goes on is looked at: earlier, a cache that fills looks like growth."""
+
+FEWEST_AT_THE_END = 8
+"""The same once it is over, and no more can be known."""
+
+_FALSE_ALARMS = 0.01
+"""How many of the series that do not grow may be taken to do so, all questions about each of them together."""
+
+_BETWEEN_LOOKS = 1.5
+"""How many times as many turns there are at a look as at the one before."""
+
+_KEEPS_ON = 0.5
+"""What the last third of the turns adds must be so much of what the one before did: filling up slows down."""
+
+_FEWEST_FLOORS = 12
+"""Floors are of as many turns as leave so many: saws that one of few turns follows are below one of more."""
+
+_DEPTH = 8
+"""Down to such a part of its height above its lowest a saw has to fall back."""
+
+Kind = Literal["growth", "bounded", "sawtooth", "undecided"]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What can be said of a series.
+
+    Attributes:
+        kind: `growth`; `bounded`: it has stopped, or never grew; `sawtooth`: it rises, and falls back; `undecided`.
+        turns: how many there were.
+        slope: by how much it rises in a turn; None where there were too few turns.
+        more: how many more turns may decide it, at most as many as there were; 0 where it is decided.
+    """
+
+    kind: Kind
+    turns: int
+    slope: Slope | None = None
+    more: int = 0
+
+
+@dataclass
+class TurnSeries:
+    """The values of one quantity.
+
+    Attributes:
+        turns: how many values there were.
+        width: how many turns share one floor.
+    """
+
+    turns: int = 0
+    width: int = 1
+    _floors: list[float] = field(default_factory=list)
+    _looks: int = 0
+    _next_look: float = FEWEST_TURNS
+    _known: Growth | None = None
+    _seemed: bool = False
+
+    def add(self, value: float) -> None:
+        """Note the value after a turn."""
+        if self.turns % self.width:
+            self._floors[-1] = min(self._floors[-1], value)
+        else:
+            self._floors.append(value)
+        self.turns += 1
+        if len(self._floors) == _MOST_FLOORS and not self.turns % self.width:
+            self._floors = [min(pair) for pair in zip(self._floors[::2], self._floors[1::2], strict=True)]
+            self.width *= 2
+
+    def growth(self) -> Growth:
+        """Say whether it grows, while it goes on: growth is what the last two looks have found.
+
+        Each look spends a part of the false alarms that there may be. What takes longer to fill than it was watched
+        grows until then, and is bounded at a later look.
+        """
+        if self.turns >= self._next_look:
+            self._looks += 1
+            # These parts add up to the whole, however many looks there will be.
+            found = self._judged(_FALSE_ALARMS / (self._looks * (self._looks + 1)))
+            self._next_look = self.turns * _BETWEEN_LOOKS
+            seemed, self._seemed = self._seemed, found.kind == "growth"
+            is_first = self._seemed and not seemed
+            more = math.ceil(self._next_look) - self.turns
+            self._known = replace(found, kind="undecided", more=more) if is_first else found
+        return self._known or Growth("undecided", self.turns, more=FEWEST_TURNS - self.turns)
+
+    def growth_at_end(self) -> Growth:
+        """Say whether it grew, when it is over."""
+        if self.turns < FEWEST_AT_THE_END:
+            return Growth("undecided", self.turns, more=FEWEST_AT_THE_END - self.turns)
+        return self._judged(_FALSE_ALARMS)
+
+    def _judged(self, chance: float) -> Growth:
+        # The last floor may be that of a few turns only.
+        fine = self._floors[: self.turns // self.width]
+        coarse = _coarse(fine)
+        questions = (fine,) if len(coarse) == len(fine) else (fine, coarse)
+        each = [_Look(floors, self.width * (len(fine) // len(floors)), self.turns) for floors in questions]
+        # Of two questions each may err half as often.
+        grown = next((look for look in each if look.grows(chance / len(each))), None)
+        if grown is not None:
+            return Growth("growth", self.turns, grown.slope)
+        return each[-1].without_growth(chance)
+
+
+def _coarse(floors: Sequence[float]) -> Sequence[float]:
+    while len(floors) // 2 >= _FEWEST_FLOORS:
+        floors = [min(pair) for pair in zip(floors[::2], floors[1::2], strict=False)]
+    return floors
+
+
+class _Look:
+    """One look at a series.
+
+    Args:
+        floors: each that of as many turns.
+        width: how many these are.
+        turns: all turns.
+    """
+
+    def __init__(self, floors: Sequence[float], width: int, turns: int) -> None:
+        self._floors, self._width, self._turns = floors, width, turns
+        # What is filled once is filled in the first third, or it is not known to be.
+        self._late = floors[len(floors) // 3 :]
+        self._steps = [after - before for before, after in itertools.pairwise(self._late)]
+        self._rise = self._late[-1] - self._late[0]
+        self._fall = max(_falls(floors), default=0)
+
+    @property
+    def slope(self) -> Slope:
+        """By how much it rises in a turn."""
+        found, width = slope_of(self._late), self._width
+        return Slope(found.rate / width, found.low / width, found.high / width)
+
+    def grows(self, chance: float) -> bool:
+        """Whether it grows, but for a chance."""
+        return self._rise > 2 * self._fall and self._keeps_on and chance_of_rise(self._steps) <= chance
+
+    def without_growth(self, chance: float) -> Growth:
+        """Say what it does, as it does not grow, or is not known to."""
+        if self._comes_back:
+            return Growth("sawtooth", self._turns, self.slope)
+        if self._rise <= 0 or not self._keeps_on:
+            return Growth("bounded", self._turns, self.slope)
+        # The certainty of a steady rise grows at least with the root of the number of turns.
+        certainty = self._rise / math.sqrt(sum(step * step for step in self._steps))
+        more = math.ceil(self._turns * (-2 * math.log(chance) / certainty**2 - 1))
+        return Growth("undecided", self._turns, self.slope, min(max(more, 1), self._turns))
+
+    @property
+    def _comes_back(self) -> bool:
+        """Whether it has fallen, in the later half, to about where it has been in the first third."""
+        height = max(self._floors) - min(self._floors)
+        then, lately = self._floors[: len(self._floors) // 3], self._floors[len(self._floors) // 2 :]
+        return height > 0 and self._fall * 2 >= height and min(lately) - min(then) <= height / _DEPTH
+
+    @property
+    def _keeps_on(self) -> bool:
+        """Whether the last third of the turns adds about what the one before it did."""
+        floors, third = self._floors, len(self._floors) // 3
+        before, last = floors[-third - 1] - floors[-2 * third - 1], floors[-1] - floors[-third - 1]
+        return last > 0 and last >= _KEEPS_ON * before
+
+
+def _falls(floors: Iterable[float]) -> Iterable[float]:
+    """By how much the level has fallen each time, from a height to the depth that follows."""
+    height = depth = -math.inf
+    for floor in floors:
+        if floor > depth:
+            if height > depth > -math.inf:
+                yield height - depth
+            height = floor
+        depth = floor
+    if height > depth:
+        yield height - depth
