@@ -36,8 +36,8 @@ class Fragments(NamedTuple):
 
 def fragments() -> list[Fragments]:
     """Read the heaps of Python and of C, after what can go back has gone; those that cannot be read are left out."""
-    arenas = sum(int(size.replace(b",", b"")) for size in _FREE.findall(_said_by(_tell_arenas)))
-    chunks = [(int(total), int(count)) for total, count in _CHUNKS.findall(_said_by(_tell_heaps))]
+    arenas = sum(int(size.replace(b",", b"")) for size in _FREE.findall(said_by(tell_arenas)))
+    chunks = [(int(total), int(count)) for total, count in _CHUNKS.findall(said_by(_tell_heaps))]
     free = sum(min(total, count * _PAGES_AROUND) for total, count in chunks)
     found = [
         Fragments("Python's arenas", arenas, sys.getallocatedblocks()),
@@ -47,7 +47,7 @@ def fragments() -> list[Fragments]:
     return [each for each in found if each.bytes]
 
 
-def _tell_arenas(stream: ctypes.c_void_p) -> None:
+def tell_arenas(stream: ctypes.c_void_p) -> None:
     """Write what `sys._debugmallocstats` prints to stderr, which is the program's."""
     ctypes.pythonapi._PyObject_DebugMallocStats(stream)
 
@@ -56,7 +56,7 @@ def _tell_heaps(stream: ctypes.c_void_p) -> None:
     ctypes.CDLL(None).malloc_info(0, stream)
 
 
-def _said_by(tell: Callable[[ctypes.c_void_p], None]) -> bytes:
+def said_by(tell: Callable[[ctypes.c_void_p], None]) -> bytes:
     """Return what a function of C's writes to a stream; empty where it is not there."""
     libc, text, size = ctypes.CDLL(None), ctypes.c_char_p(), ctypes.c_size_t()
     try:

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import operator
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from types import ModuleType
@@ -175,6 +176,9 @@ _NEXT = -16
 
 _NAMESPACE, _USED = 16, 16
 """Where a module has the address of its namespace, and a dict how many entries it has."""
+
+_LENGTHS: dict[type, int] = {list: 16, dict: 16, set: 24, deque: 16}
+"""Where a container has how many things it holds; one of a class that derives from it has so, too."""
 
 _MISSES = 104
 """Where an `lru_cache` has how often it was asked for what it did not have."""
@@ -385,6 +389,20 @@ def misses_of(caches: list[Any]) -> Ints:
     return _words_at(ids + _MISSES)
 
 
+def lengths_of(ids: Ints, kind: type) -> Ints:
+    """How many things each container holds, by its identity, shape [len(ids)].
+
+    Args:
+        ids: of objects that the caller keeps alive.
+        kind: what they are or derive from: `list`, `dict`, `set` or `collections.deque`.
+    """
+    if not _LENGTHS_LAID_OUT or not _can_read(ids):
+        # Not `len`, which a class that derives from it may answer.
+        length: Callable[[Any], int] = kind.__dict__["__len__"]
+        return np.fromiter((length(object_at(each)) for each in ids.tolist()), np.int64, len(ids))
+    return _words_at(ids + _LENGTHS[kind])
+
+
 def object_at(identity: int) -> Any:
     """The object of an identity, which the caller keeps alive in some other way."""
     return ctypes.cast(identity, ctypes.py_object).value
@@ -465,9 +483,21 @@ def _are_caches_laid_out(misses_at: int) -> bool:
     return True
 
 
+def _are_lengths_laid_out() -> bool:
+    """Whether this interpreter's containers have their lengths where this module takes them to be."""
+    for kind, at in _LENGTHS.items():
+        sample: Any = kind(dict.fromkeys(range(5)))
+        # Its place among the entries is left empty.
+        sample.pop(*(2,) if kind is dict else ())
+        if _word(id(sample) + at) != 4:
+            return False
+    return True
+
+
 def _word(address: int) -> int:
     return ctypes.c_int64.from_address(address).value
 
 
 _LAID_OUT = _is_laid_out(_TYPE, _SIZE, _ITEMS, _NEXT, _IS_GC, _NAMESPACE, _USED)
+_LENGTHS_LAID_OUT = _LAID_OUT and _are_lengths_laid_out()
 _CACHES_LAID_OUT = _LAID_OUT and _are_caches_laid_out(_MISSES)

@@ -1,0 +1,124 @@
+"""The length of every container is read in one go, whoever hides it, and without running its code."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lowtide.probes.heap import container_lengths
+from lowtide.probes.heap.container_lengths import last_entries, read_lengths
+from lowtide.probes.objects import identities
+from lowtide.probes.original_numpy import np
+
+
+class Boasting(list[int]):
+    def __len__(self) -> int:
+        raise AssertionError("foreign code")
+
+
+class Numbered(dict[str, int]):
+    pass
+
+
+class Holder:
+    names: dict[str, int]
+
+    def __init__(self) -> None:
+        self.names = {}
+
+
+def length_of(container: object) -> int:
+    read, found = read_lengths([id(container)])
+    assert found == {id(container): container}
+    (place,) = read.places_of(np.array([id(container)], np.int64)).tolist()
+    assert read.kinds[place] == id(type(container))
+    return int(read.lengths[place])
+
+
+@pytest.fixture(params=["read from memory", "asked one by one"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "read from memory":
+        monkeypatch.setattr(identities, "_LENGTHS_LAID_OUT", False)
+
+
+@pytest.mark.usefixtures("layout")
+@pytest.mark.parametrize(
+    "container",
+    [
+        [[]],
+        [[], [], []],
+        {1: [], 2: []},
+        {(), (1,), (2,), (3,)},
+        deque([[], []], maxlen=5),
+        Boasting([1, 2]),
+        Numbered(a=1, b=2),
+        OrderedDict({1: 1, 2: 2, 3: 3}),
+        defaultdict(list, {1: []}),
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_each_kind_of_container_is_read(container: Any) -> None:
+    assert length_of(container) == (2 if type(container) is Boasting else len(container))
+
+
+def test_what_was_taken_out_does_not_count() -> None:
+    entries, things = {place: [place] for place in range(9)}, {(place,) for place in range(9)}
+    del entries[3], entries[4]
+    things -= {(1,), (2,), (3,)}
+    assert (length_of(entries), length_of(things)) == (7, 6)
+
+
+def test_a_dict_of_names_alone_is_found_where_an_attribute_holds_it() -> None:
+    holder = Holder()
+    holder.names["one"] = 1
+    assert not gc.is_tracked(holder.names)
+    assert length_of(holder.names) == 1
+
+
+@pytest.fixture
+def frozen() -> Iterator[list[Any]]:
+    hidden = [Holder(), {1: []}]
+    hidden[0].names["one"] = 1
+    gc.freeze()
+    yield hidden
+    gc.unfreeze()
+
+
+def test_what_is_frozen_is_read_and_stays_frozen(frozen: list[Any]) -> None:
+    count = gc.get_freeze_count()
+    assert (length_of(frozen), length_of(frozen[1]), length_of(frozen[0].names)) == (2, 1, 1)
+    assert gc.get_freeze_count() == count
+
+
+def test_nothing_is_kept_alive_by_a_reading() -> None:
+    thing = Holder()
+    seen = weakref.ref(thing)
+    read, found = read_lengths()
+    del thing
+    assert seen() is None
+    assert (len(read.ids) > 1000, found) == (True, {})
+
+
+def test_what_is_not_there_has_no_place() -> None:
+    read, found = read_lengths([12345])
+    assert (read.places_of(np.array([12345], np.int64)).tolist(), found) == ([-1], {})
+    nothing = np.zeros(0, np.int64)
+    nowhere = container_lengths.ContainerLengths(nothing, nothing, nothing)
+    assert nowhere.places_of(np.array([12345], np.int64)).tolist() == [-1]
+
+
+def test_the_last_entries_are_those_that_came_last() -> None:
+    assert last_entries([1, 2, 3], 2) == [(3,), (2,)]
+    assert last_entries(deque([1, 2, 3]), 1) == [(3,)]
+    assert last_entries({"a": 1, "b": 2}, 1) == [("b", 2)]
+    assert last_entries({7}, 5) == [(7,)]
+    assert last_entries(Boasting([1, 2]), 1) == [(2,)]
+
+
+def test_lengths_are_read_from_memory_where_objects_are() -> None:
+    assert identities._LENGTHS_LAID_OUT == identities._LAID_OUT

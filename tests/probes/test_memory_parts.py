@@ -1,0 +1,78 @@
+"""The parts of the process's memory add up to what the kernel counts, and the one that grew is named."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+
+from lowtide.probes.host import memory_parts
+from lowtide.probes.host.memory_parts import MemoryParts, malloc_in_use, read_parts
+
+MIB = 1 << 20
+_LIBRARY = ctypes.CDLL(None)
+
+needs_glibc = pytest.mark.skipif(not hasattr(_LIBRARY, "mallinfo2"), reason="mallinfo2 is glibc's")
+
+
+def counted_by_kernel() -> int:
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    sizes = {line.partition(":")[0]: line.split()[1] for line in rollup.splitlines()[1:]}
+    return (int(sizes["Rss"]) + int(sizes["Swap"])) * 1024
+
+
+def grown(before: MemoryParts) -> str:
+    """The name of the part that has grown most."""
+    parts = read_parts().since(before)
+    return max(parts, key=lambda name: parts[name])
+
+
+def test_the_parts_add_up_to_what_the_kernel_counts() -> None:
+    assert read_parts().total == pytest.approx(counted_by_kernel(), rel=0.01)
+
+
+def test_no_part_is_less_than_nothing() -> None:
+    read = read_parts()
+    assert min(read.python, read.python_free, read.malloc, read.malloc_free, read.other, read.untouched) >= 0
+    assert read.python > MIB
+    assert read.files > MIB
+
+
+@needs_glibc
+def test_what_c_has_taken_is_malloc_s() -> None:
+    _LIBRARY.malloc.restype = ctypes.c_void_p
+    before = read_parts()
+    taken = [_LIBRARY.malloc(100_000) for _ in range(80)]
+    for address in taken:
+        ctypes.memset(address, 1, 100_000)
+    assert grown(before) == "malloc in use"
+    assert read_parts().since(before)["malloc in use"] == pytest.approx(8_000_000, rel=0.1)
+    for address in taken:
+        _LIBRARY.free(ctypes.c_void_p(address))
+    assert read_parts().since(before)["malloc in use"] < MIB
+
+
+def test_small_objects_are_in_python_s_heap() -> None:
+    before = read_parts()
+    made = [object() for _ in range(1_000_000)]
+    assert grown(before) == "Python's heap in use"
+    assert len(made) == 1_000_000
+
+
+def test_a_map_is_nobody_s_beside_memory_that_was_never_touched() -> None:
+    _LIBRARY.malloc.restype = ctypes.c_void_p
+    untouched = _LIBRARY.malloc(1 << 30)
+    before = read_parts()
+    with mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        mapped.write(b"x" * (16 * MIB))
+        assert grown(before) == "anonymous maps and stacks"
+    _LIBRARY.free(ctypes.c_void_p(untouched))
+
+
+def test_without_glibc_what_malloc_has_is_among_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_parts, "_mallinfo", memory_parts._Mallinfo)
+    read = read_parts()
+    assert (malloc_in_use(), read.malloc, read.malloc_free) == (0, 0, 0)
+    assert read.total == pytest.approx(counted_by_kernel(), rel=0.01)
