@@ -38,6 +38,7 @@ from lowtide.pytest_plugin.session_watch import SessionWatch, count_workers, ins
 from lowtide.pytest_plugin.settings import Settings, read_markers
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.stage_records import StageRecords
+from lowtide.pytest_plugin.turns import TestTurns
 from lowtide.reports.outcomes import judged_as, tries_as_one
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 from lowtide.reports.sizes import first_of
@@ -77,6 +78,7 @@ class Checker:
         self._checked = CheckedLeaks()
         self._results = Results(config, self.settings)
         self._deferred = DeferredProofs()
+        self._turns = TestTurns(lambda: self._fixtures.living)
 
     # The session.
 
@@ -251,13 +253,20 @@ class Checker:
         with listening(self._session):
             yield
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Plan after which tests it is read what grows."""
+        self._turns.plan(session.items)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
         """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
         with self._session.guarded():
+            excused = read_markers(item).excused
+            self._turns.ends(item, nextitem, judged=not excused)
             self._deferred.note(f"in {item.nodeid}")
             self._session.watch.phase("teardown", settings_later=True)
-            allowed = ANYTHING if read_markers(item).excused else None
+            allowed = ANYTHING if excused else None
             self._session.watch.used(self._fixtures.used_by(item), allowed=allowed)
         instance = getattr(item, "_instance", None)
         # Weakly, so that this function does not have it while it is judged.
@@ -428,7 +437,8 @@ class Checker:
             own = msgspec.structs.replace(own, stages=tuple(self._records.stages))
             self._records.close()
         own = msgspec.structs.replace(own, not_measured=not_measured)
-        return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended)]
+        of_turns = [self._results.subject(name, findings) for name, findings in self._turns.judged(verdict, ended)]
+        return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended), *of_turns]
 
     def _not_judged(self, item: pytest.Item) -> Subject:
         """Return the subject of a test of which a reading failed; no error where that may be the test's own doing."""

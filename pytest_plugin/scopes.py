@@ -99,6 +99,11 @@ class WiderFixtures:
         self._owners: dict[int, FixtureOwner] = {}
         self._ended: list[FixtureOwner] = []
 
+    @property
+    def living(self) -> list[FixtureOwner]:
+        """Those that are set up."""
+        return list(self._owners.values())
+
     def add(self, fixture: pytest.FixtureDef[Any], owner: FixtureOwner) -> None:
         """It is set up, or has failed to be."""
         self._owners[id(fixture)] = owner

@@ -1,0 +1,172 @@
+"""The finding on a container that takes something in every turn: who holds it, what it takes, and how much that is."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.growth.containers import Course
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.heap.container_lengths import last_entries
+from lowtide.probes.heap.roots import CHECKER, is_library
+from lowtide.probes.objects.foreign import module_of_class, mro_of, type_name
+from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.originals import gc, weakref
+from lowtide.reports.schema import Finding
+from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement
+
+ADVICE = "take out what each turn puts in when it is over, or bound what is kept"
+
+LEAST_A_TURN = 1024
+"""Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of."""
+
+_SAMPLE = 20
+"""Of so many of the last things the size is taken."""
+
+_MOST_BEHIND = 2000
+"""Objects behind one thing that are looked at."""
+
+_RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
+
+_SHARED: tuple[type, ...] = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType)
+"""What a thing refers to, and is not its own."""
+
+
+def is_worth_a_look(course: Course, container: Any) -> bool:
+    """Whether what a container takes is the program's, and enough; costs next to nothing."""
+    if type(container) is deque and container.maxlen is not None:
+        return False
+    entries = last_entries(container, _SAMPLE)
+    if all(issubclass(type(item), weakref.ref) or _is_of_runner(item) for *_, item in entries):
+        return False
+    return _bytes_a_turn(course, entries) >= LEAST_A_TURN
+
+
+def _is_of_runner(item: object) -> bool:
+    return f"{module_of_class(type(item))}.".startswith(_RUNNERS)
+
+
+def _bytes_a_turn(course: Course, entries: Sequence[tuple[Any, ...]]) -> int:
+    seen: set[int] = set()
+    size = sum(_size_of(item, seen) for entry in entries for item in entry)
+    return round(size / len(entries) * course.items / course.span)
+
+
+def _size_of(item: object, seen: set[int]) -> int:
+    """Return the bytes of an object and of what it refers to, as far as nothing before it does."""
+    waiting, size = deque([item]), 0
+    for _ in range(_MOST_BEHIND):
+        if not waiting:
+            break
+        each = waiting.popleft()
+        if id(each) not in seen and not any(issubclass(type(each), kind) for kind in _SHARED):
+            seen.add(id(each))
+            size += _own_size(each)
+            waiting.extend(gc.get_referents(each))
+    return size
+
+
+def _own_size(item: Any) -> int:
+    """Return the bytes of an object itself; an array's and a tensor's with what it shows."""
+    cls = type(item)
+    sizes = [vars(base)["__sizeof__"] for base in mro_of(cls) if "__sizeof__" in vars(base)]
+    # A class in Python may answer anything.
+    plain = next((size for size in sizes if type(size) is not FunctionType), object.__sizeof__)
+    size: int = plain(item)
+    return size
+
+
+def growth_of_containers(
+    courses: Sequence[Course],
+    containers: dict[int, Any],
+    *,
+    turns: str,
+    module: str,
+    roots: Sequence[tuple[str, object]] = (),
+) -> list[Finding]:
+    """Return a finding on each container that grows and that the program holds, by one walk over the heap.
+
+    Args:
+        courses: how they have grown.
+        containers: those that are there, by identity.
+        turns: what a turn is, in the plural: `tests`.
+        module: the module to which the turns belong; empty if to none.
+        roots: what is held, by name, where no path can see it.
+    """
+    wanted = [
+        (course, containers[course.identity])
+        for course in courses
+        if course.identity in containers and is_worth_a_look(course, containers[course.identity])
+    ]
+    if not wanted:
+        return []
+    caches = _caches_by_table()
+    wanted = [(course, table) for course, table in wanted if _may_grow_for_ever(caches.get(id(table)))]
+    # Of a cache's table no expression is known.
+    targets = [caches.get(id(container), container) for _, container in wanted]
+    ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
+    explained = explain(targets, ignore=ignore, roots=roots, living=True)
+    return [
+        _finding(course, container, explanation, turns, module, is_cache=id(container) in caches)
+        for (course, container), explanation in zip(wanted, explained, strict=True)
+        if _is_of_program(explanation)
+    ]
+
+
+def _caches_by_table() -> dict[int, Any]:
+    """Return every `lru_cache` by the identity of the dict that its entries are in."""
+    caches = Census(all_objects()).exactly(LRU_CACHE)
+    return {id(table): cache for cache in caches for table in gc.get_referents(cache) if type(table) is dict}
+
+
+def _may_grow_for_ever(cache: Any) -> bool:
+    return cache is None or cache.cache_parameters()["maxsize"] is None
+
+
+def _is_of_program(explanation: Explanation) -> bool:
+    """Whether the program holds it: a test runner keeps what it has to report, and libraries a lot."""
+    if not explanation.holder or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
+        return False
+    root = explanation.path[0]
+    if root.type == "frame":
+        return bool(explanation.thread)
+    return not (root.type in ("module", "class", "interpreter") and is_library(root.edge))
+
+
+def _finding(
+    course: Course, container: Any, explanation: Explanation, turns: str, module: str, *, is_cache: bool
+) -> Finding:
+    entries = last_entries(container, _SAMPLE)
+    each = _bytes_a_turn(course, entries)
+    kinds = Counter(type_name(type(item)) for *_, item in entries)
+    ((kind, _),) = kinds.most_common(1)
+    rate = course.items / course.span
+    said = f"{rate:.0f}" if rate >= 10 or abs(rate - round(rate)) < 0.05 else f"{rate:.1f}"
+    unit = format_amount(1 if said == "1" else 2, "items").split()[1]
+    stage = turns if not module else f"{turns} of {module}"
+    return StatedFinding(
+        resource="host-memory",
+        cause="lru-cache" if is_cache else explanation.cause,
+        bytes=each * course.span,
+        count=course.items,
+        device="",
+        stage=stage,
+        statement=Statement(
+            amount=f"{explanation.holder} takes {said} {unit} ({format_bytes(each)}) in each of {course.span} {turns}",
+            came=None,
+            notes=(Note(f", {format_bytes(each * course.span)} in all: {course.lengths[-1]} of {kind}"),),
+        ),
+        fingerprint=fingerprint(
+            resource="host-memory", device="", stage=turns, suspects=("growth", *explanation.suspects), module=""
+        ),
+        verdict=explanation.verdict,
+        holder=explanation.holder,
+        path=explanation.path,
+        advice=ADVICE,
+        trend="growth",
+    )

@@ -1,0 +1,120 @@
+"""Which containers take something in every turn, from a few readings of the lengths of all of them.
+
+A cache that fills takes ever less, and a registry something now and then; what is kept of every turn grows by as many
+things as there are turns, in each stretch between two readings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lowtide.probes.heap.container_lengths import ContainerLengths
+from lowtide.probes.original_numpy import np
+
+FEWEST_READINGS = 5
+"""Readings between which it must have grown each time."""
+
+_EACH_TURN = 0.9
+"""Things that a container must take in a turn: in the one or other turn nothing may happen."""
+
+_KEEPS_ON = 0.5
+"""What the later half of the stretches adds in a turn must be so much of what the earlier half does."""
+
+
+@dataclass
+class Course:
+    """A container's lengths at readings between which it has taken something in every turn.
+
+    Attributes:
+        identity: the container's.
+        kind: its type's.
+        turns: the turns after which it was read.
+        lengths: how much it held.
+    """
+
+    identity: int
+    kind: int
+    turns: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def items(self) -> int:
+        """How many things it has taken."""
+        return self.lengths[-1] - self.lengths[0]
+
+    @property
+    def span(self) -> int:
+        """In how many turns."""
+        return self.turns[-1] - self.turns[0]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it was read often enough, and does not slow down."""
+        if len(self.turns) < FEWEST_READINGS:
+            return False
+        steps = zip(itertools.pairwise(self.turns), itertools.pairwise(self.lengths), strict=True)
+        rates = [(more - less) / (later - earlier) for (earlier, later), (less, more) in steps]
+        half = len(rates) // 2
+        return _mean(rates[-half:]) >= _KEEPS_ON * _mean(rates[:half])
+
+
+def _mean(rates: Sequence[float]) -> float:
+    return sum(rates) / len(rates)
+
+
+class ContainerCourses:
+    """The containers that have taken something in every turn since some reading.
+
+    One that does so no more has filled, and one that shrinks is emptied now and then: both are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._last: ContainerLengths | None = None
+        self._turn = 0
+        self._courses: dict[int, Course] = {}
+
+    def note(self, turn: int, now: ContainerLengths) -> None:
+        """Note the lengths after a turn."""
+        before, self._last = self._last, now
+        earlier, self._turn = self._turn, turn
+        if before is None or turn <= earlier:
+            return
+        places = before.places_of(now.ids)
+        there = np.flatnonzero(places >= 0)
+        places = places[there]
+        steps = now.lengths[there] - before.lengths[places]
+        grown = (before.kinds[places] == now.kinds[there]) & (steps >= _EACH_TURN * (turn - earlier))
+        places, there = places[grown], there[grown]
+        courses = {}
+        figures = (now.ids[there], now.kinds[there], before.lengths[places], now.lengths[there])
+        for identity, kind, less, more in zip(*(figure.tolist() for figure in figures), strict=True):
+            course = self._courses.get(identity) or Course(identity, kind, [earlier], [less])
+            course.turns.append(turn)
+            course.lengths.append(more)
+            courses[identity] = course
+        self._courses = courses
+
+    def candidates(self) -> dict[int, Course]:
+        """Return those that have done so between three readings or more, by identity."""
+        return {identity: course for identity, course in self._courses.items() if len(course.turns) > 2}
+
+    def drop(self, identity: int) -> None:
+        """What a container takes is of no interest until it has rested."""
+        self._courses.pop(identity, None)
+
+    def break_off(self) -> None:
+        """What comes until the next reading is not judged."""
+        self._last, self._courses = None, {}
+
+    def growing(self, turn: int) -> list[Course]:
+        """Return those that have taken something in every turn, the longest first; each is returned once.
+
+        Args:
+            turn: the last one: where it was not read after that, it is not known that they go on.
+        """
+        found = [course for course in self._courses.values() if course.goes_on and course.turns[-1] == turn]
+        for course in found:
+            del self._courses[course.identity]
+        return sorted(found, key=lambda course: -course.items)

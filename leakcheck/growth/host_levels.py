@@ -1,0 +1,94 @@
+"""The process's own memory turn by turn, and which part of it is what grew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lowtide.leakcheck.growth.series import TurnSeries
+from lowtide.leakcheck.growth.slope import Slope
+from lowtide.leakcheck.resources.resource import MIB
+from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.host.memory_parts import MemoryParts, malloc_in_use, read_parts
+
+LEAST_A_TURN = 128 * 1024
+"""Bytes that each turn must add: a runner's notes, tables of libraries and a heap's own moves are below."""
+
+LEAST_IN_ALL = 8 * MIB
+
+
+@dataclass(frozen=True)
+class HostGrowth:
+    """By how much the process's own memory has grown.
+
+    Attributes:
+        slope: by how many bytes in a turn.
+        turns: in how many.
+        bytes: by how many in all of them.
+        part: the name of the part of it that has grown most.
+        part_bytes: by how many bytes that has.
+        levels: both levels then.
+    """
+
+    slope: Slope
+    turns: int
+    bytes: int
+    part: str
+    part_bytes: int
+    levels: tuple[int, int]
+
+
+class HostLevels:
+    """Follows the memory that the kernel counts for the process, and what malloc has given out of it.
+
+    Both: where what is kept lies in pages that were there before, only malloc knows of it.
+    """
+
+    def __init__(self) -> None:
+        self._resident, self._malloc = TurnSeries(), TurnSeries()
+        self._first = (0, 0)
+        self._parts: MemoryParts | None = None
+
+    def note(self) -> None:
+        """Read it after a turn."""
+        levels = read_levels()
+        if self._parts is None:
+            self._first, self._parts = levels, read_parts()
+        self._resident.add(levels[0])
+        self._malloc.add(levels[1])
+
+    def seem_to_grow(self) -> bool:
+        """Whether one of them grows as far as can be seen before anything is collected."""
+        return any(self._rising())
+
+    def grown(self) -> HostGrowth | None:
+        """Say by how much it has grown; to be asked when what can go back has gone."""
+        now = read_levels()
+        for rising in self._rising():
+            kept = now[rising.place] - self._first[rising.place]
+            if self._parts is not None and kept >= max(LEAST_IN_ALL, rising.slope.rate * rising.turns / 2):
+                parts = read_parts().since(self._parts)
+                part = max(parts, key=lambda name: parts[name])
+                return HostGrowth(rising.slope, rising.turns, kept, part, parts[part], now)
+        return None
+
+    def _rising(self) -> Iterator[_Rising]:
+        for place, series in enumerate((self._resident, self._malloc)):
+            growth = series.growth_at_end()
+            if growth.kind == "growth" and growth.slope is not None and growth.slope.low >= LEAST_A_TURN:
+                # The first turn is the level from which it has grown.
+                yield _Rising(place, growth.slope, growth.turns - 1)
+
+
+class _Rising(NamedTuple):
+    """Which of the levels rises."""
+
+    place: int
+    slope: Slope
+    turns: int
+
+
+def read_levels() -> tuple[int, int]:
+    """Read the process's own memory and what malloc has given out, in bytes."""
+    return anonymous_bytes(), malloc_in_use()

@@ -1,0 +1,121 @@
+"""What grows turn by turn in a process that is watched: its containers, read at a few turns, and its own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lowtide.leakcheck.findings.growing_containers import growth_of_containers, is_worth_a_look
+from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
+from lowtide.leakcheck.growth.containers import ContainerCourses
+from lowtide.leakcheck.growth.host_levels import HostLevels
+from lowtide.leakcheck.judging.ladder import trim_heap
+from lowtide.probes.heap.container_lengths import read_lengths
+from lowtide.probes.originals import gc, time
+from lowtide.reports.schema import Finding
+
+_FREE = 1_500_000
+"""Objects that all readings of containers together may go through in any case, at half a microsecond each."""
+
+_EACH_SECOND = 20_000
+"""The same for each second since the first turn: a hundredth of the time."""
+
+_ENOUGH = 3
+"""Readings of a stretch after which it shows whether any container may grow in it."""
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What has grown in a stretch of turns.
+
+    Attributes:
+        containers: a finding on each container that takes something in every turn.
+        host: that on host memory that neither these nor anything else explains; None if there is none.
+        levels: see `read_levels`, at the stretch's end, where there is such a one.
+    """
+
+    containers: tuple[Finding, ...] = ()
+    host: Finding | None = None
+    levels: tuple[int, int] = (0, 0)
+
+
+class TurnGrowth:
+    """Reads what is there after turns, and says at the end of a stretch of them what grows.
+
+    Args:
+        turns: what a turn is, in the plural: `tests`.
+        roots: gives what is held, by name, where no path can see it.
+    """
+
+    def __init__(self, turns: str, roots: Callable[[], Iterable[tuple[str, object]]] = lambda: ()) -> None:
+        self._turns = turns
+        self._roots = roots
+        self._containers = ContainerCourses()
+        self._levels: dict[str, HostLevels] = {}
+        self._began = time.monotonic()
+        self._gone_through = 0
+        self._readings = 0
+        self._turn = 0
+
+    def note(self, *stretches: str) -> None:
+        """Read the process's own memory after a turn of some stretches, which are known by their names."""
+        for stretch in stretches:
+            self._levels.setdefault(stretch, HostLevels()).note()
+
+    def read(self, turn: int, *, begins: bool = False) -> None:
+        """Read the containers after a turn; not where that has cost too much, and where none of them may grow.
+
+        Args:
+            turn: its number.
+            begins: whether it is the first that is read of a stretch.
+        """
+        self._turn = turn
+        self._readings = 1 if begins else self._readings + 1
+        candidates = self._containers.candidates()
+        may_cost = _FREE + _EACH_SECOND * (time.monotonic() - self._began)
+        if self._gone_through > may_cost or (self._readings > _ENOUGH and not candidates):
+            return
+        read, found = read_lengths(candidates)
+        self._gone_through += read.objects
+        self._containers.note(turn, read)
+        for identity, container in found.items():
+            if not is_worth_a_look(candidates[identity], container):
+                self._containers.drop(identity)
+
+    def break_off(self) -> None:
+        """What has come since the last reading, and comes until the next one, is not judged."""
+        self._containers.break_off()
+        self._levels.clear()
+
+    def forget_levels(self) -> None:
+        """What host memory has grown by until now is known."""
+        self._levels.clear()
+
+    def end(self, stretch: str, module: str, explained: Callable[[], int] = lambda: 0) -> Grown:
+        """Say what has grown in a stretch that ends; each container once.
+
+        Args:
+            stretch: which.
+            module: the module to which its turns belong; empty if to none.
+            explained: gives the bytes of what else has grown, and is known.
+        """
+        containers = self._growing_containers(module)
+        levels = self._levels.pop(stretch, None)
+        if levels is None or not levels.seem_to_grow():
+            return Grown(containers)
+        # Nothing of it may be garbage, or what only the heap keeps.
+        gc.collect()
+        trim_heap()
+        grown = levels.grown()
+        known = explained() + sum(finding.bytes for finding in containers)
+        if grown is None or 2 * known >= grown.bytes:
+            return Grown(containers)
+        return Grown(containers, growth_of_host_memory(grown, self._turns, module), grown.levels)
+
+    def _growing_containers(self, module: str) -> tuple[Finding, ...]:
+        growing = self._containers.growing(self._turn)
+        if not growing:
+            return ()
+        _, containers = read_lengths({course.identity for course in growing})
+        roots = tuple(self._roots())
+        return tuple(growth_of_containers(growing, containers, turns=self._turns, module=module, roots=roots))

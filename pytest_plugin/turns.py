@@ -1,0 +1,139 @@
+"""Tests as turns: after which of them it is read what grows, and whose that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pytest
+
+from lowtide.leakcheck.growth.host_levels import read_levels
+from lowtide.leakcheck.watching.turn_growth import TurnGrowth
+from lowtide.leakcheck.watching.watched import Verdict
+from lowtide.pytest_plugin.scopes import FixtureOwner
+from lowtide.reports.schema import Finding
+from lowtide.reports.statement import noted
+
+FEWEST_TESTS = 12
+"""Of fewer tests of one module, or of the session, it is not said whether something grows with each."""
+
+_STRETCHES = 5
+"""Stretches of about as many tests, at the ends of which it is read what there is."""
+
+_SECOND = 2
+"""The test after which it is read first: the first one fills what is filled once."""
+
+_SESSION = "the session"
+
+
+class TestTurns:
+    """Follows the tests of a session, and those of each module.
+
+    Args:
+        owners: gives the fixtures of a wider scope that are set up.
+    """
+
+    __test__ = False
+
+    def __init__(self, owners: Callable[[], Iterable[FixtureOwner]]) -> None:
+        self._owners = owners
+        self._growth = TurnGrowth("tests", self._named)
+        self._of_modules: Counter[str] = Counter()
+        self._turn = 0
+        self._turn_of_module = 0
+        self._stretches: tuple[str, ...] = ()
+        self._found: dict[str, list[Finding]] = {}
+        self._host: list[tuple[str, Finding, tuple[int, int]]] = []
+
+    def plan(self, items: Sequence[pytest.Item]) -> None:
+        """These are the tests of the session; a worker of xdist runs some of them."""
+        self._of_modules = Counter(map(_module_of, items))
+
+    def ends(self, item: pytest.Item, nextitem: pytest.Item | None, *, judged: bool) -> None:
+        """A test is about to be torn down: all that wider fixtures hold is there.
+
+        Args:
+            item: the test.
+            nextitem: the one that follows.
+            judged: whether it matters what it leaves.
+        """
+        if not judged:
+            self._growth.break_off()
+        self._turn += 1
+        self._turn_of_module += 1
+        module = _module_of(item)
+        is_last = nextitem is None or _module_of(nextitem) != module
+        whole, count = self._of_modules.total(), self._of_modules[module]
+        # Where one module has most of the tests, its readings show the session's growth, too.
+        several = 2 * count < whole
+        in_session = several and _is_read(self._turn, whole, is_last=nextitem is None)
+        if in_session or _is_read(self._turn_of_module, count, is_last=is_last):
+            self._growth.read(self._turn, begins=self._turn_of_module <= _SECOND or count < FEWEST_TESTS)
+        self._stretches = (module, _SESSION) if several else (module,)
+        if is_last:
+            self._turn_of_module = 0
+            self._growth.note(*self._stretches)
+            self._end(module, module)
+            if nextitem is None and several:
+                self._end(_SESSION, "")
+            self._stretches = ()
+
+    def judged(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> Iterator[tuple[str, Sequence[Finding]]]:
+        """A test was judged: give what was found to grow, by the subject that it belongs to.
+
+        Args:
+            verdict: of the test, and of the fixtures that ended with it.
+            ended: those.
+        """
+        if any(finding.resource in ("host-memory", "tensors") for finding in verdict.findings):
+            # A leak of its own explains more memory; what is told of each test is not told of all.
+            self._growth.forget_levels()
+            self._host.clear()
+        elif self._stretches:
+            self._growth.note(*self._stretches)
+        for name, finding, levels in self._host:
+            came_back = max(then - now for then, now in zip(levels, read_levels(), strict=True))
+            ends = " and ".join(owner.name for owner in ended)
+            if ended and 2 * came_back >= finding.bytes:
+                subject = f"{ended[0].name} ({ended[0].where})" if len(ended) == 1 else name
+                self._found.setdefault(subject, []).append(noted(finding, f"; it came back when {ends} ended"))
+            else:
+                self._found.setdefault(name, []).append(finding)
+        found, self._found, self._host = self._found, {}, []
+        yield from found.items()
+
+    def _end(self, stretch: str, module: str) -> None:
+        subject = f"the tests of {module}" if module else _SESSION
+        grown = self._growth.end(stretch, module, self._tensors_of_owners)
+        places = {owner.name: f"{owner.name} ({owner.where})" for owner in self._owners()}
+        for finding in grown.containers:
+            held_by = places.get(finding.path[0].edge) if finding.path else None
+            self._found.setdefault(held_by or subject, []).append(finding)
+        if grown.host is not None:
+            # The session's has it in it.
+            self._growth.forget_levels()
+            self._host.append((subject, grown.host, grown.levels))
+
+    def _tensors_of_owners(self) -> int:
+        """Bytes of the tensors that tests have left under fixtures that live: these are told when they end."""
+        return sum(
+            lying.bytes
+            for owner in self._owners()
+            for (device, _), lying in owner.ledger.storages.items()
+            if device == "cpu" and lying.turn
+        )
+
+    def _named(self) -> Iterator[tuple[str, object]]:
+        for owner in self._owners():
+            yield from owner.named()
+
+
+def _is_read(turn: int, count: int, *, is_last: bool) -> bool:
+    """Whether it is read after a test, the so manieth of so many."""
+    if count < FEWEST_TESTS or turn < _SECOND:
+        return False
+    return is_last or turn == _SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count
+
+
+def _module_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

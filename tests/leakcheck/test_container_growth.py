@@ -1,0 +1,111 @@
+"""Which containers grow, from readings of all lengths: those that take something in every turn, and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from lowtide.leakcheck.growth.containers import ContainerCourses, Course
+from lowtide.probes.heap.container_lengths import ContainerLengths
+from lowtide.probes.original_numpy import np
+
+LIST, DICT = 1, 2
+
+
+def reading(lengths: Mapping[int, int], kinds: Mapping[int, int] | None = None) -> ContainerLengths:
+    """The lengths of containers by their identities."""
+    ids = sorted(lengths)
+    of = [(kinds or {}).get(identity, LIST) for identity in ids]
+    return ContainerLengths(*(np.array(each, np.int64) for each in (ids, of, [lengths[each] for each in ids])))
+
+
+class Read(ContainerCourses):
+    """Readings, and the turn of the last one."""
+
+    turn = 0
+
+    def note(self, turn: int, now: ContainerLengths) -> None:
+        self.turn = turn
+        super().note(turn, now)
+
+    def found(self) -> list[Course]:
+        return self.growing(self.turn)
+
+
+def courses(by_turn: Mapping[int, int]) -> Read:
+    """One container of so many things after each of some turns, beside one that stays as it is."""
+    noted = Read()
+    for turn, length in by_turn.items():
+        noted.note(turn, reading({100: length, 200: 5}))
+    return noted
+
+
+def test_one_thing_in_every_turn_is_growth_and_is_told_once() -> None:
+    noted = courses({2: 2, 8: 8, 16: 16, 24: 24, 40: 40})
+    (course,) = noted.found()
+    assert (course.identity, course.items, course.span) == (100, 38, 38)
+    assert noted.found() == []
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param({2: 2, 8: 8, 16: 16, 24: 24}, id="too few readings"),
+        pytest.param({2: 2, 8: 5, 16: 9, 24: 13, 40: 21}, id="not in every turn"),
+        pytest.param({2: 2, 8: 8, 16: 16, 24: 16, 40: 16}, id="full"),
+        pytest.param({2: 2, 8: 8, 16: 16, 24: 24, 32: 32, 40: 32}, id="full at last"),
+        pytest.param({2: 2, 8: 100, 16: 160, 24: 170, 40: 190}, id="ever less"),
+        pytest.param({2: 2, 8: 8, 16: 0, 24: 8, 40: 24}, id="emptied"),
+    ],
+)
+def test_what_fills_or_is_emptied_is_no_growth(lengths: dict[int, int]) -> None:
+    assert courses(lengths).found() == []
+
+
+def test_growth_after_a_time_of_rest_is_growth_of_its_own() -> None:
+    noted = courses({2: 2, 8: 2, 16: 2, 24: 10, 32: 18, 40: 26, 48: 34})
+    (course,) = noted.found()
+    assert (course.turns[0], course.span) == (16, 32)
+
+
+def test_the_turns_before_it_was_used_do_not_count() -> None:
+    noted = courses({2: 0, 24: 4, 28: 8, 32: 12, 36: 16, 40: 20})
+    (course,) = noted.found()
+    assert (course.turns[0], course.items) == (24, 16)
+
+
+def test_what_is_of_no_interest_is_not_told() -> None:
+    noted = courses({2: 2, 8: 8, 16: 16, 24: 24, 40: 40})
+    assert list(noted.candidates()) == [100]
+    noted.drop(100)
+    assert noted.found() == []
+
+
+def test_what_was_not_read_at_last_is_not_known_to_go_on() -> None:
+    assert courses({2: 2, 8: 8, 16: 16, 24: 24, 40: 40}).growing(48) == []
+
+
+def test_another_container_in_the_same_place_begins_anew() -> None:
+    noted = Read()
+    for turn in range(0, 60, 10):
+        noted.note(turn, reading({100: turn}, {100: LIST if turn < 30 else DICT}))
+    assert noted.found() == []
+
+
+def test_one_that_is_gone_is_forgotten() -> None:
+    noted = Read()
+    for turn in range(0, 50, 10):
+        noted.note(turn, reading({100: turn}))
+    noted.note(50, reading({}))
+    assert noted.found() == []
+
+
+def test_what_came_while_it_was_not_judged_is_no_growth() -> None:
+    noted = Read()
+    for turn in range(0, 100, 10):
+        if turn == 50:
+            noted.break_off()
+        noted.note(turn, reading({100: turn}))
+    (course,) = noted.found()
+    assert course.turns[0] == 50

@@ -1,0 +1,258 @@
+"""What grows with each test, and no single test shows: in which container, or in which part of the process's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from lowtide.reports.schema import Finding
+    from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+KEEPER = """
+    import collections
+    import ctypes
+    import functools
+    import gc
+
+    import pytest
+
+    TIMES = pytest.mark.parametrize("turn", range(16))
+    REQUESTS = {}
+    NAMES = []
+    LAST = collections.deque(maxlen=64)
+    FROZEN = []
+
+    class Answer:
+        def __init__(self, turn):
+            self.text = f"{turn}" * 2000
+
+    class Server:
+        def __init__(self):
+            self.answers = set()
+            self.cached = {}
+            self.native = []
+
+        def encode(self):
+            self.native.append(take(1 << 20))
+
+        def close(self):
+            for address in self.native:
+                C.free(ctypes.c_void_p(address))
+
+    C = ctypes.CDLL(None)
+    C.malloc.restype = ctypes.c_void_p
+
+    def take(size):
+        address = C.malloc(size)
+        ctypes.memset(address, 1, size)
+        return address
+
+    @functools.cache
+    def compiled(turn):
+        return bytes(3000)
+
+    @functools.lru_cache(maxsize=64)
+    def remembered(turn):
+        return bytes(3000)
+"""
+
+CONTAINERS = """
+    import gc
+
+    import pytest
+    from keeper import FROZEN, LAST, NAMES, REQUESTS, TIMES, Answer, Server, compiled, remembered
+
+    @pytest.fixture(scope="module")
+    def server():
+        made = Server()
+        yield made
+        made.answers.clear()
+
+    @TIMES
+    def test_keeps(server, turn):
+        REQUESTS[f"request {turn}"] = bytes(2000 + turn)
+        server.answers.add(Answer(turn))
+        compiled(turn)
+        FROZEN.append([Answer(turn), Answer(turn)])
+        # None of these is growth: two are bounded, one is full, and names are no memory to speak of.
+        LAST.append(bytes(4000))
+        remembered(turn)
+        server.cached[turn % 5] = Answer(turn)
+        NAMES.append(f"test {turn}")
+"""
+
+FREEZES = """
+    import gc
+    import pytest
+
+    @pytest.fixture(scope="session", autouse=True)
+    def frozen():
+        import keeper
+        gc.collect()
+        gc.freeze()
+        yield
+        gc.unfreeze()
+"""
+
+NATIVE = """
+    from keeper import TIMES, take
+
+    @TIMES
+    def test_takes(turn):
+        take(1 << 20)
+"""
+
+REFERENCES = """
+    import ctypes
+    from keeper import TIMES
+
+    @TIMES
+    def test_refers(turn):
+        for number in range(4000):
+            # A reference too many, as C takes it that forgets to give it back.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(bytes(200 + number % 50)))
+"""
+
+HELD = """
+    import pytest
+    from keeper import TIMES, Server
+
+    @pytest.fixture(scope="module")
+    def tokenizer():
+        made = Server()
+        yield made
+        made.close()
+
+    @TIMES
+    def test_encodes(tokenizer, turn):
+        tokenizer.encode()
+        tokenizer.native[:-1] = [*tokenizer.native[:-1]]
+"""
+
+CLEAN = """
+    import ctypes
+    import pytest
+    from keeper import C, TIMES, Answer, take
+
+    KEPT = {}
+
+    @TIMES
+    def test_fills(turn):
+        if turn < 6:
+            take(1 << 20)
+
+    @TIMES
+    def test_gives_back(turn):
+        C.free(ctypes.c_void_p(take(1 << 20)))
+
+    @TIMES
+    def test_leaves_garbage(turn):
+        garbage = [bytes(100_000) for _ in range(10)]
+        garbage.append(garbage)
+
+    @TIMES
+    def test_fragments(turn):
+        parts = [take(60_000) for _ in range(40)]
+        KEPT[0] = bytes(100)
+        for address in parts:
+            C.free(ctypes.c_void_p(address))
+"""
+
+EXCUSED = """
+    import pytest
+    from keeper import TIMES, Answer
+
+    pytestmark = pytest.mark.no_leakcheck(reason="it collects answers")
+    ANSWERS = []
+
+    @TIMES
+    def test_collects(turn):
+        ANSWERS.append(Answer(turn))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    files = {
+        "keeper.py": KEEPER,
+        "test_containers.py": CONTAINERS,
+        "test_native.py": NATIVE,
+        "test_references.py": REFERENCES,
+        "test_held.py": HELD,
+        "test_clean.py": CLEAN,
+        "test_excused.py": EXCUSED,
+    }
+    return run_inner(files)
+
+
+@pytest.fixture(scope="module")
+def frozen(run_inner: RunInner) -> InnerRun:
+    return run_inner({"keeper.py": KEEPER, "conftest.py": FREEZES, "test_containers.py": CONTAINERS})
+
+
+def of_containers(run: InnerRun) -> dict[str, Finding]:
+    """The findings on containers, by their holders."""
+    names = ("the tests of test_containers.py", "module fixture 'server'")
+    found = [finding for name in names for finding in run.subject(name).findings]
+    return {finding.holder or "": finding for finding in found}
+
+
+def test_a_container_that_takes_something_in_each_test_is_named(run: InnerRun) -> None:
+    assert set(of_containers(run)) == {
+        "keeper.REQUESTS",
+        "keeper.FROZEN",
+        "keeper.compiled",
+        "module fixture 'server'.answers",
+    }
+
+
+def test_it_is_said_how_much_each_test_adds(run: InnerRun) -> None:
+    found = of_containers(run)
+    assert found["keeper.REQUESTS"].message == (
+        "keeper.REQUESTS takes 1 item (2.0 KiB) in each of 14 tests, 28.7 KiB in all: 16 of bytes"
+    )
+    assert found["keeper.compiled"].cause == "lru-cache"
+    assert found["module fixture 'server'.answers"].message.endswith("16 of keeper.Answer")
+    assert {(finding.resource, finding.trend) for finding in found.values()} == {("host-memory", "growth")}
+
+
+def test_what_is_frozen_is_found_as_well(frozen: InnerRun) -> None:
+    assert {"keeper.REQUESTS", "keeper.FROZEN"} <= set(of_containers(frozen))
+
+
+def host_memory(run: InnerRun, subject: str) -> Finding:
+    (finding,) = run.subject(subject).findings
+    assert finding.resource == "host-memory"
+    return finding
+
+
+def test_memory_that_c_keeps_is_told_with_its_part(run: InnerRun) -> None:
+    finding = host_memory(run, "the tests of test_native.py")
+    assert finding.message.startswith("host memory grew by 15.")
+    assert " over 15 tests, 1." in finding.message
+    assert "malloc in use has" in finding.message
+    assert finding.cause == "native"
+
+
+def test_objects_with_a_reference_too_many_are_python_s(run: InnerRun) -> None:
+    finding = host_memory(run, "the tests of test_references.py")
+    assert "Python's heap in use has" in finding.message
+
+
+def test_what_came_back_with_a_fixture_is_that_fixture_s(run: InnerRun) -> None:
+    finding = host_memory(run, "module fixture 'tokenizer'")
+    assert finding.message.endswith("; it came back when module fixture 'tokenizer' ended")
+
+
+def test_what_fills_is_freed_or_is_excused_is_no_growth(run: InnerRun) -> None:
+    assert sorted(run.blamed) == [
+        "module fixture 'server' (test_containers.py)",
+        "module fixture 'tokenizer' (test_held.py)",
+        "the tests of test_containers.py",
+        "the tests of test_native.py",
+        "the tests of test_references.py",
+    ]
+    # The last test of each of three modules has an error of its teardown.
+    assert run.totals["error"] == 4
