@@ -211,3 +211,62 @@ def test_growth_past_the_limit_is_a_failure_of_the_test_that_passes_it(run_inner
     assert [run.counted(f"test_it.py::test_adds[{turn}]") for turn in range(3)] == ["passed", "passed", "failed"]
     assert "+1.0 MiB in each of 3 tests under module fixture 'engine'" in run.message("test_it.py::test_adds[2]")
     assert "past the limit of 2.5 MiB" in run.message("test_it.py::test_adds[2]")
+
+
+NAMED = """
+    import numpy
+    import pytest
+    import torch
+
+    TIMES = pytest.mark.parametrize("turn", range(16))
+    KEPT = []
+
+    @pytest.fixture(scope="module")
+    def cache():
+        kept = []
+        yield kept
+        kept.clear()
+
+    @TIMES
+    def test_adds_to_the_cache(cache, turn):
+        cache.append(torch.ones(1 << 18))
+"""
+
+ARRAYS = """
+    import numpy
+    import pytest
+
+    ARRAYS = []
+
+    @pytest.mark.parametrize("turn", range(16))
+    def test_keeps_an_array(turn):
+        ARRAYS.append(numpy.ones(1 << 17))
+"""
+
+LEAKING = """
+    import pytest
+    import torch
+
+    KEPT = []
+
+    @pytest.mark.parametrize("turn", range(12))
+    def test_keeps_a_tensor(turn):
+        KEPT.append(torch.ones(1 << 18))
+"""
+
+
+@pytest.fixture(scope="module")
+def named(run_inner: RunInner) -> InnerRun:
+    return run_inner({"test_named.py": NAMED, "test_arrays.py": ARRAYS, "test_leaking.py": LEAKING})
+
+
+def test_memory_of_tensors_that_are_told_is_not_told_again(named: InnerRun) -> None:
+    assert named.leaks("module fixture 'cache'") == [("tensors", "tests with module fixture 'cache'")]
+    assert named.leaks("test_leaking.py::test_keeps_a_tensor[7]") == [("tensors", "call")]
+    assert [subject for subject in named.blamed if subject.startswith("the ")] == ["the tests of test_arrays.py"]
+
+
+def test_memory_of_a_container_that_is_told_is_not_told_again(named: InnerRun) -> None:
+    (finding,) = named.subject("the tests of test_arrays.py").findings
+    assert finding.holder == "test_arrays.ARRAYS"
+    assert "takes 1 item (1.0 MiB) in each of" in finding.message
