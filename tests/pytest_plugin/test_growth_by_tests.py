@@ -148,16 +148,23 @@ CLEAN = """
         C.free(ctypes.c_void_p(take(1 << 20)))
 
     @TIMES
-    def test_leaves_garbage(turn):
-        garbage = [bytes(100_000) for _ in range(10)]
-        garbage.append(garbage)
-
-    @TIMES
     def test_fragments(turn):
         parts = [take(60_000) for _ in range(40)]
         KEPT[0] = bytes(100)
         for address in parts:
             C.free(ctypes.c_void_p(address))
+"""
+
+GARBAGE = """
+    import gc
+    from keeper import TIMES
+
+    @TIMES
+    def test_leaves_old_garbage(turn):
+        garbage = [bytes(100_000 + turn) for _ in range(10)]
+        garbage.append(garbage)
+        # Only a full collection looks at it from here on.
+        gc.collect(1)
 """
 
 EXCUSED = """
@@ -182,6 +189,7 @@ def run(run_inner: RunInner) -> InnerRun:
         "test_references.py": REFERENCES,
         "test_held.py": HELD,
         "test_clean.py": CLEAN,
+        "test_garbage.py": GARBAGE,
         "test_excused.py": EXCUSED,
     }
     return run_inner(files)
