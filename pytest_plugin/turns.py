@@ -39,6 +39,7 @@ class TestTurns:
         self._owners = owners
         self._growth = TurnGrowth("tests", self._named)
         self._of_modules: Counter[str] = Counter()
+        self._all = 0
         self._turn = 0
         self._turn_of_module = 0
         self._stretches: tuple[str, ...] = ()
@@ -47,7 +48,7 @@ class TestTurns:
 
     def plan(self, items: Sequence[pytest.Item]) -> None:
         """These are the tests of the session; a worker of xdist runs some of them."""
-        self._of_modules = Counter(map(_module_of, items))
+        self._of_modules, self._all = Counter(map(_module_of, items)), len(items)
 
     def ends(self, item: pytest.Item, nextitem: pytest.Item | None, *, judged: bool) -> None:
         """A test is about to be torn down: all that wider fixtures hold is there.
@@ -63,7 +64,7 @@ class TestTurns:
         self._turn_of_module += 1
         module = _module_of(item)
         is_last = nextitem is None or _module_of(nextitem) != module
-        whole, count = self._of_modules.total(), self._of_modules[module]
+        whole, count = self._all, self._of_modules[module]
         # Where one module has most of the tests, its readings show the session's growth, too.
         several = 2 * count < whole
         in_session = several and _is_read(self._turn, whole, is_last=nextitem is None)

@@ -50,9 +50,8 @@ class HostLevels:
         self._first = (0, 0)
         self._parts: MemoryParts | None = None
 
-    def note(self) -> None:
-        """Read it after a turn."""
-        levels = read_levels()
+    def note(self, levels: tuple[int, int]) -> None:
+        """Note what `read_levels` has read after a turn."""
         if self._parts is None:
             self._first, self._parts = levels, read_parts()
         self._resident.add(levels[0])

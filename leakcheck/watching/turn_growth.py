@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lowtide.leakcheck.findings.growing_containers import growth_of_containers, is_worth_a_look
 from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
 from lowtide.leakcheck.growth.containers import ContainerCourses
-from lowtide.leakcheck.growth.host_levels import HostLevels
+from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.originals import gc, time
@@ -59,8 +59,11 @@ class TurnGrowth:
 
     def note(self, *stretches: str) -> None:
         """Read the process's own memory after a turn of some stretches, which are known by their names."""
+        now = read_levels()
         for stretch in stretches:
-            self._levels.setdefault(stretch, HostLevels()).note()
+            if stretch not in self._levels:
+                self._levels[stretch] = HostLevels()
+            self._levels[stretch].note(now)
 
     def read(self, turn: int, *, begins: bool = False) -> None:
         """Read the containers after a turn; not where that has cost too much, and where none of them may grow.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.probes.host.counters import read_status
@@ -129,15 +130,17 @@ def malloc_in_use(info: _Mallinfo | None = None) -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
-def _mallinfo() -> _Mallinfo:
+def _reader() -> Callable[[], _Mallinfo]:
     try:
         read = ctypes.CDLL(None).mallinfo2
     except AttributeError:
         # Before glibc 2.33, and with another C library.
-        return _Mallinfo()
+        return _Mallinfo
     read.restype = _Mallinfo
-    found: _Mallinfo = read()
-    return found
+    return read
+
+
+_mallinfo = _reader()
 
 
 def _bytes_of(status: bytes, name: bytes) -> int:
