@@ -8,20 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import pytest
 
 from lowtide.leakcheck.growth.host_levels import read_levels
-from lowtide.leakcheck.watching.turn_growth import TurnGrowth
+from lowtide.leakcheck.watching.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.reports.schema import Finding
 from lowtide.reports.statement import noted
-
-FEWEST_TESTS = 12
-"""Of fewer tests of one module, or of the session, it is not said whether something grows with each."""
-
-_STRETCHES = 5
-"""Stretches of about as many tests, at the ends of which it is read what there is."""
-
-_SECOND = 2
-"""The test after which it is read first: the first one fills what is filled once."""
 
 _SESSION = "the session"
 
@@ -67,9 +58,9 @@ class TestTurns:
         whole, count = self._all, self._of_modules[module]
         # Where one module has most of the tests, its readings show the session's growth, too.
         several = 2 * count < whole
-        in_session = several and _is_read(self._turn, whole, is_last=nextitem is None)
-        if in_session or _is_read(self._turn_of_module, count, is_last=is_last):
-            self._growth.read(self._turn, begins=self._turn_of_module <= _SECOND or count < FEWEST_TESTS)
+        in_session = several and is_read(self._turn, whole, is_last=nextitem is None)
+        if in_session or is_read(self._turn_of_module, count, is_last=is_last):
+            self._growth.read(self._turn, begins=self._turn_of_module <= SECOND or count < FEWEST_TURNS)
         self._stretches = (module, _SESSION) if several else (module,)
         if is_last:
             self._turn_of_module = 0
@@ -127,13 +118,6 @@ class TestTurns:
     def _named(self) -> Iterator[tuple[str, object]]:
         for owner in self._owners():
             yield from owner.named()
-
-
-def _is_read(turn: int, count: int, *, is_last: bool) -> bool:
-    """Whether it is read after a test, the so manieth of so many."""
-    if count < FEWEST_TESTS or turn < _SECOND:
-        return False
-    return is_last or turn == _SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count
 
 
 def _module_of(item: pytest.Item) -> str:

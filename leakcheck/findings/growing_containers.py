@@ -88,6 +88,7 @@ def growth_of_containers(
     turns: str,
     module: str,
     roots: Sequence[tuple[str, object]] = (),
+    by_frames: bool = False,
 ) -> list[Finding]:
     """Return a finding on each container that grows and that the program holds, by one walk over the heap.
 
@@ -97,6 +98,7 @@ def growth_of_containers(
         turns: what a turn is, in the plural: `tests`.
         module: the module to which the turns belong; empty if to none.
         roots: what is held, by name, where no path can see it.
+        by_frames: whether what a running function of this thread holds is the program's.
     """
     wanted = [
         (course, containers[course.identity])
@@ -114,7 +116,7 @@ def growth_of_containers(
     return [
         _finding(course, container, explanation, turns, module, is_cache=id(container) in caches)
         for (course, container), explanation in zip(wanted, explained, strict=True)
-        if _is_of_program(explanation)
+        if _is_of_program(explanation, by_frames=by_frames)
     ]
 
 
@@ -128,14 +130,21 @@ def _may_grow_for_ever(cache: Any) -> bool:
     return cache is None or cache.cache_parameters()["maxsize"] is None
 
 
-def _is_of_program(explanation: Explanation) -> bool:
+def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
     """Whether the program holds it: a test runner keeps what it has to report, and libraries a lot."""
     if not explanation.holder or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
         return False
     root = explanation.path[0]
     if root.type == "frame":
-        return bool(explanation.thread)
+        return by_frames or bool(explanation.thread)
     return not (root.type in ("module", "class", "interpreter") and is_library(root.edge))
+
+
+def _name_of(explanation: Explanation) -> str:
+    """Return the container's name: a variable is named by its function alone."""
+    root, *hops = explanation.path
+    below = "".join(hop.edge for hop in hops[1:]) if root.type == "frame" else ""
+    return f"{below} of {explanation.holder}" if below else explanation.holder
 
 
 def _finding(
@@ -148,6 +157,7 @@ def _finding(
     rate = course.items / course.span
     said = f"{rate:.0f}" if rate >= 10 or abs(rate - round(rate)) < 0.05 else f"{rate:.1f}"
     unit = format_amount(1 if said == "1" else 2, "items").split()[1]
+    size = f"{said} {unit} ({format_bytes(each)})"
     stage = turns if not module else f"{turns} of {module}"
     return StatedFinding(
         resource="host-memory",
@@ -157,7 +167,7 @@ def _finding(
         device="",
         stage=stage,
         statement=Statement(
-            amount=f"{explanation.holder} takes {said} {unit} ({format_bytes(each)}) in each of {course.span} {turns}",
+            amount=f"{_name_of(explanation)} takes {size} in each of {course.span} {turns}",
             came=None,
             notes=(Note(f", {format_bytes(each * course.span)} in all: {course.lengths[-1]} of {kind}"),),
         ),

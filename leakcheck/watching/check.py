@@ -14,6 +14,7 @@ import lowtide
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
+from lowtide.leakcheck.watching.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.heap.births import young_generations_tell
@@ -43,6 +44,8 @@ class LeakCheck:
         remedies: whether to try what would give a leak back, right after the block.  That changes the program: it
             deletes what the block left, and what it changed is listed with the finding.
         processes: whether what the block leaves in other processes is judged, by agents in those that start in it.
+        turns: how often the block does the same (requests, steps), and calls `turn` afterwards, 12 times or more: then
+            it is judged, too, what grows with each.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class LeakCheck:
         stacks: Literal["auto", "all", "off"] = "auto",
         remedies: bool = False,
         processes: bool = True,
+        turns: int = 0,
     ) -> None:
         self._name = name
         policy = Policy(
@@ -69,6 +73,8 @@ class LeakCheck:
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []
+        self._turns, self._turn = turns, 0
+        self._growth = TurnGrowth("turns", by_frames=True)
         self._sleeps = SleepWatch(lambda: bool(self._watch.others.readings))
 
     def __enter__(self) -> LeakCheck:
@@ -98,8 +104,14 @@ class LeakCheck:
                     Subject(id=self._name, outcome="error", reason=f"the block raised {type(error).__name__}")
                 )
                 return
+            # Before the verdict collects: what the block holds is there.
+            grown = self._growth.end(self._name, "")
             verdict = self._watch.end()
-            findings = shipped().apply((*verdict.findings, *self._sleeps.take()), date.today()).findings
+            # A leak that is told by name explains more memory.
+            is_told = any(finding.resource in ("host-memory", "tensors") for finding in verdict.findings)
+            of_turns = grown.containers if is_told or grown.host is None else (*grown.containers, grown.host)
+            found = (*verdict.findings, *self._sleeps.take(), *of_turns)
+            findings = shipped().apply(found, date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
             not_measured = (*verdict.not_measured, *self._sleeps.take_unjudged())
             outcome, reason = judged_as("leak" if leaks else "clean", not_measured)
@@ -112,6 +124,21 @@ class LeakCheck:
                     not_measured=not_measured,
                 )
             )
+
+    def turn(self) -> None:
+        """Say that the block has done once what it does `turns` times.
+
+        Raises:
+            LeakCheckError: it was not said how often that will be.
+        """
+        if self._turns < FEWEST_TURNS:
+            raise LeakCheckError(
+                f"what grows with each turn shows from {FEWEST_TURNS} turns on: use LeakCheck(turns={FEWEST_TURNS})"
+            )
+        self._turn += 1
+        self._growth.note(self._name)
+        if is_read(self._turn, self._turns, is_last=self._turn == self._turns):
+            self._growth.read(self._turn, begins=self._turn == SECOND)
 
     @property
     def report(self) -> Report:

@@ -20,6 +20,15 @@ _FREE = 1_500_000
 _EACH_SECOND = 20_000
 """The same for each second since the first turn: a hundredth of the time."""
 
+FEWEST_TURNS = 12
+"""Of fewer turns it is not said whether something grows with each."""
+
+_STRETCHES = 5
+"""Parts of about as many turns, at the ends of which it is read what there is."""
+
+SECOND = 2
+"""The turn after which it is read first: the first one fills what is filled once."""
+
 _ENOUGH = 3
 """Readings of a stretch after which it shows whether any container may grow in it."""
 
@@ -45,10 +54,14 @@ class TurnGrowth:
     Args:
         turns: what a turn is, in the plural: `tests`.
         roots: gives what is held, by name, where no path can see it.
+        by_frames: whether what running functions hold is the program's; else it is a test runner's.
     """
 
-    def __init__(self, turns: str, roots: Callable[[], Iterable[tuple[str, object]]] = lambda: ()) -> None:
+    def __init__(
+        self, turns: str, roots: Callable[[], Iterable[tuple[str, object]]] = lambda: (), *, by_frames: bool = False
+    ) -> None:
         self._turns = turns
+        self._by_frames = by_frames
         self._roots = roots
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
@@ -121,4 +134,20 @@ class TurnGrowth:
             return ()
         _, containers = read_lengths({course.identity for course in growing})
         roots = tuple(self._roots())
-        return tuple(growth_of_containers(growing, containers, turns=self._turns, module=module, roots=roots))
+        found = growth_of_containers(
+            growing, containers, turns=self._turns, module=module, roots=roots, by_frames=self._by_frames
+        )
+        return tuple(found)
+
+
+def is_read(turn: int, count: int, *, is_last: bool) -> bool:
+    """Return whether it is read what there is after a turn.
+
+    Args:
+        turn: its number, from 1.
+        count: how many there are to be.
+        is_last: whether none follows.
+    """
+    if count < FEWEST_TURNS or turn < SECOND:
+        return False
+    return is_last or turn == SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count

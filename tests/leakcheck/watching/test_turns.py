@@ -1,0 +1,80 @@
+"""`LeakCheck(turns=…)`: what grows with each turn of a block, in which container or part of the memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+
+import pytest
+
+from lowtide import LeakCheck
+from lowtide.leakcheck.watching.check import LeakCheckError
+from lowtide.reports.schema import Finding
+
+REQUESTS: dict[str, bytes] = {}
+
+
+class Server:
+    """Answers requests, and forgets to forget some."""
+
+    def __init__(self) -> None:
+        self.recent: deque[bytes] = deque(maxlen=8)
+        self.replies: list[bytes] = []
+        self.table: dict[int, bytes] = {}
+
+    def answer(self, turn: int) -> None:
+        self.recent.append(bytes(3000))
+        self.table[turn % 4] = bytes(3000)
+
+
+def findings(check: LeakCheck) -> list[Finding]:
+    return [finding for finding in check.report.subjects[0].findings if finding.trend == "growth"]
+
+
+def test_what_each_turn_adds_is_told_with_its_container() -> None:
+    server = Server()
+    REQUESTS.clear()
+    with LeakCheck(turns=20) as check:
+        for turn in range(20):
+            server.answer(turn)
+            server.replies.append(bytes(2000 + turn))
+            REQUESTS[f"request {turn}"] = bytes(2000 + turn)
+            check.turn()
+    found = {finding.holder: finding.message for finding in findings(check)}
+    assert len(found) == 2
+    (holder,) = (holder for holder in found if holder is not None and holder.startswith("local 'server' of test_what"))
+    assert found[holder].startswith(f".replies of {holder} takes 1 item (2.0 KiB) in each of 18 turns")
+    module = __name__
+    assert found[f"{module}.REQUESTS"] == (
+        f"{module}.REQUESTS takes 1 item (2.1 KiB) in each of 18 turns, 36.9 KiB in all: 20 of bytes"
+    )
+
+
+def test_turns_that_add_nothing_are_clean() -> None:
+    server = Server()
+    with LeakCheck(turns=20) as check:
+        for turn in range(20):
+            server.answer(turn)
+            check.turn()
+    assert findings(check) == []
+
+
+def test_memory_that_c_keeps_is_told_with_its_part() -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    taken = []
+    with LeakCheck(turns=16) as check:
+        for _ in range(16):
+            taken.append(library.malloc(1 << 20))
+            ctypes.memset(taken[-1], 1, 1 << 20)
+            check.turn()
+    for address in taken:
+        library.free(ctypes.c_void_p(address))
+    (finding,) = findings(check)
+    assert "over 15 turns, 1.0 MiB with each" in finding.message
+    assert "malloc in use has" in finding.message
+
+
+def test_a_turn_needs_to_know_how_many_there_will_be() -> None:
+    with LeakCheck() as check, pytest.raises(LeakCheckError, match=r"use LeakCheck\(turns=12\)"):
+        check.turn()
