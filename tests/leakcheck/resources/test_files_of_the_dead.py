@@ -233,7 +233,7 @@ def test_a_socket_of_this_process_is_found_where_it_is_closed_and_not_unlinked()
         str(path),
         "call os.unlink() with the path where the socket is closed",
     )
-    assert "; bound in bound, test_remains.py:" in finding.message
+    assert "; bound in bound, test_files_of_the_dead.py:" in finding.message
 
 
 def in_a_new_folder() -> None:
