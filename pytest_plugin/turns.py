@@ -63,11 +63,11 @@ class TestTurns:
             self._growth.read(self._turn, begins=self._turn_of_module <= SECOND or count < FEWEST_TURNS)
         self._stretches = (module, _SESSION) if several else (module,)
         if is_last:
-            self._turn_of_module = 0
+            first, self._turn_of_module = self._turn - self._turn_of_module, 0
             self._growth.note(*self._stretches)
-            self._end(module, module)
+            self._end(module, module, first)
             if nextitem is None and several:
-                self._end(_SESSION, "")
+                self._end(_SESSION, "", 0)
             self._stretches = ()
 
     def judged(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> Iterator[tuple[str, Sequence[Finding]]]:
@@ -94,13 +94,15 @@ class TestTurns:
         found, self._found, self._host = self._found, {}, []
         yield from found.items()
 
-    def _end(self, stretch: str, module: str) -> None:
+    def _end(self, stretch: str, module: str, since: int) -> None:
         subject = f"the tests of {module}" if module else _SESSION
-        grown = self._growth.end(stretch, module, self._tensors_of_owners)
+        grown = self._growth.end(stretch, module, self._tensors_of_owners, since=since)
         places = {owner.name: f"{owner.name} ({owner.where})" for owner in self._owners()}
         for finding in grown.containers:
             held_by = places.get(finding.path[0].edge) if finding.path else None
-            self._found.setdefault(held_by or subject, []).append(finding)
+            # What has grown since before this module is the session's.
+            own = subject if module and finding.stage.endswith(module) else _SESSION
+            self._found.setdefault(held_by or own, []).append(finding)
         if grown.host is not None:
             # The session's has it in it.
             self._growth.forget_levels()

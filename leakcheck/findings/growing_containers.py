@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -86,7 +86,7 @@ def growth_of_containers(
     containers: dict[int, Any],
     *,
     turns: str,
-    module: str,
+    module_of: Callable[[Course], str],
     roots: Sequence[tuple[str, object]] = (),
     by_frames: bool = False,
 ) -> list[Finding]:
@@ -96,7 +96,7 @@ def growth_of_containers(
         courses: how they have grown.
         containers: those that are there, by identity.
         turns: what a turn is, in the plural: `tests`.
-        module: the module to which the turns belong; empty if to none.
+        module_of: gives the module to which a container's turns belong; empty if to none.
         roots: what is held, by name, where no path can see it.
         by_frames: whether what a running function of this thread holds is the program's.
     """
@@ -114,7 +114,7 @@ def growth_of_containers(
     ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
     explained = explain(targets, ignore=ignore, roots=roots, living=True)
     return [
-        _finding(course, container, explanation, turns, module, is_cache=id(container) in caches)
+        _finding(course, container, explanation, turns, module_of(course), is_cache=id(container) in caches)
         for (course, container), explanation in zip(wanted, explained, strict=True)
         if _is_of_program(explanation, by_frames=by_frames)
     ]

@@ -107,15 +107,16 @@ class TurnGrowth:
         """What host memory has grown by until now is known."""
         self._levels.clear()
 
-    def end(self, stretch: str, module: str, explained: Callable[[], int] = lambda: 0) -> Grown:
+    def end(self, stretch: str, module: str, explained: Callable[[], int] = lambda: 0, *, since: int = 0) -> Grown:
         """Say what has grown in a stretch that ends; each container once.
 
         Args:
             stretch: which.
             module: the module to which its turns belong; empty if to none.
             explained: gives the bytes of what else has grown, and is known.
+            since: the turn before its first one: what has grown for longer belongs to no module.
         """
-        containers = self._growing_containers(module)
+        containers = self._growing_containers(module, since)
         levels = self._levels.pop(stretch, None)
         if levels is None or not levels.seem_to_grow():
             return Grown(containers)
@@ -128,14 +129,18 @@ class TurnGrowth:
             return Grown(containers)
         return Grown(containers, growth_of_host_memory(grown, self._turns, module), grown.levels)
 
-    def _growing_containers(self, module: str) -> tuple[Finding, ...]:
+    def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
         if not growing:
             return ()
         _, containers = read_lengths({course.identity for course in growing})
-        roots = tuple(self._roots())
         found = growth_of_containers(
-            growing, containers, turns=self._turns, module=module, roots=roots, by_frames=self._by_frames
+            growing,
+            containers,
+            turns=self._turns,
+            module_of=lambda course: module if course.turns[0] >= since else "",
+            roots=tuple(self._roots()),
+            by_frames=self._by_frames,
         )
         return tuple(found)
 

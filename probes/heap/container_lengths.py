@@ -28,6 +28,9 @@ _CHUNK = 8_000
 _LARGEST_NAMESPACE = 10_000
 """Entries of a dict that may be somebody's attributes."""
 
+_LARGEST_RECORD = 16
+"""Things in a list that may hold somebody's dicts, as that of a `ChainMap`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContainerLengths:
@@ -57,8 +60,8 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
     """Read the length of every list, dict, set and deque that the collector, or an object's attribute, knows of.
 
     Dicts of nothing that the collector tracks, as of names and numbers, it does not track either: they are found where
-    an instance, a class or a namespace refers to them. No foreign code runs, and nothing is kept alive but what is
-    wanted.
+    an instance, a class, a namespace or a short list refers to them. No foreign code runs, and nothing is kept alive
+    but what is wanted.
 
     Args:
         wanted: identities of containers that are returned themselves.
@@ -78,14 +81,16 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
 def _lengths_among(objects: list[object], wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
     ids = identities(objects)
     kinds = types_of(ids)
-    found = []
+    found, holders = [], []
     for kind in CONTAINERS:
         of_kind = np.flatnonzero(_are_among(kinds, np.array(sorted(_derived(kind)), np.int64)))
         own = ids[of_kind]
         lengths = lengths_of(own, kind)
+        if kind is list:
+            holders = [_with_attributes(kinds), of_kind[lengths <= _LARGEST_RECORD]]
         if kind is dict:
-            small = of_kind[lengths <= _LARGEST_NAMESPACE]
-            more = _untracked_dicts(objects, np.concatenate([small, _with_attributes(kinds)]))
+            holders.append(of_kind[lengths <= _LARGEST_NAMESPACE])
+            more = _untracked_dicts(objects, np.concatenate(holders))
             own, lengths = np.concatenate([own, more]), np.concatenate([lengths, lengths_of(more, kind)])
         found.append((own, types_of(own), lengths))
     ids, kinds, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +78,13 @@ def test_a_dict_of_names_alone_is_found_where_an_attribute_holds_it() -> None:
     holder.names["one"] = 1
     assert not gc.is_tracked(holder.names)
     assert length_of(holder.names) == 1
+
+
+def test_a_dict_of_names_alone_is_found_where_a_short_list_holds_it() -> None:
+    chained = ChainMap[str, int]({})
+    chained["one"] = 1
+    assert not gc.is_tracked(chained.maps[0])
+    assert length_of(chained.maps[0]) == 1
 
 
 @pytest.fixture

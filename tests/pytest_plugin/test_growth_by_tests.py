@@ -195,6 +195,21 @@ def run(run_inner: RunInner) -> InnerRun:
     return run_inner(files)
 
 
+SHARED = """
+    import pytest
+    from keeper import REQUESTS
+
+    @pytest.mark.parametrize("turn", range(8))
+    def test_keeps(turn):
+        REQUESTS[len(REQUESTS)] = bytes(2000 + turn)
+"""
+
+
+@pytest.fixture(scope="module")
+def several(run_inner: RunInner) -> InnerRun:
+    return run_inner({"keeper.py": KEEPER, **{f"test_{name}.py": SHARED for name in "abcd"}})
+
+
 @pytest.fixture(scope="module")
 def frozen(run_inner: RunInner) -> InnerRun:
     return run_inner({"keeper.py": KEEPER, "conftest.py": FREEZES, "test_containers.py": CONTAINERS})
@@ -228,6 +243,12 @@ def test_it_is_said_how_much_each_test_adds(run: InnerRun) -> None:
 
 def test_what_is_frozen_is_found_as_well(frozen: InnerRun) -> None:
     assert {"keeper.REQUESTS", "keeper.FROZEN"} <= set(of_containers(frozen))
+
+
+def test_what_grows_in_the_tests_of_several_modules_is_the_session_s(several: InnerRun) -> None:
+    (finding,) = several.subject("the session").findings
+    assert several.blamed == ["the session"]
+    assert (finding.holder, finding.stage) == ("keeper.REQUESTS", "tests")
 
 
 def host_memory(run: InnerRun, subject: str) -> Finding:
