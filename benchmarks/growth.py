@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from lowtide.leakcheck.growth.series import FEWEST_TURNS, TurnSeries
+from lowtide.probes.heap.container_lengths import read_lengths
+from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.host.memory_parts import read_parts
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -261,6 +265,36 @@ def cost(turns: int = LONG) -> dict[str, float]:
     return {"microseconds_a_turn": round((time.perf_counter() - began) / turns * 1e6, 2)}
 
 
+def readings(objects: int = 500_000) -> dict[str, float]:
+    """Seconds of a reading of all containers, beside one walk over the same heap; of the split of the memory."""
+    heap = [{"held": [turn]} for turn in range(objects // 2)]
+    gc.collect()
+    walked, lengths, split = [], [], []
+    for _ in range(5):
+        walk = SharedWalk()
+        began = time.perf_counter()
+        walk.graph()
+        walked.append(time.perf_counter() - began)
+        walk.close()
+        began = time.perf_counter()
+        read_lengths()
+        lengths.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        parts = read_parts()
+        split.append(time.perf_counter() - began)
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in rollup}
+    assert len(heap) == objects // 2
+    return {
+        "tracked_objects": len(gc.get_objects()),
+        "walk_seconds": round(min(walked), 4),
+        "lengths_seconds": round(min(lengths), 4),
+        "lengths_in_walks": round(min(lengths) / min(walked), 2),
+        "split_milliseconds": round(min(split) * 1000, 3),
+        "split_off_by": round(abs(parts.total / (sizes["Rss"] + sizes["Swap"]) - 1), 5),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--series", type=int, default=100, help="of each shape")
@@ -272,6 +306,7 @@ def main() -> None:
         "turns_needed": turns_needed(args.series),
         "alarms_in_soaks_of_100000_turns": soak(),
         "cost": cost(),
+        "readings": readings(),
     }
     import machine
 

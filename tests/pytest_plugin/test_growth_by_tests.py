@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 if TYPE_CHECKING:
     from lowtide.reports.schema import Finding
     from tests.pytest_plugin.conftest import InnerRun, RunInner
