@@ -19,6 +19,7 @@ from lowtide.leakcheck.targets.target import (
     Stepwise,
     TargetError,
     TargetFactory,
+    Updating,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "Stepwise",
     "TargetError",
     "TargetFactory",
+    "Updating",
     "reference",
     "transformers_model",
 ]

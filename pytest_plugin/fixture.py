@@ -51,6 +51,7 @@ class Leakcheck:
         infer: str | None = None,
         sleep: str | None = None,
         wake: str | None = None,
+        update_weights: str | None = None,
         shutdown: str | None = None,
     ) -> Any:
         """The engine, with each of the named methods as a stage: `leakcheck.engine(llm, infer="generate")`.
@@ -61,6 +62,7 @@ class Leakcheck:
             infer: the method that generates.
             sleep: the method that gives memory back for a while.
             wake: the method that takes it again.
+            update_weights: the method by which a trainer's weights come; what each call leaves is growth.
             shutdown: the method that gives all of it back.
 
         Returns:
@@ -69,7 +71,8 @@ class Leakcheck:
         Raises:
             LeakcheckUsageError: the engine has no such method.
         """
-        names = {"create": create, "infer": infer, "sleep": sleep, "wake": wake, "shutdown": shutdown}
+        names = {"create": create, "infer": infer, "sleep": sleep, "wake": wake}
+        names |= {"update_weights": update_weights, "shutdown": shutdown}
         methods = {method: name for name, method in names.items() if method is not None}
         for method, name in methods.items():
             if not callable(getattr(engine, method, None)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class WeightSource(Protocol):
         """Proves, without taking memory for weights, that `fill` will find every parameter; raises otherwise."""
 
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Writes every parameter in place, wherever it lives; bit for bit the same each time."""
+        """Writes the parameters given in place, wherever they live; bit for bit the same each time."""
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -93,7 +93,7 @@ class CheckpointWeights:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copies every tensor in place, cast to the parameter's dtype.
+        """Copies the tensors of these parameters in place, cast to each parameter's dtype.
 
         The headers are checked again first: at a wake, the folder may no longer be what it was, and `copy_` would
         broadcast a misshapen tensor without a word.
@@ -101,7 +101,9 @@ class CheckpointWeights:
         Raises:
             CheckpointError: as `check`, with no parameter touched; or a file cannot be read.
         """
-        copy_tensors(locate_tensors(self._folder, self._shapes), parameters, self._shards)
+        files = locate_tensors(self._folder, self._shapes)
+        wanted = {path: [name for name in names if name in parameters] for path, names in files.items()}
+        copy_tensors(wanted, parameters, self._shards)
 
 
 class RandomWeights:
@@ -142,8 +144,8 @@ class RandomWeights:
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Draws every parameter in place."""
-        for name in self._shards:
+        """Draws the parameters given in place."""
+        for name in [name for name in self._shards if name in parameters]:
             self._fill_one(name, parameters[name])
 
     def _fill_one(self, name: str, parameter: torch.Tensor) -> None:
@@ -169,6 +171,15 @@ class RandomWeights:
             return self.EMBEDDING_STD
         gain = self.QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
         return gain / math.sqrt(fan_in)
+
+
+def one_by_one(source: WeightSource, dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter of a source by name, made when it is asked for and kept by nobody here."""
+    for name, shape in source.shapes().items():
+        parameter = torch.empty(shape, dtype=dtype, device=device)
+        source.fill({name: parameter})
+        yield name, parameter
+        del parameter
 
 
 def create_weight_source(config: EngineConfig, model: ModelConfig, rank: int = 0, size: int = 1) -> WeightSource:

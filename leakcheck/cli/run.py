@@ -110,6 +110,7 @@ def run(
         from lowtide.engine import EngineError
         from lowtide.engine.defects import find_defect
         from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+        from lowtide.leakcheck.lives.script import SCRIPT, UPDATES
         from lowtide.leakcheck.lives.tenant import tenant_of
         from lowtide.leakcheck.targets.reference import ReferenceLife
 
@@ -135,6 +136,7 @@ def run(
                 driver=driver,
                 cycles=cycles,
                 listener=show,
+                script=(*SCRIPT[:-1], *UPDATES, SCRIPT[-1]),
                 tenant=tenant_of(config.device) if tenant else None,
                 tolerances=tolerances,
                 snapshots=snapshots_in(report),

@@ -11,16 +11,19 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.growth import grows
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
-from lowtide.leakcheck.resources.resource import Change, Rung
+from lowtide.leakcheck.resources import resource_of
+from lowtide.leakcheck.resources.resource import Change, Items, Rung
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, advice, describe_change, sentences
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
-from lowtide.probes.originals import gc
-from lowtide.reports.schema import Finding, Remedy
+from lowtide.probes.originals import gc, os
+from lowtide.probes.processes.mapped_files import mapped_shared_memory
+from lowtide.reports.schema import Finding, Remedy, ResourceName
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import Note, noted, restated
 
@@ -245,3 +248,88 @@ def frozen_items() -> dict[str, int]:
     """Return the objects that the program has frozen, as one thing with their number."""
     frozen = gc.get_freeze_count()
     return {"frozen objects": frozen} if frozen > FROZEN_AT_STARTUP else {}
+
+
+_COUNTED: tuple[ResourceName, ...] = ("threads", "processes", "file-descriptors")
+"""What is read with the counters. Files in `/dev/shm` are not: any process of the host may make them meanwhile."""
+
+_MAPPED: ResourceName = "shared-memory"
+"""What this process maps of those, or of files without a name."""
+
+
+class NamedGrowth:
+    """Follows what is counted by name through the turns of one stage.
+
+    Args:
+        stage: its name.
+        read: gives what there is now by resource, as the counters have it.
+    """
+
+    def __init__(self, stage: str, read: Callable[[], Mapping[str, Items]]) -> None:
+        self._stage = stage
+        self._read = read
+        self._before: Mapping[ResourceName, Items] = {}
+        self._after: Mapping[ResourceName, Items] = {}
+        # For each turn so far, what it has brought, by resource.
+        self._brought: list[dict[ResourceName, set[str]]] = []
+
+    def forget(self) -> None:
+        """Forget all turns: another engine follows."""
+        self._brought, self._after = [], {}
+
+    def begin(self) -> None:
+        """Note what there is when the stage begins."""
+        self._before = self._now()
+
+    def end(self) -> None:
+        """Note what it has brought."""
+        self._after = self._now()
+        self._brought.append({key: items.keys() - self._before[key].keys() for key, items in self._after.items()})
+
+    def findings(self) -> list[Finding]:
+        """Report what turns had left when the last one ended; the first may fill what is filled once."""
+        found = []
+        mapped: set[str] = set()
+        for key, items in self._after.items():
+            # Python's `mmap` keeps a descriptor of what it maps: that is one thing.
+            left = {name for name in items if name.partition(" -> ")[2] not in mapped}
+            turns: list[set[str]] = []
+            # What a later turn has brought under the same name is not what an earlier one had brought.
+            for brought in reversed(self._brought[1:]):
+                turns.insert(0, left & brought[key])
+                left -= brought[key]
+            if grows([len(turn) for turn in turns], [0] * len(turns)):
+                grown = {name: items[name] for turn in turns for name in turn}
+                mapped |= {name.partition(", inode ")[0] for name in grown}
+                found.append(_growth_of(self._stage, key, grown, len(turns)))
+        return found
+
+    def _now(self) -> Mapping[ResourceName, Items]:
+        items = self._read()
+        mapped = mapped_shared_memory(os.getpid()) or ()
+        return {
+            _MAPPED: {f"{each.path}, inode {each.file[1]}": each.bytes for each in mapped},
+            **{key: items.get(key, {}) for key in _COUNTED},
+        }
+
+
+def _growth_of(stage: str, resource: ResourceName, grown: Items, turns: int) -> Finding:
+    known = resource_of(resource)
+    unit = "mappings of shared memory" if known is None or known.rule.unit == "bytes" else known.rule.unit
+    names = sorted(grown)
+    told = listed(resource, names) or ""
+    return Finding(
+        resource=resource,
+        cause="unknown",
+        bytes=sum(grown.values()) if resource == _MAPPED else 0,
+        count=len(names),
+        device="cpu" if resource == _MAPPED else "",
+        stage=stage,
+        message=f"{format_amount(len(names), unit)} more, which {turns} calls of {stage} in a row have left: {told}",
+        fingerprint=fingerprint_of_items(
+            resource, names, resource=resource, device="", stage=stage, suspects=("growth", stage)
+        ),
+        holder=told or None,
+        trend="growth",
+        advice=f"close in {stage} what it has opened",
+    )

@@ -1,6 +1,7 @@
 """What must hold after each stage of an engine's life, besides the baseline after shutdown.
 
-Among it what must survive a sleep in memory: contents, and the places to which captured graphs and tables point.
+Among it what must survive a sleep in memory: contents, and the places to which captured graphs and tables point; and
+what an engine must have after a trainer's weights were sent to it: those weights, and what they say.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from lowtide.leakcheck.judging.metrics import (
 )
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.memory.contents import Contents, changed, take_fingerprints
+from lowtide.probes.memory.contents import fingerprint as fingerprint_of_tensor
 from lowtide.probes.memory.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.memory.ranges import Range
+from lowtide.probes.originals import loaded
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Cause, Finding, Remedy, ResourceName
@@ -409,4 +412,105 @@ def failed_teardown(stage: str, error: BaseException) -> Finding:
         suspects=(type(parts[0]).__name__, "unknown"),
         message=f"{stage} raised: {'; '.join(reasons)}",
         advice=f"run all steps of {stage} whichever of them fails, and raise what failed at its end",
+    )
+
+
+UPDATE = "update_weights"
+"""The stage in which a trainer sends an engine weights."""
+
+_WHERE_SENT = "look where its parameters are looked up and copied: it says that it is done, and the engine has others"
+
+Tokens = Sequence[Sequence[int]]
+
+
+def after_update(
+    device: str, before: Mapping[str, Any], sent: Mapping[str, Any], held: Mapping[str, Any]
+) -> list[Finding]:
+    """Report what an engine has after an update that is not what was sent, as far as both sides say what that is.
+
+    Args:
+        device: where the engine keeps its memory.
+        before: what it had before, by name.
+        sent: what was sent: tensors, or whatever else distinguishes their contents.
+        held: what it has now, likewise.
+    """
+    wanted, now = digests(sent), digests(held)
+    wrong = [name for name in wanted if name in now and now[name] != wanted[name]]
+    if not wrong:
+        return []
+    then = digests(before)
+    some = f"{len(wrong)} of {format_amount(len(wanted), 'weights')}"
+    if all(name in then and then[name] == now[name] for name in wrong):
+        moved = "nothing" if len(wrong) == len(wanted) else "only a part"
+        message = f"{UPDATE} moved {moved}: {some} {_are(wrong)} what the engine had before"
+    else:
+        message = f"{some} {_are(wrong)} not what {UPDATE} has sent"
+    return [_of_weights(device, UPDATE, f"{message}: {first_of(wrong, _LISTED)}", len(wrong), "sent weights")]
+
+
+def after_failed_update(device: str, before: Mapping[str, Any], held: Mapping[str, Any]) -> list[Finding]:
+    """Report the weights that an engine has not as before, after an update that failed."""
+    then, now = digests(before), digests(held)
+    changed = [name for name in then if now.get(name) != then[name]]
+    if not changed:
+        return []
+    some = f"{len(changed)} of {format_amount(len(then), 'weights')}"
+    message = f"{some} {_are(changed)} not what the engine had before {UPDATE}, which failed: "
+    return [_of_weights(device, UPDATE, message + first_of(changed, _LISTED), len(changed), "failed update")]
+
+
+def says_the_same(stage: str, tokens: Tokens, former: Tokens) -> list[Finding]:
+    """Report that other weights give the same tokens, for every prompt.
+
+    Args:
+        stage: that gave the tokens.
+        tokens: with the weights that were sent.
+        former: of the same prompts with those of before.
+    """
+    if [list(each) for each in tokens] != [list(each) for each in former]:
+        return []
+    prompts = format_amount(len(tokens), "prompts")
+    message = f"{UPDATE} moved nothing: with other weights the engine gives the same tokens for {prompts}"
+    return [_of_weights("", stage, message, len(tokens), "sent weights")]
+
+
+def says_otherwise(stage: str, tokens: Tokens, expected: Tokens) -> list[Finding]:
+    """Report that the same weights, sent again, give other tokens.
+
+    Args:
+        stage: that gave the tokens.
+        tokens: with the weights that were sent.
+        expected: of the same prompts with the same weights, when the engine had these first.
+    """
+    pairs = zip_longest(expected, tokens, fillvalue=())
+    wrong = sum(list(then) != list(now) for then, now in pairs)
+    if not wrong:
+        return []
+    message = f"{wrong} of {len(expected)} prompts give other tokens after {UPDATE} than the same weights gave before"
+    return [_of_weights("", stage, message, wrong, "tokens after an update")]
+
+
+def digests(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what distinguishes the contents of weights, by name: a tensor's fingerprint, anything else as it is."""
+    torch = loaded("torch")
+    return {
+        name: fingerprint_of_tensor(value) if torch is not None and isinstance(value, torch.Tensor) else value
+        for name, value in weights.items()
+    }
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _of_weights(device: str, stage: str, message: str, count: int, suspect: str) -> Finding:
+    return finding_of(
+        "contents",
+        cause="not-restored",
+        count=count,
+        device=device,
+        stage=stage,
+        message=message,
+        suspects=(suspect, "not-restored"),
+        advice=_WHERE_SENT,
     )

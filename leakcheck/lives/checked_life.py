@@ -16,7 +16,7 @@ import msgspec
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.contract import PreservedState
+from lowtide.leakcheck.judging.contract import UPDATE, PreservedState, digests, says_the_same
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
@@ -233,8 +233,8 @@ class Lives:
         self.processes = LifeProcesses(self.capabilities.device, self._ask_driver, self.capabilities.emptying_levels)
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
-        # By prompt length: how many tokens were asked for, and what came.
-        self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # By prompt length and version of the weights: how many tokens were asked for, and what came.
+        self._tokens: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
 
     @property
     def unmeasured(self) -> tuple[NotMeasured, ...]:
@@ -253,8 +253,9 @@ class Lives:
         self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
             self.imports.active = True
-            for length in self.capabilities.prompt_lengths:
-                self.expected(length, self.capabilities.max_tokens)
+            for version in self._versions:
+                for length in self.capabilities.prompt_lengths:
+                    self.expected(length, self.capabilities.max_tokens, version)
             self.warm_up()
         except BaseException:
             self._listening.close()
@@ -310,14 +311,33 @@ class Lives:
             gc.unfreeze()
             gc.collect()
 
-    def expected(self, prompt_length: int, max_tokens: int) -> Sequence[int]:
-        """Return what a fresh engine with the simplest settings says to this request alone."""
-        asked, tokens = self._tokens.get(prompt_length, (0, ()))
+    @property
+    def _versions(self) -> Sequence[int]:
+        """The versions of weights that an engine may have."""
+        return (0, 1) if self.capabilities.update_weights else (0,)
+
+    def says_the_same(self) -> list[Finding]:
+        """Report that engines give the same tokens with both versions of the weights."""
+        lengths, most = self.capabilities.prompt_lengths, self.capabilities.max_tokens
+        former, updated = ([self.expected(length, most, version) for length in lengths] for version in (0, 1))
+        return says_the_same(UPDATE, updated, former)
+
+    def expected(self, prompt_length: int, max_tokens: int, version: int = 0) -> Sequence[int]:
+        """Return what a fresh engine with the simplest settings says to this request alone.
+
+        Args:
+            prompt_length: of the request.
+            max_tokens: of the request.
+            version: of the weights.
+        """
+        asked, tokens = self._tokens.get((prompt_length, version), (0, ()))
         if asked < max_tokens:
             asked = max(self.capabilities.max_tokens, max_tokens)
             target: Any = Unjudged(make_target(self.factory))
             target.create(simplest(self.capabilities))
             try:
+                if version:
+                    target.update_weights(version)
                 said = target.infer([prompt_length], asked)
             except TargetError:
                 # What the shutdown of an engine that has failed raises would say less.
@@ -326,7 +346,7 @@ class Lives:
                 raise
             target.shutdown()
             tokens = tokens_of_one(said)
-            self._tokens[prompt_length] = (asked, tokens)
+            self._tokens[prompt_length, version] = (asked, tokens)
         return tokens[:max_tokens]
 
     def _importing(self, owner: Owner) -> None:
@@ -434,7 +454,8 @@ class CheckedLife:
 
     def sleep(self, level: int, mode: str = "wait", fault: Fault | None = None) -> bool:
         """Put it to sleep; unfinished requests run to their end, or are ended."""
-        preserved = level in self._capabilities.preserving_levels and self.model.phase == "running"
+        preserved = level in self._capabilities.preserving_levels and self.model.keeps(level)
+        preserved = preserved and self.model.phase == "running"
         if preserved:
             self._preserved_state.before_sleep(self._preserved())
             self._lives.processes.before_sleep()
@@ -491,7 +512,26 @@ class CheckedLife:
 
     def reload(self, fault: Fault | None = None) -> bool:
         """Load the weights anew."""
-        return self._call("reload", {}, lambda: self._target.reload(), void, fault)
+
+        def reloaded(result: None) -> None:
+            self.model.version = 0
+
+        return self._call("reload", {}, lambda: self._target.reload(), reloaded, fault)
+
+    def update_weights(self, version: int, fault: Fault | None = None) -> bool:
+        """Send it the weights of a version, which it must have from then on; or those of before, where it fails."""
+        before = digests(self._weights())
+
+        def updated(sent: Mapping[str, Any] | None) -> None:
+            self.model.version = version
+            self._raise(contract.after_update(self._device, before, sent or {}, self._weights()))
+            self._raise(self._lives.says_the_same())
+
+        arguments = {"version": version}
+        done = self._call(UPDATE, arguments, lambda: self._target.update_weights(version), updated, fault)
+        if not done:
+            self._raise(contract.after_failed_update(self._device, before, self._weights()))
+        return done
 
     def shutdown(self, fault: Fault | None = None) -> bool:
         """Shut it down, and judge what it left; where something failed in it, another shutdown must do the rest."""
@@ -601,6 +641,9 @@ class CheckedLife:
             target.abort(ids)
         if able.reload:
             target.reload()
+        if able.update_weights:
+            target.update_weights(1)
+            target.update_weights(0)
         if able.prefix_cache:
             target.reset_prefix_cache()
         note("running")
@@ -631,6 +674,7 @@ class CheckedLife:
             "abort": ([],),
             "sleep": (*able.sleep_levels[:1], *able.sleep_modes[:1]),
             "wake": (None,),
+            UPDATE: (0,),
         }
 
     def _open(self) -> None:
@@ -863,7 +907,9 @@ class CheckedLife:
             self._compare(length, max_tokens, outputs[each])
 
     def _compare(self, length: int, max_tokens: int, tokens: Sequence[int]) -> None:
-        wanted = self._lives.expected(length, max_tokens)
+        if self.model.version is None:
+            return
+        wanted = self._lives.expected(length, max_tokens, self.model.version)
         if list(tokens) != list(wanted):
             self._fail(
                 "contents",
@@ -886,6 +932,11 @@ class CheckedLife:
 
     def _preserved(self) -> Mapping[str, Any]:
         return asked(self._target, "preserved") or {}
+
+    def _weights(self) -> Mapping[str, Any]:
+        """Return what the engine has, where it says it and has its weights."""
+        has_weights = self.model.phase == "running" or "weights" in self.model.awake
+        return (asked(self._target, "weights") or {}) if has_weights else {}
 
     def _graph_buffers(self) -> Mapping[str, Any]:
         return asked(self._target, "graph_buffers") or {}

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError, LifeModel, failure_of
 from lowtide.leakcheck.targets.faults import Kind
@@ -160,7 +161,7 @@ FAULTS: Sequence[Kind] = ("map", "map", "map", "map", "allocation", "reserve", "
 """What may fail in a life: only what fails in the call itself, so that a life can be replayed.  Most often there is no
 room: that is what happens."""
 
-_MOVING = ("create", "sleep", "wake", "reload")
+_MOVING = ("create", "sleep", "wake", "reload", UPDATE)
 
 PLACES = (0, 1, 1, 2, 3)
 """Which fault point fails: one of the first, most often the second, when there is something to be undone.  The sweep of
@@ -244,6 +245,8 @@ class LifecycleMachine(RuleBasedStateMachine):
             # All of it most often: then there are two halves that it can fail between.
             parts: list[list[str] | None] = [None, None, None, *([tag] for tag in self._life.model.wakeable)]
             return (data.draw(_one_of(parts), label="tags"),)
+        if name == UPDATE:
+            return (data.draw(_one_of((1, 0)), label="version"),)
         return ()
 
     def _make(self, name: str, data: st.DataObject, *arguments: Any) -> None:

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.contract import PreservedState, holders
+from lowtide.leakcheck.judging.contract import UPDATE, PreservedState, Tokens, digests, holders
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import (
@@ -28,6 +29,7 @@ from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived, ProcessState
 from lowtide.leakcheck.lives.script import (
     SCRIPT,
+    UPDATES,
     Event,
     Interrupts,
     Life,
@@ -36,12 +38,13 @@ from lowtide.leakcheck.lives.script import (
     is_out_of_memory,
     perform,
     simplest,
+    version_of,
     was_interrupted,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import LifeMetrics, ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
 from lowtide.leakcheck.processes.own_tensors import outside_pools
-from lowtide.leakcheck.processes.process_growth import Inferences, Left, grown_under, is_under
+from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
 from lowtide.leakcheck.processes.process_levels import explain_kept
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
@@ -60,6 +63,9 @@ if TYPE_CHECKING:
 
     from lowtide.probes.device.driver import Driver
 
+
+MORE_UPDATES = 3
+"""Updates at the end of the last life by which growth is judged, besides those of the script."""
 
 MORE_INFERENCES = 2
 """Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
@@ -116,7 +122,7 @@ class LifecycleRun:
         self._snapshots = snapshots
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._record = LifeRecord(name, device, cycles)
-        self._expected: Sequence[Sequence[int]] | None = None
+        self._sent = SentWeights(device)
         self._leftovers = LeftoverTensors(card=device != "cpu")
         self._probes = LifeProbes(lambda: self._driver, card=device != "cpu")
         self._process = ProcessState(self._driver_bytes, self._probes.counters.read, self._probes.environment)
@@ -138,6 +144,8 @@ class LifecycleRun:
         self._preserved_state = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._own_growth = OwnGrowth(self._leftovers)
+        self._update_growth = OwnGrowth(self._leftovers, UPDATE)
+        self._named_growth = NamedGrowth(UPDATE, lambda: self._probes.counters.read().items)
         self._cycle = 0
         self._failure = ""
         self.keep: Callable[[Subject], None] | None = None
@@ -176,7 +184,8 @@ class LifecycleRun:
         self._record.findings += self._processes.findings_at_end()
         if not self._judgement.is_concluded:
             self._record.findings += self._leftovers.earlier
-        self._record.findings += self._own_growth.findings(self._record.findings)
+        for growth in (self._own_growth, self._update_growth):
+            self._record.findings += growth.findings(self._record.findings)
         compared = self._judgement.not_compared(self._emptying if self._indices else ())
         more = (*compared, *self._metrics.once_so_far, *self._unseen())
         return self._record.subject(self._failure, more, self._metrics.used_before)
@@ -229,9 +238,17 @@ class LifecycleRun:
         engine = getattr(life, "engine", life)
         may_grow = False
         self._own_growth.begin_life()
+        self._update_growth.begin_life()
+        self._named_growth.forget()
+        self._sent.begin_life()
         slept = SleptTensors(self._device.partition(":")[0], self._leftovers.of_process)
-        for turn, name in enumerate(self._script[:-1]):
+        for turn, called in enumerate(self._script[:-1]):
+            version = version_of(called)
+            name = called if version is None else UPDATE
             self._announce(cycle, turn)
+            if version is not None:
+                self._sent.begin(life)
+                self._named_growth.begin()
             self._leftovers.stage(name, cycle)
             self._processes.begin_stage(name, cycle)
             if name in self._preserving and name.startswith("sleep"):
@@ -239,9 +256,9 @@ class LifecycleRun:
                 self._preserved_state.before_sleep(preserved)
             slept.begin(name)
             try:
-                tokens, seconds = self._performed(life, name, cycle, before)
+                tokens, seconds = self._performed(life, called, cycle, before)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                self._failure = f"cycle {cycle}: {name} raised {type(error).__name__}: {error}"
+                self._failure = f"cycle {cycle}: {called} raised {type(error).__name__}: {error}"
                 return
             self._probes.look()
             if name.startswith("sleep"):
@@ -255,6 +272,7 @@ class LifecycleRun:
                 moved = after.arena_mapped("weights", self._device)
             self._processes.end_stage(name)
             self._own_growth.after(name)
+            self._update_growth.after(name)
             may_grow = leaves_more(before, after) if name == "infer" else may_grow
             others = self._processes.readings
             self._record.stages.append(Lived(name, cycle, seconds, before, after, sum(map(len, tokens)), moved, others))
@@ -286,10 +304,11 @@ class LifecycleRun:
                 if lost:
                     # What it would compute with is not there: it could read anywhere.
                     return
+            elif version is not None:
+                self._named_growth.end()
+                self._record.findings += self._sent.end(version, life)
             elif name == "infer":
-                if self._expected is None:
-                    self._expected = tokens
-                self._record.findings += contract.after_infer(name, self._expected, tokens)
+                self._record.findings += self._sent.judge(name, tokens)
                 self._record.findings += self._idle(life, name)
                 grown = self._growth.finding(name)
                 self._record.findings += [] if grown is None else [grown]
@@ -300,6 +319,8 @@ class LifecycleRun:
         self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0))
         if is_looked_at:
             self._own_growth.look(cycle, engine)
+        if self._update_growth.has_turns and cycle == self._cycles:
+            self._update_again(life, cycle, engine)
 
     def _kept_asleep(self, slept: SleptTensors, stage: str, engine: object) -> list[Finding]:
         """Report what an engine of this process holds asleep, if most of what it held; note it if nobody forbids it."""
@@ -327,6 +348,24 @@ class LifecycleRun:
                 return
             self._processes.end_stage("infer")
             self._own_growth.after("infer")
+
+    def _update_again(self, life: Life, cycle: int, engine: object) -> None:
+        """Update the weights some times more, for growth, and look for it."""
+        for turn in range(MORE_UPDATES):
+            self._leftovers.stage(UPDATE, cycle)
+            self._processes.begin_stage(UPDATE, cycle)
+            self._named_growth.begin()
+            try:
+                perform(life, f"{UPDATE}({(turn + 1) % 2})")
+            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
+                self._failure = f"cycle {cycle}: {UPDATE}, made again, raised {type(error).__name__}: {error}"
+                return
+            self._named_growth.end()
+            self._processes.end_stage(UPDATE)
+            self._update_growth.after(UPDATE)
+        if self._update_growth.keeps_any(cycle, engine):
+            self._update_growth.look(cycle, engine)
+        self._record.findings += self._named_growth.findings()
 
     def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
         """Perform a stage; return its tokens and its seconds. A wake that finds no memory is made again."""
@@ -476,43 +515,101 @@ class LifecycleRun:
         return self._snapshot("after shutdown")
 
 
+class SentWeights:
+    """Follows which weights the engine of a life has, and what they say.
+
+    Version 0 is what an engine is created with.
+
+    Args:
+        device: where the engine keeps its memory.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._version = 0
+        self._is_updated = self._is_wrong = False
+        self._before: Mapping[str, Any] = {}
+        # By version, in whichever life an engine had it first.
+        self._expected: dict[int, Tokens] = {}
+
+    def begin_life(self) -> None:
+        """Begin another life: another engine is to be created."""
+        self._version, self._is_updated, self._is_wrong = 0, False, False
+
+    def begin(self, life: Life) -> None:
+        """Note what the engine has before an update."""
+        self._before = digests(asked(life, "weights") or {})
+
+    def end(self, version: int, life: Life) -> list[Finding]:
+        """Compare what it has after the update with what was sent."""
+        before, self._before = self._before, {}
+        self._version, self._is_updated = version, True
+        found = contract.after_update(
+            self._device, before, asked(life, "sent_weights") or {}, asked(life, "weights") or {}
+        )
+        self._is_wrong = bool(found)
+        return found
+
+    def judge(self, stage: str, tokens: Tokens) -> list[Finding]:
+        """Judge what the engine says with the weights that it must have.
+
+        Args:
+            stage: that gave the tokens.
+            tokens: of the same prompts each time.
+        """
+        if not self._is_updated:
+            return contract.after_infer(stage, self._expected.setdefault(0, tokens), tokens)
+        if self._is_wrong:
+            # It is known that it has other weights.
+            return []
+        expected = self._expected.setdefault(self._version, tokens)
+        found = contract.says_otherwise(stage, tokens, expected)
+        return found or (contract.says_the_same(stage, tokens, self._expected[0]) if self._version else [])
+
+
 class OwnGrowth:
     """Follows the engine of one life.
 
     Args:
-        leftovers: knows what appeared in which inference.
+        leftovers: knows what appeared in which turn.
+        stage: whose turns are followed.
     """
 
-    def __init__(self, leftovers: LeftoverTensors) -> None:
+    def __init__(self, leftovers: LeftoverTensors, stage: str = "infer") -> None:
         self._leftovers = leftovers
-        self._inferences = Inferences()
+        self._turns = Turns(stage)
         self._found: list[Finding] = []
 
     def begin_life(self) -> None:
         """Begin another life, and forget what is known of the one before it: each shows the same."""
-        self._inferences.again, self._found = [], []
+        self._turns.again, self._found = [], []
 
     def after(self, stage: str) -> None:
         """Note that a stage has ended."""
-        self._inferences.after(stage)
+        self._turns.after(stage)
 
     @property
     def missing(self) -> int:
-        """How many inferences in a row would show growth, at the end of this life."""
-        return max(0, FEWEST_TURNS - len(self._inferences.again))
+        """How many turns in a row would show growth, at the end of this life."""
+        return max(0, FEWEST_TURNS - len(self._turns.again))
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the stage has been gone through more than once in this life."""
+        return bool(self._turns.again)
 
     def keeps_any(self, cycle: int, engine: object) -> bool:
-        """Return whether an engine keeps anything that it has made while it inferred in this life."""
+        """Return whether an engine keeps anything that it has made in a turn of this life."""
         return any(is_under(ENGINE, finding) for finding, _ in self._left(cycle, engine))
 
     def look(self, cycle: int, engine: object) -> None:
         """Look for what an engine keeps that is about to be shut down."""
-        self._found = grown_under(ENGINE, self._left(cycle, engine), self._inferences.again)
+        self._found = grown_under(ENGINE, self._left(cycle, engine), self._turns)
 
     def _left(self, cycle: int, engine: object) -> Left:
         # Garbage that waits for the collector looks like what is kept.
         gc.collect()
-        left = self._leftovers.explain_turns(cycle, "infer", announced_pools(), engine)
+        left = self._leftovers.explain_turns(cycle, self._turns.stage, announced_pools(), engine)
         # What the walk has taken is free, and none of the engine's.
         trim_heap()
         return left
@@ -536,6 +633,8 @@ def script_of(capabilities: Capabilities) -> tuple[str, ...]:
         stages += [f"sleep({level})", "wake", "infer"]
     if capabilities.reload:
         stages += ["reload", "infer"]
+    if capabilities.update_weights:
+        stages += UPDATES
     return (*stages, "shutdown")
 
 
@@ -599,6 +698,7 @@ class TargetLife:
         # What it has besides is asked for only where its capabilities, or its own methods, say so.
         self._target: Any = make_target(factory)
         self._able: Capabilities = self._target.capabilities
+        self._sent: Mapping[str, Any] = {}
 
     @property
     def engine(self) -> object:
@@ -626,6 +726,20 @@ class TargetLife:
     def reload(self) -> None:
         """Load its weights anew."""
         self._target.reload()
+
+    def update_weights(self, version: int) -> None:
+        """Send it the weights of a version."""
+        # Not the tensors themselves: whoever sends them need not keep them.
+        self._sent = digests(self._target.update_weights(version) or {})
+
+    def sent_weights(self) -> Mapping[str, Any]:
+        """Return what was sent last, by name, as `digests` has it, if the target says it."""
+        return self._sent
+
+    def weights(self) -> Mapping[str, Any]:
+        """Return what it has, by name, if it says it."""
+        weights: Mapping[str, Any] = asked(self._target, "weights") or {}
+        return weights
 
     def shutdown(self) -> None:
         """Shut it down."""

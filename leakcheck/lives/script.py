@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.originals import in_main_thread, signal
 from lowtide.reports.schema import Finding, Stage
@@ -30,12 +31,17 @@ _KINDS: dict[tuple[str, str], type[LifeError]] = {}
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
 """One whole life."""
 
+UPDATES = (f"{UPDATE}(1)", "infer", f"{UPDATE}(0)", "infer")
+"""What comes before the shutdown of an engine to which a trainer sends weights: others, and those of before."""
+
 JUDGEMENT = "judgement"
 """What an event calls the time after a shutdown, in which it is judged what the life has left."""
 
+_WITH_NUMBER = re.compile(r"(\w+)(?:\((\d+)\))?")
+
 Phase: TypeAlias = Literal["new", "running", "asleep", "closed"]
 
-EXCLUSIVE = ("infer", "reload")
+EXCLUSIVE = ("infer", "reload", UPDATE)
 """Calls that are not made, or refused, while requests are unfinished."""
 
 
@@ -46,7 +52,9 @@ class Life(Protocol):
     one that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive
     a sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
     `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
-    one more step ends that.  A script that has the stage `reload` needs a `reload()`.
+    one more step ends that.  A script that has the stage `reload` needs a `reload()`; one that
+    has `update_weights(N)` needs an `update_weights(version)`, and may have `sent_weights()` and `weights()`: what
+    the last one has sent and what the engine has, by name, as tensors or what distinguishes their contents.
     """
 
     def create(self) -> None:
@@ -115,12 +123,15 @@ def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
     """Perform one stage of the script; return the tokens of an infer, nothing for the others."""
     if name == "infer":
         return life.infer()
-    level = re.fullmatch(r"sleep\((\d+)\)", name)
-    if level is not None:
-        life.sleep(int(level[1]))
-    else:
-        getattr(life, name)()
+    method, number = _WITH_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
+    getattr(life, method)(*([] if number is None else [int(number)]))
     return ()
+
+
+def version_of(name: str) -> int | None:
+    """Return the version of the weights that a stage of a script sends; None for another stage."""
+    method, number = _WITH_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
+    return int(number) if method == UPDATE else None
 
 
 def asked(engine: object, name: str) -> Any:
@@ -242,6 +253,7 @@ class LifeModel:
         awake: of the wake tags, those that are awake.
         unfinished: (prompt length, max_tokens) of the requests that have not ended, by id.
         level: of the last sleep; 0 before the first.
+        version: of the weights that it has; None where a sleep has let go of those that were sent.
     """
 
     capabilities: Capabilities
@@ -249,6 +261,7 @@ class LifeModel:
     awake: set[str] = field(default_factory=set)
     unfinished: dict[str, tuple[int, int]] = field(default_factory=dict)
     level: int = 0
+    version: int | None = 0
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -261,6 +274,7 @@ class LifeModel:
             *(("sleep", "wake") if able.sleep_levels else ()),
             *(("reset_prefix_cache",) if able.prefix_cache else ()),
             *(("reload",) if able.reload else ()),
+            *((UPDATE,) if able.update_weights else ()),
             "shutdown",
         )
 
@@ -270,7 +284,7 @@ class LifeModel:
         if self.phase in ("new", "closed"):
             allowed: tuple[str, ...] = ("create", "shutdown")
         elif self.phase == "asleep":
-            allowed = ("wake", "shutdown", *(("reload",) if "weights" in self.awake else ()))
+            allowed = ("wake", "shutdown", *(("reload", UPDATE) if "weights" in self.awake else ()))
         else:
             allowed = tuple(call for call in self.calls if call not in ("create", "wake"))
         if self.unfinished:
@@ -301,7 +315,7 @@ class LifeModel:
 
     def created(self) -> None:
         """Note that `create` succeeded."""
-        self.phase = "running"
+        self.phase, self.version = "running", 0
         self.awake = set(self.capabilities.wake_tags)
 
     def started(self, ids: Sequence[str], prompt_lengths: Sequence[int], max_tokens: int) -> None:
@@ -315,8 +329,14 @@ class LifeModel:
     def slept(self, level: int) -> None:
         """Note that `sleep` succeeded."""
         self.phase, self.level = "asleep", level
+        if not self.keeps(level):
+            self.version = None
         self.awake.clear()
         self.unfinished.clear()
+
+    def keeps(self, level: int) -> bool:
+        """Return whether the present weights come back with the wake from a sleep of a level."""
+        return self.version == 0 or level in self.capabilities.keeping_levels
 
     def woke(self, tags: Sequence[str] | None) -> None:
         """Note that `wake` succeeded."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
@@ -116,6 +117,8 @@ def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[SweptC
         found.append(SweptCall("reset_prefix_cache", (create, infer), Call("reset_prefix_cache")))
     if able.reload:
         found.append(SweptCall("reload", (create, infer), Call("reload")))
+    if able.update_weights:
+        found.append(SweptCall(UPDATE, (create, infer), Call(UPDATE, {"version": 1})))
     for level in able.sleep_levels:
         sleep = Call("sleep", {"level": level, "mode": able.sleep_modes[0]})
         found.append(SweptCall(f"sleep({level})", (create, infer), sleep))

@@ -12,10 +12,11 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached, not_judged
+from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
-    Inferences,
     ProcessGrowth,
+    Turns,
     growing_holder,
     held_by,
     levels_of,
@@ -75,7 +76,10 @@ class EngineProcesses:
     _after_infer: dict[int, Mapping[str, int]] = field(default_factory=dict)
     # The names of processes that have slept with tensors of their inferences, and who held these.
     _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
-    _inferences: Inferences = field(default_factory=Inferences)
+    _inferences: Turns = field(default_factory=Turns)
+    # The same for updates of weights: what each leaves, of all stages at whose end the engine is awake.
+    _update_growth: ProcessGrowth = field(default_factory=lambda: ProcessGrowth(UPDATE))
+    _updates: Turns = field(default_factory=lambda: Turns(UPDATE))
     _preserving: list[int] = field(default_factory=list)
     # Those that followed their tensors when the last inference began.
     _watched_inference: Collection[int] = ()
@@ -107,7 +111,7 @@ class EngineProcesses:
 
     def findings_at_end(self) -> list[Finding]:
         """Return what grows from inference to inference, and is not reported as what a sleep has kept."""
-        found = [self._with_holder(finding) for finding in self._growth.findings()]
+        found = [self._with_holder(each) for growth in self._growths for each in growth.findings()]
         return [finding for finding in found if not self._is_kept_asleep(finding)]
 
     def _is_kept_asleep(self, finding: Finding) -> bool:
@@ -225,12 +229,28 @@ class EngineProcesses:
         else:
             self._at_work = self._now
         self._inferences.after(stage)
+        self._updates.after(stage)
         if stage == "infer":
             self._note_unwatched()
             for pid, now in self._now.items():
                 # After the question, whose own memory is in the first level then, too.
                 self._growth.note(now.process, self._levels(pid, self._collected(now)), again=self._inferences.follows)
             self._find_holders()
+        if self._updates.count and not stage.startswith("sleep"):
+            self._note_update(stage)
+
+    def _note_update(self, stage: str) -> None:
+        """Note what each process holds after an update, or after another stage, for what the next update adds."""
+        is_update = stage == UPDATE
+        for pid, now in self._now.items():
+            levels = self._collected(now) if is_update else now.levels
+            self._update_growth.note(now.process, self._levels(pid, levels), again=is_update and self._updates.follows)
+        if is_update:
+            self._find_holders()
+
+    @property
+    def _growths(self) -> tuple[ProcessGrowth, ProcessGrowth]:
+        return self._growth, self._update_growth
 
     def _note_unwatched(self) -> None:
         """Note the processes that hold tensors after an inference at whose beginning they were not followed."""
@@ -249,7 +269,7 @@ class EngineProcesses:
         return (*unwatched, *self._undeclared.values())
 
     def _collected(self, now: process_levels.ProcessLevels) -> messages.Levels:
-        """Return the levels after an inference, without garbage where tensors have become more since the one before."""
+        """Return the levels after a turn, without garbage where tensors have become more since the one before."""
         pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
         if before is not None and any(size > before.get(device, 0) for device, size in levels.tensors.items()):
@@ -259,12 +279,13 @@ class EngineProcesses:
 
     def _find_holders(self) -> None:
         """Look for who holds what has grown by now: at the end its process is gone."""
-        for process in self._growth.suspects:
-            if process.pid in self._now and self.trim(process.pid) is not None:
-                levels = self._one(process.pid, messages.Read(), messages.Levels)
-                if levels is not None:
-                    self._growth.correct(process, self._levels(process.pid, levels))
-        for finding in self._growth.findings():
+        for growth in self._growths:
+            for process in growth.suspects:
+                if process.pid in self._now and self.trim(process.pid) is not None:
+                    levels = self._one(process.pid, messages.Read(), messages.Levels)
+                    if levels is not None:
+                        growth.correct(process, self._levels(process.pid, levels))
+        for finding in (each for growth in self._growths for each in growth.findings()):
             # Each search leaves pieces of the heap in use that are given back at some later time: that looks like
             # growth, and like the opposite.
             if finding.bytes < 2 * self._searched.get(finding.fingerprint, 0):
@@ -294,11 +315,11 @@ class EngineProcesses:
         return facts
 
     def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
-        """Return who holds the tensors of most inferences of the process that a finding is about."""
+        """Return who holds the tensors of most turns of the process that a finding is about."""
         pid = 0 if finding.process is None else finding.process.pid
-        answer = self._one(pid, messages.ExplainLeft(stage="infer"), messages.Left) if pid else None
+        answer = self._one(pid, messages.ExplainLeft(stage=finding.stage), messages.Left) if pid else None
         left = () if answer is None else zip(answer.findings, answer.by_turn, strict=True)
-        return growing_holder(list(left), finding.device)
+        return growing_holder(list(left), finding.device, finding.stage)
 
     def _with_holder(self, finding: Finding) -> Finding:
         facts = self._holders.get(finding.fingerprint)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
+from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
@@ -26,7 +27,11 @@ from lowtide.reports.statement import HolderFacts, Note, StatedFinding, Statemen
 HOST = "host-memory"
 """The key of the level that is no card's."""
 
-_OF_REQUESTS = "let go of what each request adds when it ends, or bound what is kept"
+_ADVICE = {
+    "infer": "let go of what each request adds when it ends, or bound what is kept",
+    UPDATE: f"let go in {UPDATE} of what was sent, once it is copied; and of what it replaces",
+}
+"""What to do about what each turn of a stage leaves."""
 
 _TENSORS = "tensors "
 """What the key of a level begins with that is counted under tensors, with the device behind it."""
@@ -84,9 +89,14 @@ class _Role:
 
 
 class ProcessGrowth:
-    """Collects the levels of processes after inferences, and judges them at the end."""
+    """Collects the levels of processes after inferences, or the turns of another stage, and judges them at the end.
 
-    def __init__(self) -> None:
+    Args:
+        stage: whose turns they are.
+    """
+
+    def __init__(self, stage: str = "infer") -> None:
+        self._stage = stage
         # By the processes' name, and the level.
         self._roles: dict[tuple[str, str], _Role] = {}
 
@@ -144,7 +154,7 @@ class ProcessGrowth:
         for (_, key), role in self._roles.items():
             growing = role.growing()
             if growing is not None:
-                found.append(_of_inferences(key, *growing, role.allowed))
+                found.append(_of_turns(self._stage, key, *growing, role.allowed))
         return found
 
 
@@ -160,43 +170,47 @@ def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) ->
     return {**host, **{f"{_TENSORS}{device}": size for device, size in tensors.items()}}
 
 
-def _of_inferences(key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
+def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
     kept = [step for step in steps if step > allowed]
     usual = sorted(kept)[len(kept) // 2]
     what = "host memory that is under no tensor grows" if key == HOST else f"tensors on {_device(key)} grow"
-    looking = "look in that process for what keeps bytes of each request, as with `memray attach`"
+    looking = f"look in that process for what keeps bytes of each {stage}, as with `memray attach`"
     said = (
-        f"{what} by {format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
+        f"{what} by {format_bytes(usual)} with each {stage}, {format_bytes(sum(kept))} in "
         f"{len(kept)} of {len(steps)} that followed another one"
     )
     return _finding(
         process,
         key,
-        "infer",
+        stage,
         sum(kept),
         said,
         count=len(kept),
         trend="growth",
-        advice=looking if key == HOST else _OF_REQUESTS,
+        advice=looking if key == HOST else _ADVICE[stage],
     )
 
 
-FILLING = ("create", "sleep", "wake", "reload", "shutdown")
+FILLING = ("create", "sleep", "wake", "reload", UPDATE, "shutdown")
 """What the names of stages begin with after which the next inference may fill something once."""
 
 
 @dataclass
-class Inferences:
-    """Counts inferences, and those that came right after another one, by which growth is judged.
+class Turns:
+    """Counts the turns of a stage, inferences or another's, and those by which growth is judged.
+
+    An inference is, where it came right after another one; an update of weights, where it is not the first.
 
     Attributes:
+        stage: its name.
         count: how many there were.
         again: the numbers, from 1, of those that followed another one.
     """
 
+    stage: str = "infer"
     count: int = 0
     again: list[int] = field(default_factory=list)
-    _has_inferred: bool = False
+    _had_one: bool = False
 
     @property
     def follows(self) -> bool:
@@ -205,24 +219,25 @@ class Inferences:
 
     def after(self, stage: str) -> None:
         """Note that a stage has ended."""
-        if stage == "infer":
+        if stage == self.stage:
             self.count += 1
-            self.again += [self.count] if self._has_inferred else []
-            self._has_inferred = True
-        elif stage.startswith(FILLING):
-            self._has_inferred = False
+            self.again += [self.count] if self._had_one else []
+            self._had_one = True
+        elif stage.startswith(FILLING if self.stage == "infer" else "create"):
+            self._had_one = False
 
 
 Left = Sequence[tuple[Finding, Mapping[int, int]]]
 """Each holder of tensors that inferences have made, with their bytes by the inference's number, from 1."""
 
 
-def growing_holder(left: Left, device: str) -> HolderFacts | None:
+def growing_holder(left: Left, device: str, stage: str = "infer") -> HolderFacts | None:
     """Return who keeps most of what each inference leaves on a device; None where nobody keeps some of most of them.
 
     Args:
         left: who keeps something; the first inference fills what is filled once.
         device: on which the tensors grow.
+        stage: whose turns have left it.
     """
     last = max((turn for _, by_turn in left for turn in by_turn), default=0)
     kept = [
@@ -231,16 +246,16 @@ def growing_holder(left: Left, device: str) -> HolderFacts | None:
         for later in [{turn: size for turn, size in by_turn.items() if turn > 1}]
         if finding.device == device and finding.holder and later and 2 * len(later) >= last - 1
     ]
-    return _facts_of(max(kept, key=lambda each: each[0])[1]) if kept else None
+    return _facts_of(max(kept, key=lambda each: each[0])[1], stage) if kept else None
 
 
-def _facts_of(finding: Finding) -> HolderFacts:
+def _facts_of(finding: Finding, stage: str) -> HolderFacts:
     return HolderFacts(
         note=Note(", held by " if finding.holder else "", finding.holder or ""),
         cause=finding.cause,
         verdict=finding.verdict,
         path=finding.path,
-        advice=finding.advice or _OF_REQUESTS,
+        advice=finding.advice or _ADVICE[stage],
     )
 
 
@@ -249,18 +264,20 @@ def is_under(root: str, finding: Finding) -> bool:
     return bool(finding.path) and finding.path[0].edge == root
 
 
-def grown_under(root: str, left: Left, again: Sequence[int]) -> list[Finding]:
+def grown_under(root: str, left: Left, turns: Turns) -> list[Finding]:
     """Return what has grown under one root, as an engine in this process, for each of its parts that keeps it.
 
     Args:
         root: the name of what the paths of the root's own begin at: what others keep of the results is theirs.
-        left: what the inferences have left.
-        again: the numbers of those that followed another one.
+        left: what the turns of a stage have left.
+        turns: which there were.
     """
     nobody = ProcessName(pid=0, name="")
     return [
-        held_by(_of_inferences(f"{_TENSORS}{finding.device}", nobody, steps, 0), _facts_of(finding))
-        for finding, steps in _growing(left, again, 0)
+        held_by(
+            _of_turns(turns.stage, f"{_TENSORS}{finding.device}", nobody, steps, 0), _facts_of(finding, turns.stage)
+        )
+        for finding, steps in _growing(left, turns.again, 0)
         if is_under(root, finding)
     ]
 

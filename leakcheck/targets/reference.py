@@ -39,10 +39,12 @@ from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.kv.offloading_connector import OffloadingConnector
 from lowtide.engine.model_executor import checkpoint
 from lowtide.engine.model_executor.checkpoint import INDEX_FILE
-from lowtide.engine.model_executor.weights import RandomWeights, parameter_shapes
+from lowtide.engine.model_executor.weights import RandomWeights, create_weight_source, one_by_one, parameter_shapes
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.processes.remote_errors import RemoteError, describe_error, restore_error
+from lowtide.engine.weight_transfer.bucket_memory import FileMemory
+from lowtide.engine.weight_transfer.checksums import checksum
 from lowtide.leakcheck.judging.contract import holders
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import (
@@ -103,6 +105,43 @@ THOROUGH: Mapping[str, Any] = {
 ON_CARD: Mapping[str, Sequence[Any]] = {"cuda_graphs": (False, True)}
 
 
+class Trainer:
+    """Sends an engine its own weights as version 0, and random ones of another seed as version 1; keeps none.
+
+    Args:
+        config: of the engine.
+
+    Attributes:
+        sent: checksum of each parameter that was sent last, by name.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._model = load_model_config(config)
+        self.sent: Mapping[str, int] = {}
+
+    def send(self, engine: LLMEngine, version: int) -> None:
+        """Update the weights of an engine to a version."""
+        sent: dict[str, int] = {}
+
+        def checked() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in self._weights(version):
+                sent[name] = checksum(parameter)
+                yield name, parameter
+                del parameter
+
+        engine.update_weights(checked())
+        self.sent = sent
+        if self._config.device != "cpu":
+            # What a trainer has cached is none of the engine's.
+            torch.cuda.empty_cache()
+
+    def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        own = create_weight_source(self._config, self._model)
+        source = RandomWeights(self._model, self._config.seed + version) if version else own
+        return one_by_one(source, self._model.torch_dtype, self._config.device)
+
+
 class ReferenceLife:
     """One life of the reference engine with a fixed set of prompts.
 
@@ -116,6 +155,7 @@ class ReferenceLife:
         # What nobody writes again after a wake must not pass for the zeros that it may have been.
         self._engine = LLMEngine(replace(config, poison_pages=True))
         self._prompts = make_prompts(vocab_size, config.seed, prompt_scale)
+        self._trainer = Trainer(config)
 
     @property
     def engine(self) -> LLMEngine:
@@ -157,6 +197,18 @@ class ReferenceLife:
         """Wake all of the engine."""
         self._engine.wake()
 
+    def update_weights(self, version: int) -> None:
+        """Send the engine the weights of a version."""
+        self._trainer.send(self._engine, version)
+
+    def sent_weights(self) -> Mapping[str, int]:
+        """Return the checksums of what was sent last, by name."""
+        return self._trainer.sent
+
+    def weights(self) -> Mapping[str, int]:
+        """Return the checksums of what the engine has, by name."""
+        return self._engine.weight_checksums()
+
     def shutdown(self) -> None:
         """Shut the engine down."""
         self._engine.shutdown()
@@ -187,6 +239,7 @@ def reference_seams(device: str) -> Sequence[Seam | ShardSeam]:
     return (
         Seam("reserve", pages, "reserve", lambda what: OutOfMemoryError(f"no address range ({what} injected)")),
         Seam("reserve", HostBuffer, "__init__", lambda what: OutOfMemoryError(f"no host memory ({what} injected)")),
+        Seam("reserve", FileMemory, "__init__", lambda what: OutOfMemoryError(f"no bucket ({what} injected)")),
         Seam("map", pages, "map", lambda what: OutOfMemoryError(f"no room ({what} injected)")),
         Seam("pin", pages, "pin", lambda what: OutOfMemoryError(f"no memory can be locked ({what} injected)")),
         Seam("transfer", OffloadingConnector, "_copy", lambda what: RuntimeError(f"copy failed ({what} injected)")),
@@ -357,11 +410,14 @@ class ReferenceTarget:
             wake_tags=("weights", "kv_cache"),
             prefix_cache=True,
             reload=True,
+            update_weights=True,
+            keeping_levels=(1,),
             illegal_call=EngineStateError,
             failure=(EngineError, OutOfMemoryError),
         )
         config = EngineConfig(**self._settings)
         self._vocab_size = load_model_config(config).vocab_size
+        self._trainer = Trainer(config)
         self.engine = LLMEngine(config)
 
     @property
@@ -415,6 +471,15 @@ class ReferenceTarget:
     def reload(self) -> None:
         """Draw the weights again."""
         self.engine.reload_weights()
+
+    def update_weights(self, version: int) -> Mapping[str, int]:
+        """Send the engine the weights of a version; their checksums, by name."""
+        self._trainer.send(self.engine, version)
+        return self._trainer.sent
+
+    def weights(self) -> Mapping[str, int]:
+        """Return the checksums of what the engine has, by name."""
+        return self.engine.weight_checksums()
 
     def shutdown(self) -> None:
         """Shut it down."""

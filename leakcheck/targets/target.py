@@ -71,6 +71,9 @@ class Capabilities:
         wake_tags: parts that `wake` can be asked for one by one.
         prefix_cache: whether there is `reset_prefix_cache`.
         reload: whether there is `reload`.
+        update_weights: whether there is `update_weights`.
+        keeping_levels: the levels from which the weights that `update_weights` has sent come back with `wake`; after
+            another one they are not compared until they are sent again.
         illegal_call: what an illegal call raises; None for an engine that does not promise anything.
         failure: what the engine may raise on purpose for a lack of memory or a copy that failed, instead of the error
             itself, which is then its cause.
@@ -89,6 +92,8 @@ class Capabilities:
     wake_tags: Sequence[str] = ()
     prefix_cache: bool = False
     reload: bool = False
+    update_weights: bool = False
+    keeping_levels: Sequence[int] = ()
     illegal_call: type[Exception] | None = None
     failure: tuple[type[Exception], ...] = ()
 
@@ -107,7 +112,7 @@ class Capabilities:
             raise TargetError(f"capability sleep_modes has {sorted(unknown)}: 'wait' and 'abort' are known")
         if self.sleep_levels and not self.sleep_modes:
             raise TargetError("capability sleep_modes is empty: an engine that sleeps has at least 'wait'")
-        for name in ("preserving_levels", "emptying_levels"):
+        for name in ("preserving_levels", "emptying_levels", "keeping_levels"):
             if extra := set(getattr(self, name)) - set(self.sleep_levels):
                 raise TargetError(f"capability {name} has {sorted(extra)}, which are not in sleep_levels")
 
@@ -181,6 +186,21 @@ class Reloading(Protocol):
 
 
 @runtime_checkable
+class Updating(Protocol):
+    """A target to which a trainer sends weights (`update_weights`).
+
+    It may besides have `weights()`, which gives what the engine has, by name: tensors, or what distinguishes their
+    contents, as a checksum.
+    """
+
+    def update_weights(self, version: int) -> Mapping[str, Any] | None:
+        """Send the weights of a version: 0 those that `create` loads, 1 others, which give other tokens.
+
+        Return what was sent, by name, as `weights` must give it from then on; None where only tokens are compared.
+        """
+
+
+@runtime_checkable
 class Preserving(Protocol):
     """A target that reports what must survive a sleep."""
 
@@ -195,6 +215,7 @@ _NEEDED: tuple[tuple[str, type], ...] = (
     ("sleep_levels", Sleeping),
     ("prefix_cache", PrefixCaching),
     ("reload", Reloading),
+    ("update_weights", Updating),
 )
 
 

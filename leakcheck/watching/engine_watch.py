@@ -1,6 +1,7 @@
 """Watches an engine in this process where it says in which stage it is: what sleeps and inferences leave behind.
 
-What an engine keeps of each inference is looked for while it lives, since its end may give it back.
+What an engine keeps of each inference, or of each update of its weights, is looked for while it lives, since its end
+may give it back.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS
-from lowtide.leakcheck.processes.process_growth import Inferences, grown_under
+from lowtide.leakcheck.processes.process_growth import Turns, grown_under
+from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.allocations import read_allocations
+from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.memory.pointers import LabelledRange, TensorPointers, find_pointers, gone_since
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors
@@ -187,23 +192,24 @@ def _readable(device: str) -> Sequence[Range] | None:
 
 
 class EngineGrowth:
-    """Looks at the engine of a test, at a growing number of inferences, since a look goes through the heap.
+    """Looks at the engine of a test, at a growing number of turns of a stage, since a look goes through the heap.
 
     Args:
-        watch: knows what appeared in which inference.
+        watch: knows what appeared in which turn.
     """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._inferences = Inferences()
-        self._label = ""
-        self._next = FEWEST_TURNS
-        self._found: dict[str, Finding] = {}
+        self._stages = (_StageGrowth(watch, "infer"), _StageGrowth(watch, UPDATE))
+        counters = CounterReader(None, card=False, warnings_filters=False, resources=read_items)
+        self._named = NamedGrowth(UPDATE, lambda: counters.read_in_part(settings="none").items)
 
     def before(self, stage: str, engine: object) -> None:
         """Look before a stage that may give back what has grown: a shutdown."""
-        if stage == "shutdown" and len(self._inferences.again) >= FEWEST_TURNS:
-            self._look(engine)
+        for each in self._stages:
+            each.before(stage, engine)
+        if stage == UPDATE:
+            self._named.begin()
 
     def after(self, stage: str, engine: object, label: str) -> None:
         """Note that a stage has ended.
@@ -213,17 +219,10 @@ class EngineGrowth:
             engine: whose.
             label: how the watch calls the stage.
         """
-        self._inferences.after(stage)
-        if stage == "infer":
-            self._label = label
-        if len(self._inferences.again) >= self._next:
-            self._look(engine)
-            self._next = 2 * len(self._inferences.again)
-
-    def _look(self, engine: object) -> None:
-        left = self._watch.kept_of(self._label, ENGINE, engine)
-        for finding in grown_under(ENGINE, left, self._inferences.again):
-            self._found[finding.fingerprint] = finding
+        if stage == UPDATE:
+            self._named.end()
+        for each in self._stages:
+            each.after(stage, engine, label)
 
     def take(self, known: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return what was found since the last call.
@@ -231,7 +230,50 @@ class EngineGrowth:
         Args:
             known: what the test has left: what an engine still keeps is told by that alone.
         """
-        left = {finding.device for finding in known if finding.resource == "tensors"}
-        found = tuple(finding for finding in self._found.values() if finding.device not in left)
-        self._inferences, self._next, self._found = Inferences(), FEWEST_TURNS, {}
+        of_tensors = {finding.device for finding in known if finding.resource == "tensors"}
+        of_items = {finding.resource for finding in known}
+        found = [each for growth in self._stages for each in growth.take() if each.device not in of_tensors]
+        found += [each for each in self._named.findings() if each.resource not in of_items]
+        self._named.forget()
+        return tuple(found)
+
+
+class _StageGrowth:
+    """Looks at the engine of a test for one stage.
+
+    Args:
+        watch: knows what appeared in which turn.
+        stage: its name.
+    """
+
+    def __init__(self, watch: Watch, stage: str) -> None:
+        self._watch = watch
+        self._turns = Turns(stage)
+        self._label = ""
+        self._next = FEWEST_TURNS
+        self._found: dict[str, Finding] = {}
+
+    def before(self, stage: str, engine: object) -> None:
+        """Look before a shutdown."""
+        if stage == "shutdown" and len(self._turns.again) >= FEWEST_TURNS:
+            self._look(engine)
+
+    def after(self, stage: str, engine: object, label: str) -> None:
+        """Note that a stage has ended."""
+        self._turns.after(stage)
+        if stage == self._turns.stage:
+            self._label = label
+        if len(self._turns.again) >= self._next:
+            self._look(engine)
+            self._next = 2 * len(self._turns.again)
+
+    def take(self) -> list[Finding]:
+        """Return what was found since the last call."""
+        found = list(self._found.values())
+        self._turns, self._next, self._found = Turns(self._turns.stage), FEWEST_TURNS, {}
         return found
+
+    def _look(self, engine: object) -> None:
+        left = self._watch.kept_of(self._label, ENGINE, engine)
+        for finding in grown_under(ENGINE, left, self._turns):
+            self._found[finding.fingerprint] = finding

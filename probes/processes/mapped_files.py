@@ -13,6 +13,12 @@ FileId = tuple[int, int]
 
 _DELETED = " (deleted)"
 
+_SHARED = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) \S{3}s \S+ ([0-9a-f]+):([0-9a-f]+) (\d+) +((?:/dev/shm/|/memfd:|/SYSV).*)$",
+    re.MULTILINE,
+)
+"""A line of `/proc/PID/maps` about shared memory: address, permissions, offset, device, inode, path."""
+
 
 @dataclass(frozen=True, slots=True)
 class FilesInUse:
@@ -46,6 +52,36 @@ def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
         path = os.fsdecode(name)
         found[path] = found.get(path, 0) + int(end, 16) - int(start, 16)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMapping:
+    """Shared memory that a process maps: a file in `/dev/shm`, one of `memfd_create`, or a segment of System V.
+
+    Attributes:
+        file: which, the same in every process that maps it, also where it has no name any more.
+        path: as the kernel lists it.
+        bytes: of address space.
+    """
+
+    file: FileId
+    path: str
+    bytes: int
+
+
+def mapped_shared_memory(pid: int) -> tuple[SharedMapping, ...] | None:
+    """The shared memory that a process maps, which another one may have made; None where that may not be read."""
+    try:
+        text = contents(f"/proc/{pid}/maps")
+    except OSError:
+        return None
+    found: dict[FileId, SharedMapping] = {}
+    for start, end, major, minor, inode, name in _SHARED.findall(text):
+        file = (os.makedev(int(major, 16), int(minor, 16)), int(inode))
+        known = found.get(file)
+        size = int(end, 16) - int(start, 16) + (0 if known is None else known.bytes)
+        found[file] = SharedMapping(file, os.fsdecode(name), size)
+    return tuple(found.values())
 
 
 def maps_library(pid: int, name: str) -> bool:

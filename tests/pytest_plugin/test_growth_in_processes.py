@@ -327,6 +327,85 @@ def test_an_engine_that_stays(leakcheck):
 """
 
 
+RL_LOOP = """
+import mmap
+import os
+
+import pytest
+import torch
+
+class Engine:
+    def __init__(self, keeps):
+        self.keeps, self.kept = keeps, []
+
+    def load(self):
+        bucket = torch.ones(2048, dtype=torch.uint8)
+        if self.keeps == "tensors":
+            self.kept.append(bucket)
+        elif self.keeps == "the last":
+            self.kept = [bucket]
+        elif self.keeps == "descriptors":
+            self.kept.append(os.memfd_create("bucket"))
+        elif self.keeps == "mappings":
+            self.kept.append(self.mapping())
+        elif self.keeps == "the next mapping before the last goes":
+            self.kept = [self.mapping()]
+        elif self.keeps == "the first two":
+            if len(self.kept) < 2:
+                self.kept.append(self.mapping())
+
+    def mapping(self):
+        file = os.memfd_create("bucket")
+        os.ftruncate(file, 4096)
+        try:
+            return mmap.mmap(file, 4096)
+        finally:
+            os.close(file)
+
+    def rest(self):
+        pass
+
+    def close(self):
+        for each in self.kept:
+            if isinstance(each, int):
+                os.close(each)
+        self.kept = []
+
+@pytest.mark.parametrize(("keeps", "end"), [
+    ("nothing", None), ("the last", "close"), ("the next mapping before the last goes", None),
+    ("the first two", "close"), ("tensors", "close"), ("descriptors", None), ("mappings", "close"),
+])
+def test_loop(leakcheck, keeps, end):
+    engine = leakcheck.engine(Engine(keeps), update_weights="load", sleep="rest", shutdown=end)
+    for _ in range(6):
+        engine.load()
+        engine.rest()
+    engine.close()
+"""
+
+
+def test_what_each_update_of_weights_leaves_is_growth_with_whatever_between_two(run_inner: RunInner) -> None:
+    run = run_inner({"test_it.py": RL_LOOP})
+    ends = {"tensors": "close", "descriptors": None, "mappings": "close"}
+    assert run.blamed == [f"test_it.py::test_loop[{keeps}-{end}]" for keeps, end in ends.items()]
+    (tensors,) = run.subject("test_it.py::test_loop[tensors-close]").findings
+    assert (tensors.stage, tensors.holder) == ("update_weights", "engine.kept")
+    assert tensors.message.startswith("tensors on cpu grow by 2.0 KiB with each update_weights")
+    for keeps, resource, size, said in (
+        ("descriptors", "file-descriptors", 0, "5 file descriptors more, which 5 calls of update_weights in a row"),
+        (
+            "mappings",
+            "shared-memory",
+            20480,
+            "5 mappings of shared memory more, which 5 calls of update_weights in a row",
+        ),
+    ):
+        (finding,) = run.subject(f"test_it.py::test_loop[{keeps}-{ends[keeps]}]").findings
+        assert (finding.resource, finding.stage, finding.trend) == (resource, "update_weights", "growth")
+        assert (finding.bytes, finding.message.startswith(said)) == (size, True)
+        assert "/memfd:bucket" in finding.message
+
+
 def test_what_an_engine_in_the_tests_process_adds_with_each_inference_is_growth(run_inner: RunInner) -> None:
     run = run_inner({"test_it.py": IN_PROCESS})
     stays = "test_it.py::test_an_engine_that_stays"

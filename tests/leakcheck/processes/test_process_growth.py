@@ -9,8 +9,8 @@ from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import (
     HOST,
-    Inferences,
     ProcessGrowth,
+    Turns,
     growing_holder,
     grown_under,
     held_by,
@@ -256,7 +256,7 @@ def test_growth_under_an_engine_is_told_by_each_of_its_parts_that_keeps_it() -> 
         under("engine", "engine.first", 1),
         under("test_it", "test_it.RESULTS", 1, 2, 3, 4, 5),
     ]
-    found = grown_under("engine", left, [2, 3, 4, 5])
+    found = grown_under("engine", left, Turns(count=5, again=[2, 3, 4, 5]))
     assert [(each.holder, each.bytes, each.count, each.process) for each in found] == [
         ("engine.kept", 4 * 8, 4, None),
         ("engine.log", 4 * 8, 4, None),
@@ -264,11 +264,28 @@ def test_growth_under_an_engine_is_told_by_each_of_its_parts_that_keeps_it() -> 
     assert found[0].message == (
         "tensors on cpu grow by 8 B with each infer, 32 B in 4 of 4 that followed another one, held by engine.kept"
     )
-    assert grown_under("engine", left, [2, 3]) == []
+    assert grown_under("engine", left, Turns(count=3, again=[2, 3])) == []
 
 
 def test_of_inferences_count_those_that_followed_another_one() -> None:
-    inferences = Inferences()
+    inferences = Turns()
     for stage in ("create", "infer", "infer", "sleep(1)", "wake", "infer", "step", "infer", "infer"):
         inferences.after(stage)
     assert (inferences.count, inferences.again) == (5, [2, 4, 5])
+
+
+def test_of_updates_count_all_but_the_first_with_whatever_between_two() -> None:
+    updates = Turns("update_weights")
+    for stage in ("create", "infer", "update_weights", "sleep(1)", "wake", "infer", "update_weights", "update_weights"):
+        updates.after(stage)
+    assert (updates.count, updates.again) == (3, [2, 3])
+    updates.after("create")
+    updates.after("update_weights")
+    assert (updates.count, updates.again) == (4, [2, 3])
+
+
+def test_an_update_of_weights_lets_the_next_inference_fill_something() -> None:
+    inferences = Turns()
+    for stage in ("infer", "update_weights", "infer", "infer"):
+        inferences.after(stage)
+    assert inferences.again == [3]
