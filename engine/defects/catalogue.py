@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lowtide.engine.defects import encoder_cache, memory, processes, shutdowns
+from lowtide.engine.defects import encoder_cache, memory, processes, shutdowns, weight_updates
 from lowtide.engine.defects.defect import Defect
 from lowtide.engine.errors import ConfigError
 
@@ -182,6 +182,31 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 encoder_cache.encoder_cache_kept,
                 (("tensors", "instance-attribute"),),
                 trigger=encoder_cache.encoder_cache,
+            ),
+            Defect(
+                "sync-of-nothing",
+                "tokenspeed#1373",
+                "an update of the weights says that it is done and moved nothing: no name was found, none was missed",
+                weight_updates.sync_of_nothing,
+                (("contents", "not-restored"),),
+            ),
+            Defect(
+                "lora-pile",
+                "peft#1639, ACE-Step#705",
+                "each update brings a LoRA adapter under a new name, and those of the updates before are never removed",
+                weight_updates.lora_pile,
+                (("tensors", "instance-attribute"),),
+                trigger=weight_updates.lora_adapters,
+            ),
+            Defect(
+                "ipc-double-open",
+                "sglang#17870",
+                "the process that loads a bucket of weights opens it twice and closes it once: it stays mapped",
+                weight_updates.ipc_double_open,
+                (("shared-memory", "unknown"),),
+                settings={"engine_process": True},
+                # On a card a second import of one handle is the first one.
+                devices=("cpu",),
             ),
             Defect(
                 "orphan-core",

@@ -441,7 +441,8 @@ def after_update(
     then = digests(before)
     some = f"{len(wrong)} of {format_amount(len(wanted), 'weights')}"
     if all(name in then and then[name] == now[name] for name in wrong):
-        moved = "nothing" if len(wrong) == len(wanted) else "only a part"
+        # Not all of what was sent need differ from what was there, as norms seldom do.
+        moved = "only a part" if any(now[name] != then.get(name) for name in wanted if name in now) else "nothing"
         message = f"{UPDATE} moved {moved}: {some} {_are(wrong)} what the engine had before"
     else:
         message = f"{some} {_are(wrong)} not what {UPDATE} has sent"

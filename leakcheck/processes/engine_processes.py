@@ -15,17 +15,21 @@ from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached
 from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
+    SHARED,
     ProcessGrowth,
     Turns,
     growing_holder,
     held_by,
     levels_of,
+    mappings_of,
+    shared_bytes,
 )
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import name_of, rollup
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
@@ -243,8 +247,10 @@ class EngineProcesses:
         """Note what each process holds after an update, or after another stage, for what the next update adds."""
         is_update = stage == UPDATE
         for pid, now in self._now.items():
-            levels = self._collected(now) if is_update else now.levels
-            self._update_growth.note(now.process, self._levels(pid, levels), again=is_update and self._updates.follows)
+            levels = self._levels(pid, self._collected(now) if is_update else now.levels)
+            shared = shared_bytes(pid)
+            levels |= {} if shared is None else {SHARED: shared}
+            self._update_growth.note(now.process, levels, again=is_update and self._updates.follows)
         if is_update:
             self._find_holders()
 
@@ -304,6 +310,9 @@ class EngineProcesses:
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""
         before = _private_bytes(finding)
+        if finding.resource == "shared-memory":
+            pid = 0 if finding.process is None else finding.process.pid
+            return mappings_of(pid, {os.getpid(), *self.tree.descendants()})
         if finding.resource == "tensors":
             facts = self._holder_of_tensors(finding)
         else:

@@ -8,6 +8,7 @@ tensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,10 @@ from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
+from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, StatedFinding, Statement, reworded, with_holder
 
 HOST = "host-memory"
@@ -35,6 +37,17 @@ _ADVICE = {
 
 _TENSORS = "tensors "
 """What the key of a level begins with that is counted under tensors, with the device behind it."""
+
+SHARED = "shared-memory"
+"""The key of the level of shared memory that a process maps."""
+
+_LEVELS: Mapping[str, ResourceName] = {HOST: "host-memory", SHARED: "shared-memory"}
+"""The levels that are on no card and under no tensor, with what they are called."""
+
+_EXPLAINED_BY = {SHARED: (f"{_TENSORS}cpu",), HOST: (SHARED, f"{_TENSORS}cpu")}
+"""What lies under which level, too: a tensor over a mapping, and pages of it that no other process maps."""
+
+_LISTED_PIDS = 3
 
 ALLOWED = 4 << 20
 """Bytes of host memory that an inference may add for good: allocators take memory in pieces of this order."""
@@ -150,12 +163,16 @@ class ProcessGrowth:
 
     def findings(self) -> list[Finding]:
         """One for each name whose processes grow, and for each of their levels that does."""
-        found = []
-        for (_, key), role in self._roles.items():
-            growing = role.growing()
-            if growing is not None:
-                found.append(_of_turns(self._stage, key, *growing, role.allowed))
-        return found
+        growing = {place: found for place, role in self._roles.items() if (found := role.growing()) is not None}
+        return [
+            _of_turns(self._stage, key, *found, self._roles[name, key].allowed)
+            for (name, key), found in growing.items()
+            if not any(
+                sum(growing[name, other][1]) * 2 > sum(found[1])
+                for other in _EXPLAINED_BY.get(key, ())
+                if (name, other) in growing
+            )
+        ]
 
 
 def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) -> dict[str, int]:
@@ -173,7 +190,10 @@ def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) ->
 def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
     kept = [step for step in steps if step > allowed]
     usual = sorted(kept)[len(kept) // 2]
-    what = "host memory that is under no tensor grows" if key == HOST else f"tensors on {_device(key)} grow"
+    what = {
+        HOST: "host memory that is under no tensor grows",
+        SHARED: "shared memory that it maps grows",
+    }.get(key, f"tensors on {_device(key)} grow")
     looking = f"look in that process for what keeps bytes of each {stage}, as with `memray attach`"
     said = (
         f"{what} by {format_bytes(usual)} with each {stage}, {format_bytes(sum(kept))} in "
@@ -300,6 +320,46 @@ def held_by(finding: Finding, facts: HolderFacts) -> Finding:
     return msgspec.structs.replace(found, fingerprint=mark)
 
 
+def shared_bytes(pid: int) -> int | None:
+    """Return the bytes of shared memory that a process maps; None where that may not be read."""
+    mapped = mapped_shared_memory(pid)
+    return None if mapped is None else sum(each.bytes for each in mapped)
+
+
+def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
+    """Say of which files a process maps most shared memory, and which other processes map these, too.
+
+    Args:
+        pid: the process.
+        others: who may have made them, or have them, too.
+    """
+    mapped = mapped_shared_memory(pid)
+    if not mapped:
+        return None
+    sizes = Counter[str]()
+    for each in mapped:
+        sizes[each.path] += each.bytes
+    ((path, _),) = sizes.most_common(1)
+    files = {each.file for each in mapped if each.path == path}
+    sharing = [
+        other
+        for other in sorted(set(others) - {pid})
+        if any(each.file in files for each in mapped_shared_memory(other) or ())
+    ]
+    whose = (
+        f"mapped by pid {first_of([str(each) for each in sharing], _LISTED_PIDS)}, too"
+        if sharing
+        else "which nobody else maps"
+    )
+    return HolderFacts(
+        note=Note(": ", f"{format_amount(len(files), 'mappings')} of {path}, {whose}"),
+        cause="unknown",
+        verdict=None,
+        path=(),
+        advice="close each bucket as often as it is opened, once it is copied",
+    )
+
+
 class ProcessTurns:
     """The levels of one process after each test that used it, in bytes."""
 
@@ -375,7 +435,7 @@ def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
 
 def _finding(process: ProcessName, key: str, stage: str, size: int, said: str, **facts: Any) -> Finding:
     """Return a finding about a level of a process; one without a name is this one, in which an engine is."""
-    resource: ResourceName = "host-memory" if key == HOST else "tensors" if key.startswith(_TENSORS) else "driver"
+    resource: ResourceName = "tensors" if key.startswith(_TENSORS) else _LEVELS.get(key, "driver")
     return StatedFinding(
         resource=resource,
         bytes=size,
@@ -393,7 +453,7 @@ def _fingerprint(resource: ResourceName, device: str, stage: str, role: str, *ho
 
 
 def _device(key: str) -> str:
-    return "cpu" if key == HOST else key.removeprefix(_TENSORS)
+    return "cpu" if key in _LEVELS else key.removeprefix(_TENSORS)
 
 
 def _what(key: str) -> str:

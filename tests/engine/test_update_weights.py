@@ -22,6 +22,8 @@ from lowtide.engine.weight_transfer.checksums import added, checksum
 from lowtide.probes.stages import announced_pools
 from tests.engine.process_watch import cores, nothing_stays, ranks
 
+pytestmark = pytest.mark.nightly
+
 ALONE = EngineConfig(kv_cache_bytes=1 << 20)
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 20]
 SHAPES: dict[str, dict[str, Any]] = {

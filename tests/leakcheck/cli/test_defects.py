@@ -40,6 +40,8 @@ IN_CORE = (
     "wake-oom",
     "undrained-offload",
     "encoder-cache",
+    "sync-of-nothing",
+    "lora-pile",
 )
 """Those that are run with the core in a process of its own, too."""
 
@@ -274,6 +276,30 @@ def is_an_encoder_cache(findings: tuple[Finding, ...]) -> None:
     assert found.advice == f"let go of {found.holder} before the engine sleeps"
 
 
+def is_an_update_that_moves_nothing(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("contents", "not-restored", "update_weights")
+    # Norms are ones in both versions.
+    said = "update_weights moved nothing: 30 of 39 weights are what the engine had before: model.embed_tokens.weight, "
+    assert found.message.startswith(said)
+
+
+def is_a_pile_of_adapters(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("tensors", "instance-attribute", "update_weights")
+    assert (found.trend, found.count, found.bytes) == ("growth", 4, 4 * (32 << 10))
+    assert (found.holder or "").endswith("_core.worker.model_runner.lora_adapters.loaded")
+
+
+def is_a_bucket_that_stays_open(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.stage, found.trend) == ("shared-memory", "update_weights", "growth")
+    assert found.process is not None
+    assert found.process.name == "lowtide::Engine"
+    assert found.count == 4
+    assert "mappings of /memfd:lowtide-weights (deleted), which nobody else maps" in found.message
+
+
 def is_a_core_that_runs_on(findings: tuple[Finding, ...]) -> None:
     (found,) = findings
     assert (found.resource, found.cause, found.stage, found.count) == ("processes", "unknown", "shutdown", 2)
@@ -317,6 +343,9 @@ EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "undrained-offload": is_blocks_of_an_offload,
     "transport-registration": is_memory_of_a_transport,
     "encoder-cache": is_an_encoder_cache,
+    "sync-of-nothing": is_an_update_that_moves_nothing,
+    "lora-pile": is_a_pile_of_adapters,
+    "ipc-double-open": is_a_bucket_that_stays_open,
     "orphan-core": is_a_core_that_runs_on,
     "core-ignores-shutdown": is_a_core_that_runs_on,
     "shared-memory-of-the-dead": is_a_file_of_the_dead,

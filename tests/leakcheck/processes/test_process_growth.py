@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -15,6 +20,8 @@ from lowtide.leakcheck.processes.process_growth import (
     grown_under,
     held_by,
     levels_of,
+    mappings_of,
+    shared_bytes,
 )
 from lowtide.leakcheck.processes.process_levels import ProcessLevels
 from lowtide.probes.device.driver.none import NoDriver
@@ -289,3 +296,58 @@ def test_an_update_of_weights_lets_the_next_inference_fill_something() -> None:
     for stage in ("infer", "update_weights", "infer", "infer"):
         inferences.after(stage)
     assert inferences.again == [3]
+
+
+@pytest.mark.parametrize(
+    ("levels", "resources"),
+    [
+        (("shared-memory",), ["shared-memory"]),
+        # Pages of a mapping that nobody else maps are this process's own, too; and a tensor over it is the whole tale.
+        (("shared-memory", HOST), ["shared-memory"]),
+        (("shared-memory", HOST, "tensors cpu"), ["tensors"]),
+        (("shared-memory", "tensors cuda:0"), ["shared-memory", "tensors"]),
+        ((HOST,), ["host-memory"]),
+    ],
+)
+def test_what_lies_under_several_levels_is_told_once(levels: tuple[str, ...], resources: list[str]) -> None:
+    growth = ProcessGrowth("update_weights")
+    process = ProcessName(pid=812, name="lowtide::Engine")
+    for turn in range(6):
+        growth.note(process, dict.fromkeys(levels, turn * (8 << 20)), again=turn > 0)
+    found = growth.findings()
+    assert sorted(finding.resource for finding in found) == resources
+    assert {finding.stage for finding in found} == {"update_weights"}
+    assert all("grow" in finding.message and "with each update_weights" in finding.message for finding in found)
+
+
+MAPS = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    mapping = mmap.mmap(file.fileno(), 8192)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_else_maps_a_file_is_told_by_number() -> None:
+    file = os.memfd_create("lowtide-test-bucket")
+    os.ftruncate(file, 8192)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    child = subprocess.Popen([sys.executable, "-c", MAPS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"mapped\n"
+        alone = mappings_of(child.pid, {os.getpid(), child.pid})
+        with mmap.mmap(file, 8192):
+            shared = mappings_of(child.pid, {os.getpid(), child.pid})
+        assert (shared_bytes(child.pid), shared_bytes(2**22 + 1)) == (8192, None)
+        child.stdin.close()
+    os.close(file)
+    assert alone is not None
+    assert shared is not None
+    assert alone.note.holder == "1 mapping of /memfd:lowtide-test-bucket (deleted), which nobody else maps"
+    assert shared.note.holder == (
+        f"1 mapping of /memfd:lowtide-test-bucket (deleted), mapped by pid {os.getpid()}, too"
+    )
+    assert mappings_of(2**22 + 1, {os.getpid()}) is None
