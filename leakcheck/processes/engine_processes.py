@@ -248,6 +248,9 @@ class EngineProcesses:
         is_update = stage == UPDATE
         for pid, now in self._now.items():
             levels = self._levels(pid, self._collected(now) if is_update else now.levels)
+            if is_update:
+                # What it has added is none of the next inference's.
+                self._growth.note(now.process, levels, again=False)
             shared = shared_bytes(pid)
             levels |= {} if shared is None else {SHARED: shared}
             self._update_growth.note(now.process, levels, again=is_update and self._updates.follows)

@@ -211,7 +211,7 @@ def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], 
     )
 
 
-FILLING = ("create", "sleep", "wake", "reload", UPDATE, "shutdown")
+FILLING = ("create", "sleep", "wake", "reload", "shutdown")
 """What the names of stages begin with after which the next inference may fill something once."""
 
 
