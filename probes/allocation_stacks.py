@@ -11,10 +11,10 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from lowtide.probes.device.allocation_history import CardHistory, parse_stacks
-from lowtide.probes.device.torch_allocator import Segment, initialized_torch
+from lowtide.probes.device.torch_allocator import Segment
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.originals import loaded, sys
+from lowtide.probes.originals import initialized_torch, loaded, sys
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(
@@ -72,10 +72,15 @@ class AllocationStacks:
         card: whether to switch the card's history on.
         cpu: whether to watch the CPU's storages.
         depth: frames to keep of each stack, the innermost ones.
+
+    Attributes:
+        has_work: whether `start` may find something to switch on: not with a torch for the CPU only, if only cards'
+            memory is followed.
     """
 
     def __init__(self, *, card: bool = True, cpu: bool = False, depth: int = 32) -> None:
         self._depth = depth
+        self.has_work = card or cpu
         self._history = CardHistory() if card else None
         self._recorder = _CpuRecorder(depth) if cpu else None
 
@@ -86,6 +91,7 @@ class AllocationStacks:
             return
         if self._history is not None:
             self._history.start(torch)
+            self.has_work = self._recorder is not None or self._history.is_supported is not False
         if self._recorder is not None:
             self._recorder.start(torch)
 

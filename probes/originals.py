@@ -114,6 +114,19 @@ def torch_with_cuda() -> Any:
     return _OF_TORCH[0] if _OF_TORCH else None
 
 
+def initialized_torch() -> Any:
+    """Return torch if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing.
+
+    Its functions, those of `torch.cuda` included, are the first ones, whatever a test puts in their place.
+    """
+    torch = torch_with_cuda()
+    # While torch runs what was queued for this moment, all is there but the flag.
+    is_there = torch is not None and (
+        torch.cuda.is_initialized() or hasattr(getattr(torch.cuda, "_tls", None), "is_initializing")
+    )
+    return torch if is_there else None
+
+
 def in_main_thread() -> bool:
     """Return whether the main thread asks.
 

@@ -358,6 +358,7 @@ class Checker:
     @contextlib.contextmanager
     def stage_of(self, engine: object, name: str) -> Iterator[None]:
         """A stage of an engine's, which is looked at for what it keeps of each inference."""
+        self._session.has_stages = True
         with self._session.guarded():
             self._session.engines.before(name, engine)
         self._session.sleeps.engine = engine
@@ -407,9 +408,8 @@ class Checker:
             self._has_judged = True
             verdict = self._session.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
             self._deferred.note(f"in {item.nodeid}")
-        dangling = self._session.sleeps.take()
-        not_measured = (*verdict.not_measured, *self._session.sleeps.take_unjudged())
-        grown = self._session.engines.take(verdict.findings)
+        of_engines, unjudged = self._session.take_of_engines(verdict.findings)
+        not_measured = (*verdict.not_measured, *unjudged)
         if self._session.failure:
             return [self._not_judged(item)]
         later = sum(
@@ -426,8 +426,8 @@ class Checker:
             held = self._deferred.news(held, later, f"in {item.nodeid}", module, self._session.watch.tolerance)
             back = verdict.collected
             told = [] if back is None or self._cycles is None else [back]
-            own = self._results.subject(item.nodeid, [*held, *missing, *dangling, *grown, *told])
-            outcome, reason = judged_as(own.outcome, not_measured)
+            own = self._results.subject(item.nodeid, [*held, *missing, *of_engines, *told])
+            outcome, reason = judged_as(own.outcome, not_measured) if not_measured else (own.outcome, "")
             if outcome == "clean" and back is not None and not told:
                 reason = back.message
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)

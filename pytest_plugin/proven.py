@@ -58,6 +58,8 @@ class DeferredProofs:
             unproven: what is to be tried.
             module: the test module, if the subject is a test.
         """
+        if not (unproven.tensors or unproven.items):
+            return
         findings = [part for item in subject.findings for part in (item, *item.parts)]
         later = unproven.only(frozenset(part.fingerprint for part in findings if part.suppressed_by is None))
         if later.tensors or later.items:

@@ -59,7 +59,7 @@ class Results:
 
     def subject(self, name: str, findings: Sequence[Finding]) -> Subject:
         """What was judged, with the findings that a suppression covers marked so."""
-        findings = self._suppressed(findings)
+        findings = self._suppressed(findings) if findings else ()
         leaks = any(finding.suppressed_by is None for finding in findings)
         return Subject(id=name, outcome="leak" if leaks else "clean", findings=tuple(findings))
 

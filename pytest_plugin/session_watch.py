@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import pytest
@@ -18,6 +18,7 @@ from lowtide.probes.originals import replaced, threading
 from lowtide.probes.stages import EnteredStage
 from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.pytest_plugin.spent import Spent
+from lowtide.reports.schema import Finding, NotMeasured
 
 _MAIN_THREAD = threading.main_thread().ident
 
@@ -34,6 +35,7 @@ class SessionWatch:
         imports: reports imports to it.
         sleeps: what engines leave behind that sleep.
         engines: what they keep of each inference.
+        has_stages: whether an engine has said since the last verdict where it is in its life.
         is_open: whether it reads anything yet.
         failure: the first error in a guarded block since this was emptied; empty if there was none.
         replaced: functions of Python's that the program had replaced when that error came.
@@ -44,7 +46,7 @@ class SessionWatch:
         self.imports = ImportWatch(self._import_entered, self._import_left)
         self.sleeps = SleepWatch(lambda: bool(self.watch.others.readings))
         self.engines = EngineGrowth(self.watch)
-        self.is_open = False
+        self.is_open = self.has_stages = False
         self.failure = ""
         self.replaced: list[str] = []
         self._spent = spent
@@ -101,6 +103,7 @@ class SessionWatch:
     def stage_entered(self, stage: EnteredStage) -> None:
         """An engine says where it is in its life."""
         if stage.thread == _MAIN_THREAD:
+            self.has_stages = True
             self._stages.append(self.watch.stage_now)
             with self.guarded():
                 self.watch.stage("/".join(stage.path), again=True)
@@ -114,6 +117,17 @@ class SessionWatch:
                 self.watch.stage(self._stages.pop())
                 self.sleeps.left(stage, error)
                 self.watch.others.left(stage, error)
+
+    def take_of_engines(self, known: Sequence[Finding]) -> tuple[list[Finding], tuple[NotMeasured, ...]]:
+        """Return what sleeps and inferences have left since the last verdict, and what of them cannot be judged.
+
+        Args:
+            known: what the test has left: what an engine still keeps is told by that alone.
+        """
+        if not self.has_stages:
+            return [], ()
+        self.has_stages = False
+        return [*self.sleeps.take(), *self.engines.take(known)], self.sleeps.take_unjudged()
 
     def _import_entered(self, owner: Owner) -> None:
         with self._spent.on_judging():

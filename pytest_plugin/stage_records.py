@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from lowtide.probes.device.driver import Driver, find_driver
-from lowtide.probes.device.torch_allocator import has_context, initialized_torch
-from lowtide.probes.originals import time
+from lowtide.probes.device.torch_allocator import has_context
+from lowtide.probes.originals import initialized_torch, time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.from_snapshot import to_readings

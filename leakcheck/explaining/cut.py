@@ -8,19 +8,16 @@ whatever a subclass makes of them.
 from __future__ import annotations
 
 import functools
-import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.resources.resource import Change
-from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import has_plain_hash, is_a, type_name
-from lowtide.probes.objects.identities import identities, namespaces_of, types_of
-from lowtide.probes.original_numpy import np
+from lowtide.probes.objects.identities import NamespaceSizes
 from lowtide.probes.originals import gc
 
 
@@ -319,34 +316,6 @@ class Names:
         """Return whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
         place = self.entries(namespace).place_of_name(name)
         return self.older is not None and place is not None and self.entries(namespace).last_old <= place
-
-
-@dataclass(frozen=True)
-class NamespaceSizes:
-    """How many names each module had at one moment.
-
-    Attributes:
-        namespaces: the identities of the modules' namespaces, shape [modules].
-        sizes: how many names each one had, shape [modules].
-    """
-
-    namespaces: Ints
-    sizes: Ints
-
-    def of(self, namespace: Mapping[str, object]) -> int:
-        """Return how many names a namespace had; 0 for that of a module that was not there."""
-        places = np.flatnonzero(self.namespaces == id(namespace))
-        return int(self.sizes[places[0]]) if len(places) else 0
-
-
-def namespace_sizes() -> NamespaceSizes:
-    """Return how many names each module has; takes 0.1 ms for 4,000 modules, since every test begins with it."""
-    modules = list(sys.modules.values())
-    for place in np.flatnonzero(types_of(identities(modules)) != id(ModuleType)).tolist():
-        if not is_a(modules[place], ModuleType):
-            # Whatever stands there is no module: one that counts anyway takes its place.
-            modules[place] = sys
-    return NamespaceSizes(*namespaces_of(modules))
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not a failure

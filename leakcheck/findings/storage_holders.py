@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.explaining.cut import Names, NamespaceSizes
+from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation, Holder, explain, first_holders
 from lowtide.leakcheck.judging.judge import Budget
@@ -25,6 +25,7 @@ from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.memory.tensors import bytes_shown, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.identities import NamespaceSizes
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Hop

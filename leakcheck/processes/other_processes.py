@@ -22,7 +22,7 @@ from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import rollup, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
@@ -97,6 +97,9 @@ class OtherProcesses:
         self._ended = EndedHolders(driver)
         self._engine = EngineProcesses(tree, self._agents, None, driver, ended=self._ended)
         self._is_marked = False
+        # Whether no other process has been there since the test began, and how much this one held when it last was so.
+        self._is_alone, self._leaves_any = False, True
+        self._held: int | None = None
         self._turn = 0
         self._before: dict[int, _Outside] = {}
         self._followed: dict[int, int] = {}
@@ -125,19 +128,27 @@ class OtherProcesses:
         Args:
             now: the counters, which have just been read: they say whether there is a tree.
         """
-        self._unmeasured.begin(now)
         self._turn += 1
-        self._is_marked = False
         self._forget_dead(now)
         if self._asks:
             self._tree.adopt(self._agents.elsewhere(self._tree.descendants()))
-        silent = {pid: why for pid, why in self._engine.not_measured.items() if stat(pid) is not None}
-        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent, self._ended)
-        self._found, self._unexplained, self._before = [], [], {}
+        self._held = now.amounts["host-memory"]
+        # Of one that has ended since the last test, it is said in this one what it has left on a card.
+        self._is_alone = not (self._leaves_any or now.items["processes"])
+        if self._is_alone:
+            return
+        self._forget_last_test()
         if self._asks and now.items["processes"]:
             self.follow()
             # What an agent takes that is asked for the first time is there before.
             self._before = self._outside()
+
+    def _forget_last_test(self) -> None:
+        self._unmeasured.begin(self._held)
+        self._is_marked = False
+        silent = {pid: why for pid, why in self._engine.not_measured.items() if stat(pid) is not None}
+        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent, self._ended)
+        self._found, self._unexplained, self._before = [], [], {}
 
     def _forget_dead(self, now: Counters) -> None:
         """Another process may get the number of one that has ended."""
@@ -156,7 +167,13 @@ class OtherProcesses:
         self._engine.announce(pids, "test", self._turn)
 
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:
-        """See `UnmeasuredProcesses.look`."""
+        """See `UnmeasuredProcesses.look`; nothing else is asked here before there is another process."""
+        if self._is_alone:
+            if not (self._tree.any_alive() if now is None else now.items["processes"]):
+                self._held = anonymous_bytes() if now is None else now.amounts["host-memory"]
+                return
+            self._is_alone = False
+            self._forget_last_test()
         self._unmeasured.look(always=always, now=now)
         for process in self._unmeasured.on_cards if self._asks else ():
             self._ended.note(process)
@@ -189,7 +206,7 @@ class OtherProcesses:
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
         """Return what each held at the end of the last stage."""
-        return self._engine.readings
+        return () if self._is_alone else self._engine.readings
 
     def used(self, owners: Iterable[Owner]) -> None:
         """Note that the test uses some owners: what it leaves in their processes may be growth."""
@@ -199,11 +216,14 @@ class OtherProcesses:
                 turns.append(self._turn)
 
     def judge(self, owners: Sequence[Owner]) -> tuple[Finding, ...]:
-        """Return the test is over: what it has left in processes that nobody owns, and what their stages have shown.
+        """Return what the test that is over has left in processes that nobody owns, and what their stages have shown.
 
         Args:
             owners: those that are alive; what has grown in their processes is theirs.
         """
+        self._leaves_any = self._tree.any_alive()
+        if self._is_alone:
+            return ()
         is_any = self._before or any(owner.items.get("processes") for owner in owners)
         now = self._outside() if self._asks and is_any else {}
         stayed = [
@@ -275,6 +295,8 @@ class OtherProcesses:
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return the processes of which something had to be seen that could not be."""
+        if self._is_alone:
+            return ()
         if not self._asks:
             return self._unmeasured.not_measured
         silent = self._engine.not_measured

@@ -64,15 +64,15 @@ class UnmeasuredProcesses:
         self._begun, self._spent = time.perf_counter(), 0.0
         self._looked_at: frozenset[int] = frozenset()
 
-    def begin(self, now: Counters | None = None) -> None:
+    def begin(self, held: int | None = None) -> None:
         """Forget what was found before.
 
         Args:
-            now: the counters, where they have just been read.
+            held: bytes that this process held before there was another one, where they have been read.
         """
         self._found.clear()
         self._begun, self._spent = time.perf_counter(), 0.0
-        self._memory.note(_held(now))
+        self._memory.note(held)
 
     def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""

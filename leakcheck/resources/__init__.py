@@ -7,12 +7,14 @@ Who judges, explains or tries knows no kind by its name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from lowtide.leakcheck.resources.address_space import AddressSpace
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
 from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.threads import AsyncioTasks, Threads
+from lowtide.probes.originals import loaded
 
 __all__ = ["LISTED", "RESOURCES", "read_items", "resource_of"]
 
@@ -41,4 +43,18 @@ def resource_of(key: str) -> Resource | None:
 
 def read_items() -> Mapping[str, Items]:
     """Return what there is now of each resource that the counters do not read, by its key."""
-    return {resource.rule.key: resource.read() for resource in LISTED}
+    return {resource.rule.key: resource.read() if _may_be_any(resource) else {} for resource in LISTED}
+
+
+def _may_be_any(resource: Resource) -> bool:
+    """Return whether a library keeps anything of the kind: most tests do nothing with most libraries."""
+    if not resource.kept_in:
+        return True
+    module, *names = resource.kept_in
+    return any(_attribute(loaded(module), name) for name in names)
+
+
+def _attribute(place: Any, path: str) -> Any:
+    for name in path.split("."):
+        place = getattr(place, name, None)
+    return place

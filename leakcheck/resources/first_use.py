@@ -38,7 +38,7 @@ import msgspec
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.contexts import cards_with_contexts
-from lowtide.probes.device.torch_allocator import initialized_torch, read_segments
+from lowtide.probes.device.torch_allocator import read_segments
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.heap.stand_ins import owned, semaphores
 from lowtide.probes.host.counters import Counters
@@ -50,7 +50,7 @@ from lowtide.probes.objects.foreign import attribute, module_of_class
 from lowtide.probes.objects.listed import Census, all_objects
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import is_library, program_modules
-from lowtide.probes.originals import gc, in_main_thread, loaded, os, threading, weakref
+from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, os, threading, weakref
 from lowtide.reports.schema import CardMemory, Finding, NotMeasured, OtherProcess
 from lowtide.reports.sizes import first_of, format_amount
 
@@ -747,14 +747,19 @@ class WarmUp:
     Args:
         handles: learn what the first handle of the BLAS library took.
         around: called with what warms the card up; everything that appears meanwhile is the process's own.
+
+    Attributes:
+        is_done: whether it was tried.
+        is_queued: whether torch does it when it initialises a card.
+        problem: why it failed, until that is reported.
     """
 
     def __init__(self, handles: BlasHandles, around: Callable[[Callable[[], None]], None]) -> None:
         self._handles = handles
         self._around = around
         self._queued: Callable[[], None] | None = None
-        self.is_done = False
-        self._problem = ""
+        self.is_done = self.is_queued = False
+        self.problem = ""
 
     def queue(self) -> None:
         """Have it done as soon as torch initialises a card; legal again and again, before torch is there too."""
@@ -774,7 +779,7 @@ class WarmUp:
             if found is not None:
                 found.now()
 
-        self._queued = warm_up
+        self._queued, self.is_queued = warm_up, True
         torch.cuda._lazy_call(warm_up)
 
     def now(self) -> None:
@@ -786,7 +791,7 @@ class WarmUp:
 
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return what a warm-up that failed leaves unknown; said once."""
-        why, self._problem = self._problem, ""
+        why, self.problem = self.problem, ""
         return (NotMeasured(what="what a card's first use takes", why=why),) if why else ()
 
     def close(self) -> None:
@@ -794,7 +799,7 @@ class WarmUp:
         torch: Any = loaded("torch")
         if self._queued is not None and torch is not None:
             torch.cuda._queued_calls[:] = [entry for entry in torch.cuda._queued_calls if entry[0] is not self._queued]
-        self._queued = None
+        self._queued, self.is_queued = None, False
 
     def _use_once(self) -> None:
         torch: Any = loaded("torch")
@@ -815,7 +820,7 @@ class WarmUp:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(index)
         except Exception as error:  # noqa: BLE001 - whatever it is, the program has not asked for it
-            self._problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self.problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _capture_once(torch: Any, ones: Any) -> None:
@@ -838,11 +843,14 @@ _ADVICE = "call torch.cuda.init() before the card is used, as in a session fixtu
 
 
 class CardsWithoutTorch:
-    """Tells whether the process has a context on a card that torch has not initialised."""
+    """Tells whether the process has a context on a card that torch has not initialised.
+
+    Attributes:
+        without_driver: descriptors among which no driver's was found: nothing has to be asked while these are open.
+    """
 
     def __init__(self) -> None:
-        self._descriptors: Mapping[str, int] = {}
-        self._any_open = False
+        self.without_driver: Mapping[str, int] = {}
 
     def cards(self, now: Counters) -> list[int]:
         """Return the numbers of these cards; next to free where no driver is open.
@@ -853,10 +861,12 @@ class CardsWithoutTorch:
         if initialized_torch() is not None:
             return []
         descriptors = now.items.get("file-descriptors", {})
-        if descriptors is not self._descriptors:
-            self._descriptors = descriptors
-            self._any_open = any(map(_CARD.match, descriptors))
-        return cards_with_contexts() if self._any_open else []
+        if descriptors is self.without_driver:
+            return []
+        if not any(map(_CARD.match, descriptors)):
+            self.without_driver = descriptors
+            return []
+        return cards_with_contexts()
 
     def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
         """Return what is not judged for it; a test of which that is said is not clean."""

@@ -153,6 +153,7 @@ class ProcessGroups(Resource):
     )
     # A backend talks to itself and to others.
     opens = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
+    kept_in = ("torch.distributed.distributed_c10d", "_world.pg_names")
 
     def read(self) -> Items:
         """Return the names of the groups; nothing where `torch.distributed` was not imported."""

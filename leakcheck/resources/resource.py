@@ -197,10 +197,12 @@ class Resource:
     Attributes:
         rule: its row of the table.
         opens: what the descriptors are called that a thing of this kind opens for itself; None where it opens none.
+        kept_in: the module that keeps them, and the names of the collections there; all empty, there is none.
     """
 
     rule: Rule
     opens: re.Pattern[str] | None = None
+    kept_in: tuple[str, ...] = ()
 
     def read(self) -> Items:
         """Return what there is now, in microseconds where there is nothing: it is asked several times in every test.

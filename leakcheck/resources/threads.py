@@ -75,6 +75,7 @@ _MOST_HOLDERS = 200
 class AsyncioTasks(Resource):
     """The pending tasks, by name, coroutine and address; those that something can wake stay."""
 
+    kept_in = ("asyncio.tasks", "_all_tasks.data", "_scheduled_tasks.data", "_eager_tasks")
     rule = Rule(
         "asyncio-tasks",
         "asyncio-tasks",

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.storages import is_tensor, storage_keys
 from lowtide.leakcheck.resources.first_use import CardsWithoutTorch, WarmUp, may_be_a_drivers
-from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.originals import loaded, time
+from lowtide.probes.originals import initialized_torch, loaded, time, torch_with_cuda
 from lowtide.reports.schema import NotMeasured
 
 _FORGETTING = 1.0
@@ -131,7 +130,7 @@ class Attribution:
             self._watched.others.follow()
             owner.note_made(self._watched.births.born() or ())
         self._watched.ownership.attribute(owner.stage, now)
-        for device in devices_of(now):
+        for device in now.devices:
             # Listing takes some tenths of a second.
             if owner.growth.get(f"driver {device}", 0) > 0 and self._watched.device_memory.knows(device):
                 self._take_allocations(owner, device, now)
@@ -179,15 +178,18 @@ class CardArrival:
 
     def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
         """Return what of cards could not be judged."""
-        past_torch = self._past_torch.not_measured(now) if self._watched.policy.card else ()
-        return self.warm_up.not_measured() + past_torch
+        found: tuple[NotMeasured, ...] = self.warm_up.not_measured() if self.warm_up.problem else ()
+        if self._watched.policy.card and self._may_be_past_torch(now):
+            found += self._past_torch.not_measured(now)
+        return found + self._watched.device_memory.not_measured if now.devices else found
 
     def queue(self) -> None:
         """Have a card warmed up once it is used.
 
         Again and again: torch may have been imported meanwhile, or a card used by another thread.
         """
-        if self._warms_up:
+        has_news = not self.warm_up.is_queued or initialized_torch() is not None
+        if self._warms_up and has_news and torch_with_cuda() is not None:
             self.warm_up.queue()
 
     def joins(self, now: Counters) -> bool:
@@ -195,10 +197,15 @@ class CardArrival:
 
         It is judged from here on: the program has a context there already.
         """
-        if not self._warms_up or loaded("torch") is None or self.warm_up.is_done or not self._past_torch.cards(now):
+        if not self._warms_up or loaded("torch") is None or self.warm_up.is_done:
+            return False
+        if not self._may_be_past_torch(now) or not self._past_torch.cards(now):
             return False
         self.warm_up.now()
         return True
+
+    def _may_be_past_torch(self, now: Counters) -> bool:
+        return now.items["file-descriptors"] is not self._past_torch.without_driver
 
     @property
     def _warms_up(self) -> bool:
@@ -218,12 +225,12 @@ class CardArrival:
             use()
         finally:
             self._attribution.leave()
-            now = watched.read()
+            now = watched.counters.read()
             watched.first_use.adopt()
             self.came_in_this_test = True
             # The driver has opened its own before it could be known that it would.
             new = now.items["file-descriptors"].keys() - watched.ownership.baseline.items["file-descriptors"].keys()
             owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
             # Nothing of the program is on a card that was used by nobody before.
-            unknown = [device for device in devices_of(now) if not watched.device_memory.knows(device)]
+            unknown = [device for device in now.devices if not watched.device_memory.knows(device)]
             watched.device_memory.adopt(now, unknown, {})

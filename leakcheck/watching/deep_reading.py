@@ -123,7 +123,7 @@ class DeepReader:
             heap = last.heap
         explained = heap.new_on_cpu + self._named_shared_memory(now)
         storages = {**dict.fromkeys(heap.alive, 0), **{held.key: held.bytes for held in heap.held}}
-        cards = self.device_memory.new_items(now, devices_of(now), storages)
+        cards = self.device_memory.new_items(now, now.devices, storages)
         readings: list[Reading] = []
         for subject in subjects:
             items: dict[str, Mapping[str, int]] = {}
@@ -194,11 +194,6 @@ def _size_of(name: str) -> int:
         return os.stat(f"/dev/shm/{name}").st_size
     except OSError:  # it is gone by now
         return 0
-
-
-def devices_of(now: Counters) -> list[str]:
-    """The cards on which the process has a context."""
-    return [key.partition(" ")[2] for key in now.amounts if key.startswith("reserved ")]
 
 
 def _without_gradients(key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:

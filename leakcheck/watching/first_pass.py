@@ -28,7 +28,6 @@ from lowtide.leakcheck.judging.metrics import (
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
 from lowtide.leakcheck.resources.resource import MIB, Rung
-from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.births import Newborn
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -181,14 +180,14 @@ def wait_for_return(
         shares = {key: ownership.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
         return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
 
-    start = watched.read()
+    start = watched.counters.read()
     first = missing(start)
 
     def moves(now: Counters) -> set[tuple[str, str | int]]:
         return {(key, thing) for key, thing in missing(now) if type(thing) is int or (key, thing) in first}
 
     climb(
-        watched.read,
+        watched.counters.read,
         lambda now: not missing(now),
         still_waiting=lambda now: bool(missing(now)),
         moved=lambda then, now: moves(then) != moves(now),
@@ -240,9 +239,14 @@ class SmallRetention:
         self._levels.append(self._levels[-1] + share)
         self._turns.append(_Turn(name, counts))
 
+    @property
+    def has_risen(self) -> bool:
+        """Return whether the last test kept so much that it counts."""
+        return bool(self._turns) and self._levels[-1] - self._levels[-2] >= LEAST_KEPT
+
     def is_too_much(self, tolerance: int) -> bool:
         """Whether the last test kept something, and all tests together have kept more than the tolerance, in bytes."""
-        if not self._turns or self._levels[-1] - self._levels[-2] < LEAST_KEPT:
+        if not self.has_risen:
             return False
         if self._levels[-1] - min(self._levels) <= tolerance:
             return False
@@ -322,12 +326,12 @@ class KeptHostMemory:
         What a verdict itself leaves free goes back, too. So baselines and verdicts are read alike, and what one test
         left free cannot hide what the next one keeps.
         """
-        now = self._watched.read()
+        now = self._watched.counters.read()
         share = self.share(now, ended)
         if share is None or abs(share) < LEAST_KEPT:
             return now
         trim_heap()
-        return self._watched.read()
+        return self._watched.counters.read()
 
     def kept(self, share: int | None, now: Counters, *, final: bool) -> tuple[Finding, ...]:
         """Return the finding about all tests together, if with this one they have kept too much.
@@ -343,8 +347,10 @@ class KeptHostMemory:
         if not self._subject:
             return ()
         self._kept.add(self._subject, share or 0, counts=self._is_judged)
-        tolerance = max(self._watched.policy.tolerance, host_memory_tolerance(devices_of(now)))
-        if not self._is_judged or not self._kept.is_too_much(tolerance):
+        if not self._is_judged or not self._kept.has_risen:
+            return ()
+        tolerance = max(self._watched.policy.tolerance, host_memory_tolerance(now.devices))
+        if not self._kept.is_too_much(tolerance):
             return ()
         # A clean test is not collected for: what it left may be garbage.
         gc.collect()

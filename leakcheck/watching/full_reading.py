@@ -106,7 +106,7 @@ class OwnersInUse:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
         if not owner.ledger.may_grow or not any(owner is other for other in self._watched.ownership.live):
             return
-        now = self._watched.read()
+        now = self._watched.counters.read()
         # Again even where its last test was read: others may have emptied since what they had filled.
         claims = Claims(self._watched.ownership.live)
         for key in COUNTED:
@@ -174,7 +174,7 @@ class FullReadings:
         self._watched = watched
         self._in_use = in_use
         self._reader = DeepReader(
-            watched.read, watched.ownership, watched.births, watched.device_memory, watched.caches
+            watched.counters.read, watched.ownership, watched.births, watched.device_memory, watched.caches
         )
         self._library_items = LibraryItems(watched.makers)
         self._cached_values = CachedValues()
@@ -216,7 +216,7 @@ class FullReadings:
                 self.values = self._cached_values.sort(
                     deep.heap.held, self._watched.caches.known(), self._subject, case.known or walk
                 )
-        now = self._watched.read()
+        now = self._watched.counters.read()
         if self.distinguished is None:
             new = {
                 key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}

@@ -28,7 +28,7 @@ from lowtide.leakcheck.judging.storages import HeapReading, Key, live_keys, tens
 from lowtide.leakcheck.resources.first_use import excused_by_libraries
 from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
 from lowtide.leakcheck.resources.resource import Rung
-from lowtide.leakcheck.watching.deep_reading import Deep, devices_of
+from lowtide.leakcheck.watching.deep_reading import Deep
 from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse
 from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched
 from lowtide.probes.device.graphs import any_graph_alive
@@ -139,7 +139,7 @@ class WatchJudge:
         """
         self.readings.begin()
         self._emptied = Emptied()
-        metrics = plain_metrics(["cpu", *devices_of(self._watched.read())], case.tolerance)
+        metrics = plain_metrics(["cpu", *self._watched.counters.read().devices], case.tolerance)
         climb = functools.partial(
             self.readings.climb, above=lambda deep: _above(metrics, deep), give_back=self._give_back
         )
@@ -241,7 +241,7 @@ class WatchJudge:
         self, findings: Sequence[Finding], about: Mapping[str, frozenset[Thing]], *, card_came: bool
     ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
         """Return the test's findings without those that may be a library's, and these."""
-        now = self._watched.read()
+        now = self._watched.counters.read()
         return excused_by_libraries(
             findings,
             # What a card's first use takes is known where the card was warmed up.
@@ -290,7 +290,7 @@ class WatchJudge:
                 for part in named
                 if part.explanation is not None
                 # By the devices of now: a card's first use is what takes most.
-                or not may_be_of_libraries(part.finding, devices_of(self._watched.read()))
+                or not may_be_of_libraries(part.finding, self._watched.counters.read().devices)
             ]
         with_free = iter(with_free_beside([leak for leak in found if isinstance(leak, TensorLeak)]))
         return [next(with_free) if isinstance(leak, TensorLeak) else leak for leak in found]
@@ -322,7 +322,7 @@ class WatchJudge:
         if key != "globals":
             return leak
         return item_findings.with_changes(
-            leak, watched.ownership.left(watched.read(), subject, case.ended), watched.environment.place_of
+            leak, watched.ownership.left(watched.counters.read(), subject, case.ended), watched.environment.place_of
         )
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:
@@ -438,9 +438,9 @@ class RemedyTrials:
         return findings
 
     def _left_now(self, key: str) -> Mapping[str, int] | None:
-        now = self._watched.read()
+        now = self._watched.counters.read()
         device = key.partition(" ")[2]
-        if device not in devices_of(now):
+        if device not in now.devices:
             return now.items.get(key)
         if key.startswith(MEMORY_POOL):
             return {IDLE_POOL: now.amounts.get(key) or 0}
@@ -473,5 +473,5 @@ class RemedyTrials:
         return lambda: leak.left(lambda key: read().readings[leak.subject].items.get(key, {}))
 
     def _driver_bytes(self) -> int:
-        amounts = self._watched.read().amounts
+        amounts = self._watched.counters.read().amounts
         return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
@@ -31,7 +30,6 @@ from lowtide.leakcheck.judging.storages import (
 )
 from lowtide.leakcheck.resources.first_use import driver_is_open
 from lowtide.leakcheck.watching.attribution import Attribution, CardArrival
-from lowtide.leakcheck.watching.deep_reading import devices_of
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Suspects, wait_for_return
 from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse
 from lowtide.leakcheck.watching.judgement import WatchJudge
@@ -40,6 +38,7 @@ from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc
 from lowtide.probes.stages import announced_pools
@@ -126,7 +125,8 @@ class Watch(Attribution):
         self.tolerance = self.policy.tolerance if tolerance is None else tolerance
         self._in_use.begin(self.tolerance)
         # Again before every test: torch may have come meanwhile, or a card's context.
-        watched.stacks.start()
+        if watched.stacks.has_work:
+            watched.stacks.start()
         self._begin_attribution(stage)
         watched.caches.mark()
         self._judge.readings.mark(subject)
@@ -134,14 +134,14 @@ class Watch(Attribution):
         watched.events.start()
         watched.orphaned_files.mark()
         self._namespaces = namespace_sizes()
-        now = watched.counters.read_in_part(settings="no library's") if follows else watched.read()
+        now = watched.counters.read_in_part(settings="no library's") if follows else watched.counters.read()
         if self._arrival.joins(now):
-            now = watched.read()
+            now = watched.counters.read()
         self.others.begin(now)
         self._host.begin(subject, now, judged=judged)
         watched.ownership.begin(stage, now)
         memory = watched.device_memory
-        if any(not memory.knows(device) or memory.has_shrunk(device, now) for device in devices_of(now)):
+        if any(not memory.knows(device) or memory.has_shrunk(device, now) for device in now.devices):
             self._adopt(now, read_heap(watched.births, Claims(()), (), ()))
         self._arrival.begin_test()
 
@@ -247,7 +247,7 @@ class Watch(Attribution):
         # Before anything is collected: what is young now will be old then.
         watched.caches.born(watched.births.born() if watched.caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
-        unmeasured += self._arrival.not_measured(now) + self.others.not_measured + watched.device_memory.not_measured
+        unmeasured += self._arrival.not_measured(now) + self.others.not_measured
         now, suspects = self._suspects_of(now, ended)
 
         def clean(*, climbed: bool = False) -> Verdict:
@@ -326,8 +326,8 @@ class Watch(Attribution):
         watched = self._watched
         judged = self._judge(case, card_came=self._arrival.came_in_this_test)
         verdict = judged.verdict
-        self._adopt(watched.read(), judged.heap)
-        now = watched.read()
+        self._adopt(watched.counters.read(), judged.heap)
+        now = watched.counters.read()
         left = [watched.ownership.new_items("processes", now, subject, case.ended) for subject in case.subjects]
         reported = {int(name) for names in left if case.final for name in names}
         self.others.is_reported(reported)
@@ -337,7 +337,7 @@ class Watch(Attribution):
         # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.
         share = None if verdict.findings or share is None else share - judged.explained
         trim_heap()
-        kept = self._host.kept(share, watched.read(), final=case.final)
+        kept = self._host.kept(share, watched.counters.read(), final=case.final)
         return replace(
             verdict,
             findings=(*verdict.findings, *kept),
@@ -353,6 +353,6 @@ class Watch(Attribution):
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:
         self._seen = heap.alive
-        if devices_of(now) or driver_is_open(now):
+        if now.devices or driver_is_open(now):
             self._watched.first_use.adopt()
-        self._watched.device_memory.adopt(now, devices_of(now), dict.fromkeys(heap.alive, 0))
+        self._watched.device_memory.adopt(now, now.devices, dict.fromkeys(heap.alive, 0))

@@ -20,7 +20,7 @@ from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.heap.births import Births
-from lowtide.probes.host.counters import CounterReader, Counters
+from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_events import ProcessEvents
 from lowtide.probes.host.process_tree import ProcessTree
@@ -177,10 +177,6 @@ class Watched:
         if self._driver is not None:
             self._driver.close()
             self._driver = None
-
-    def read(self) -> Counters:
-        """Return the counters."""
-        return self.counters.read()
 
     @property
     def froze_before(self) -> bool:

@@ -34,6 +34,9 @@ class CardHistory:
     """Switches the allocation history of torch's allocator on and off, where nobody else uses it.
 
     From `start` to `stop` torch's function that does so is stood in for, to know what the program has switched on.
+
+    Attributes:
+        is_supported: whether there is such a history; None until that is known.
     """
 
     def __init__(self) -> None:
@@ -42,15 +45,16 @@ class CardHistory:
         self._of_program: str | None = None
         self._wanted = False
         self._queued = False
-        # Whether there is such a history; None until that is known.
-        self._supported: bool | None = None
+        self.is_supported: bool | None = None
         # Whether it was switched on here; what the user switched on is not to be switched off.
         self._ours = False
 
     def start(self, torch: Any) -> None:
         """Switch it on, now or when CUDA is initialised; legal twice."""
         self._wanted = True
-        if self._supported is False or not hasattr(torch._C, "_cuda_isHistoryEnabled"):  # torch for the CPU only
+        if not hasattr(torch._C, "_cuda_isHistoryEnabled"):  # torch for the CPU only
+            self.is_supported = False
+        if self.is_supported is False:
             return
         self._listen(torch)
         if torch.cuda.is_initialized():
@@ -97,14 +101,14 @@ class CardHistory:
 
     def _switch_on(self, torch: Any) -> None:
         try:
-            if self._supported is None:
+            if self.is_supported is None:
                 # cudaMallocAsync and pluggable allocators have none; to try would leave a callback behind, and fail.
-                self._supported = torch.cuda.get_allocator_backend() == "native"
-            if self._supported and not torch._C._cuda_isHistoryEnabled():
+                self.is_supported = torch.cuda.get_allocator_backend() == "native"
+            if self.is_supported and not torch._C._cuda_isHistoryEnabled():
                 self._original("state", context="alloc", stacks="python")
                 self._ours = True
         except Exception:  # noqa: BLE001 - whatever it is, it would fail the user's initialisation of CUDA
-            self._supported = False
+            self.is_supported = False
 
 
 def _take_from_queue(cuda: Any, call: Any) -> None:

@@ -8,9 +8,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowtide.probes.device.torch_allocator import initialized_torch
 from lowtide.probes.memory.ranges import Range, without
-from lowtide.probes.originals import lines_of, time
+from lowtide.probes.originals import initialized_torch, lines_of, time
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 _STEP = 2 << 20

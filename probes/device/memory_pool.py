@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from lowtide.probes.device.torch_allocator import initialized_torch
+from lowtide.probes.originals import initialized_torch
 
 # CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT and CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 _RESERVED, _USED = 5, 7

@@ -7,8 +7,8 @@ meanwhile: vLLM's unmaps all of them in a sleep, and torch's counters stay as th
 from __future__ import annotations
 
 from lowtide.probes.device.allocations import read_allocations
-from lowtide.probes.device.torch_allocator import initialized_torch
 from lowtide.probes.memory.ranges import Range, common, total
+from lowtide.probes.originals import initialized_torch
 
 
 def sleeping_bytes(device_index: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import live_storages
-from lowtide.probes.originals import torch_with_cuda
+from lowtide.probes.originals import initialized_torch
 
 _KIB = 1024
 
@@ -175,19 +175,6 @@ def read_pinned() -> PinnedReading:
     if not hasattr(torch.cuda, "host_memory_stats"):
         return PinnedReading(None, None)
     return parse_pinned(torch.cuda.host_memory_stats())
-
-
-def initialized_torch() -> Any:
-    """Torch if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing.
-
-    Its functions, those of `torch.cuda` included, are the first ones, whatever a test puts in their place.
-    """
-    torch = torch_with_cuda()
-    # While torch runs what was queued for this moment, all is there but the flag.
-    is_there = torch is not None and (
-        torch.cuda.is_initialized() or hasattr(getattr(torch.cuda, "_tls", None), "is_initializing")
-    )
-    return torch if is_there else None
 
 
 def has_context(torch: Any, index: int) -> bool:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.memory_pool import idle_pool_bytes
-from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.device.torch_allocator import has_context
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.objects.thread_names import living_threads, thread_key
-from lowtide.probes.originals import contents, gc, loaded, os, signal, threading
+from lowtide.probes.originals import contents, gc, initialized_torch, loaded, os, signal, threading
 from lowtide.probes.stages import announced_pools
 
 Items = Mapping[str, int]
@@ -42,6 +42,11 @@ class Counters:
     settings: Mapping[str, str]
     native_threads: int = 0
     unmeasured: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> list[str]:
+        """Return the cards on which the process has a context, as `cuda:0`."""
+        return [key.partition(" ")[2] for key in self.amounts if key.startswith("reserved ")]
 
 
 class CounterReader:

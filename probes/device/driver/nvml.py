@@ -10,7 +10,7 @@ from typing import Any
 from lowtide.probes.device.driver import DriverError, DriverReading
 from lowtide.probes.device.driver.process_list import own_bytes
 from lowtide.probes.device.driver.visible import CUDA, visible_card
-from lowtide.probes.device.torch_allocator import initialized_torch
+from lowtide.probes.originals import initialized_torch
 
 
 class NvmlDriver:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowtide.probes.device.torch_allocator import has_context, initialized_torch
-from lowtide.probes.originals import os
+from lowtide.probes.device.torch_allocator import has_context
+from lowtide.probes.originals import initialized_torch, os
 
 
 def own_bytes(listed: Mapping[int, int | None], library: str, device_index: int) -> tuple[int | None, str]:

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from lowtide.leakcheck.explaining.cut import Cut, Names, NamespaceSizes, Refused, namespace_sizes
+from lowtide.leakcheck.explaining.cut import Cut, Names, Refused
 from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.probes.heap.holders import trace
+from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
 from tests.waiting import HANG_S
 
 
