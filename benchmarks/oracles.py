@@ -17,7 +17,7 @@ import torch
 
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.kernels.access import fingerprint_version, search_version
-from lowtide.probes.kernels.words import RangeTable
+from lowtide.probes.kernels.definition import RangeTable
 from lowtide.probes.memory.contents import take_fingerprints
 from lowtide.probes.memory.pointers import ALIGNMENT, LabelledRange, find_pointers, gone_since
 from lowtide.probes.memory.ranges import merge

@@ -12,7 +12,6 @@ from typing import Any
 
 from lowtide.probes.device.allocation_history import CardHistory, parse_stacks
 from lowtide.probes.device.torch_allocator import Segment
-from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.originals import initialized_torch, loaded, sys
 
@@ -372,3 +371,21 @@ def _without_machinery(stack: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
     return tuple(
         frame for frame in stack if not frame.file.startswith(_OWN_FOLDERS) and not frame.file.endswith(_DISPATCH_FILES)
     )
+
+
+def keep_from_compiler(torch: Any, code: CodeType) -> None:
+    """Mark a `__torch_dispatch__` as not to be compiled, nor what it calls.
+
+    Torch wraps that of each mode for the same end (`torch._disable_dynamo`), unless the mode's `_should_skip_dynamo`
+    says no; its wrapper imports the whole compiler at the first op: seconds, and some 70 MiB.
+
+    Args:
+        torch: the module.
+        code: of the method.
+
+    Raises:
+        AttributeError: this version of torch does it in another way.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    dynamo.set_code_exec_strategy(code, skip)

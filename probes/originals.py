@@ -7,17 +7,20 @@ constants of these stay the first ones.  All else of them is state of the progra
 Whoever replaces `os.open` sets a name of the module `os`, and nothing here looks it up there.  pyfakefs and freezegun
 also go through the globals of all loaded modules, for each module and function that they stand in for: what is kept
 here is no module, and its functions are in no module's globals.
+
+What lowtide itself puts in a library's place passes for what was there (`passing_for`).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys as sys_module
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from inspect import isclass, unwrap
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     import gc as gc
@@ -179,3 +182,27 @@ def lines_of(path: str) -> list[str]:
     # `splitlines` ends one at a form feed, too.
     lines = contents(path).decode(errors="replace").split("\n")
     return lines if lines[-1] else lines[:-1]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def passing_for(original: Callable[..., Any], place: Any, name: str) -> Callable[[_F], _F]:
+    """Decorates a function that takes the place of `original`: it has its name, signature and documentation.
+
+    A module's function is pickled as that module's: `multiprocessing` sends `os.kill` to another process by its name,
+    where the original is found (which calls itself `posix.kill`; there nothing stands in for it).
+
+    Args:
+        original: what was there.
+        place: the module or class that has it.
+        name: its name there.
+    """
+
+    def dressed(ours: _F) -> _F:
+        functools.update_wrapper(ours, original)
+        if type(place) is ModuleType:
+            ours.__module__, ours.__qualname__ = place.__name__, name
+        return ours
+
+    return dressed

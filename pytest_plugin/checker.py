@@ -19,11 +19,18 @@ from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal
-from lowtide.pytest_plugin.checked import CheckedLeaks
-from lowtide.pytest_plugin.failures import LeakFailure, shown
-from lowtide.pytest_plugin.held_reports import run_by_another, run_test
-from lowtide.pytest_plugin.proven import DeferredProofs, Proven, proven_as_json, proven_from_json
-from lowtide.pytest_plugin.results import Results, attach, attached, is_bad
+from lowtide.pytest_plugin.held_reports import LeakFailure, run_by_another, run_test, shown
+from lowtide.pytest_plugin.results import (
+    CheckedLeaks,
+    DeferredProofs,
+    Proven,
+    Results,
+    attach,
+    attached,
+    is_bad,
+    proven_as_json,
+    proven_from_json,
+)
 from lowtide.pytest_plugin.retention import (
     clear_tracebacks,
     clear_unreported,
@@ -33,11 +40,16 @@ from lowtide.pytest_plugin.retention import (
     release_test,
     release_warnings,
 )
-from lowtide.pytest_plugin.scopes import FixtureOwner, WiderFixtures, fixture_name, has_own_setup
-from lowtide.pytest_plugin.session_watch import SessionWatch, count_workers, insist_on_a_card, watch_policy
-from lowtide.pytest_plugin.settings import Settings, read_markers
-from lowtide.pytest_plugin.spent import Spent
-from lowtide.pytest_plugin.stage_records import StageRecords
+from lowtide.pytest_plugin.scopes import FixtureOwner, WiderFixtures, fixture_name, has_own_setup, read_markers
+from lowtide.pytest_plugin.session_watch import (
+    SessionWatch,
+    Spent,
+    StageRecords,
+    count_workers,
+    insist_on_a_card,
+    watch_policy,
+)
+from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.turns import TestTurns
 from lowtide.reports.outcomes import judged_as, tries_as_one
 from lowtide.reports.schema import Finding, NotMeasured, Subject

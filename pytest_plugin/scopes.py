@@ -1,22 +1,74 @@
-"""Fixtures of a wider scope than one test, as owners of memory."""
+"""What pytest knows of a test: its markers, and its fixtures of a wider scope, as owners of memory."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.objects.described import is_library
 from lowtide.probes.originals import gc, weakref
-from lowtide.pytest_plugin.settings import excuse_of
+from lowtide.pytest_plugin.settings import usage_error
+from lowtide.reports.sizes import parse_bytes
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
 _WRAPPED = re.compile(r"_(?:xunit|unittest)_(setup_module|setup_class|setUpModule|setUpClass|setUp_class)_fixture_(.*)")
+
+
+@dataclass(frozen=True)
+class TestSettings:
+    """What the markers of one test say.
+
+    Attributes:
+        tolerance: bytes it may leave; None: as the run says.
+        cycles: bytes from which on it may leave nothing to the collector; None: as the run says.
+        excused: why it is not judged; empty: it is.
+    """
+
+    __test__ = False
+
+    tolerance: int | None = None
+    cycles: int | None = None
+    excused: str = ""
+
+
+def read_markers(item: pytest.Item) -> TestSettings:
+    """The nearest markers of a test.
+
+    Raises:
+        pytest.UsageError: a marker has arguments that make no sense; the message names the test.
+    """
+    sizes: dict[str, int] = {}
+    marker = item.get_closest_marker("leakcheck")
+    if marker is not None:
+        if marker.args or not marker.kwargs or set(marker.kwargs) - {"tolerance", "cycles"}:
+            known = "arguments tolerance=SIZE and cycles=SIZE, such as tolerance='1MiB'"
+            raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck takes {known}")
+        for name, size in marker.kwargs.items():
+            try:
+                sizes[name] = parse_bytes(size)
+            except ValueError as error:
+                raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck({name}=…): {error}") from None
+    excused = excuse_of(item)
+    if excused is None:
+        raise usage_error(f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'")
+    return TestSettings(sizes.get("tolerance"), sizes.get("cycles"), excused)
+
+
+def excuse_of(node: pytest.Item | pytest.Collector) -> str | None:
+    """Why a test, or all tests of a class or module, are not judged; empty: they are; None: there is no good reason."""
+    excuse = node.get_closest_marker("no_leakcheck")
+    if excuse is None:
+        return ""
+    reason = excuse.kwargs.get("reason", excuse.args[0] if len(excuse.args) == 1 else None)
+    extra = len(excuse.args) > 1 or set(excuse.kwargs) - {"reason"} or (excuse.args and excuse.kwargs)
+    return reason if not extra and isinstance(reason, str) and reason.strip() else None
 
 
 def fixture_name(fixture: pytest.FixtureDef[Any]) -> str:

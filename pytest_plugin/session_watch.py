@@ -1,10 +1,13 @@
-"""The watch of a session: made as the settings say, and entered and left so that its own errors harm no test."""
+"""The watch of a session: made as the settings say, and entered and left so that its own errors harm no test.
+
+With it what it costs, and the readings on both sides of each stage of a test, for the report.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import pytest
@@ -14,11 +17,72 @@ from lowtide.leakcheck.watching.engine_watch import EngineGrowth, SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
-from lowtide.probes.originals import replaced, threading
+from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.device.torch_allocator import has_context
+from lowtide.probes.originals import initialized_torch, replaced, threading, time
+from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import EnteredStage
 from lowtide.pytest_plugin.settings import Settings, usage_error
-from lowtide.pytest_plugin.spent import Spent
-from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.from_snapshot import to_readings
+from lowtide.reports.processes.stage_processes import ProcessStage
+from lowtide.reports.schema import Finding, NotMeasured, Stage
+
+
+class Spent:
+    """Seconds spent with judging and with trying remedies; what runs inside of a block of either counts once.
+
+    Attributes:
+        judging: seconds with readings, verdicts and explanations.
+        remedies: seconds with trying, at the end, what gives the leaks back.
+    """
+
+    def __init__(self, judging: float = 0.0, remedies: float = 0.0) -> None:
+        self.judging = judging
+        self.remedies = remedies
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def on_judging(self) -> Iterator[None]:
+        """The block judges."""
+        if self._is_running:
+            yield
+            return
+        started = self._start()
+        try:
+            yield
+        finally:
+            self.judging += self._stop(started)
+
+    @contextlib.contextmanager
+    def on_remedies(self) -> Iterator[None]:
+        """The block tries remedies."""
+        started = self._start()
+        try:
+            yield
+        finally:
+            self.remedies += self._stop(started)
+
+    def add(self, others: Sequence[float]) -> None:
+        """What another process of the same session has spent: judging, remedies."""
+        judging, remedies = others
+        self.judging += judging
+        self.remedies += remedies
+
+    def both(self) -> tuple[float, float]:
+        """Judging and remedies, for `add`."""
+        return self.judging, self.remedies
+
+    def __str__(self) -> str:
+        return f"judging {self.judging:.1f} s, remedies {self.remedies:.1f} s"
+
+    def _start(self) -> float:
+        self._is_running = True
+        return time.perf_counter()
+
+    def _stop(self, started: float) -> float:
+        self._is_running = False
+        return time.perf_counter() - started
+
 
 _MAIN_THREAD = threading.main_thread().ident
 
@@ -185,3 +249,73 @@ def _warm_up(settings: Settings) -> Literal["now", "first-use", "off"]:
     if not settings.warmup or settings.device == "cpu":
         return "off"
     return "now" if settings.device == "cuda" else "first-use"
+
+
+MOST_STAGES = 32
+"""Stages of one test with readings; each reading goes through the heap, and a loop may have thousands."""
+
+
+class StageRecords:
+    """Collects the stages of one test.
+
+    Args:
+        card: whether to read cards.
+        others: what the program's other processes held at the end of the last stage.
+    """
+
+    def __init__(self, *, card: bool, others: Callable[[], tuple[ProcessStage, ...]]) -> None:
+        self._card = card
+        self._others = others
+        self._driver: Driver | None = None
+        self.stages: list[Stage] = []
+        self.left_out = 0
+
+    @contextlib.contextmanager
+    def record(self, name: str, spent: Spent) -> Iterator[None]:
+        """The block is one stage; the readings on both sides count as judging."""
+        if len(self.stages) >= MOST_STAGES:
+            self.left_out += 1
+            yield
+            return
+        with spent.on_judging():
+            before = self._snapshot()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            with spent.on_judging():
+                after = self._snapshot()
+            device = f"cuda:{self._cards()[0]}" if self._cards() else "cpu"
+            self.stages.append(
+                Stage(
+                    name=name,
+                    cycle=1,
+                    seconds=seconds,
+                    before=to_readings(before, device, ()),
+                    after=to_readings(after, device, ()),
+                    processes=self._others(),
+                )
+            )
+
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """The stages without readings."""
+        if not self.left_out:
+            return ()
+        why = f"a test's first {MOST_STAGES} stages are recorded"
+        return (NotMeasured(what=f"{self.left_out} further stages", why=why),)
+
+    def close(self) -> None:
+        """Let go of the driver; legal twice."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def _snapshot(self) -> Snapshot:
+        if self._driver is None:
+            self._driver = find_driver()
+        return take_snapshot(driver=self._driver, devices=self._cards())
+
+    def _cards(self) -> list[int]:
+        torch = initialized_torch() if self._card else None
+        return [] if torch is None else [i for i in range(torch.cuda.device_count()) if has_context(torch, i)]

@@ -108,56 +108,6 @@ def read_settings(config: pytest.Config) -> Settings:
     )
 
 
-@dataclass(frozen=True)
-class TestSettings:
-    """What the markers of one test say.
-
-    Attributes:
-        tolerance: bytes it may leave; None: as the run says.
-        cycles: bytes from which on it may leave nothing to the collector; None: as the run says.
-        excused: why it is not judged; empty: it is.
-    """
-
-    __test__ = False
-
-    tolerance: int | None = None
-    cycles: int | None = None
-    excused: str = ""
-
-
-def read_markers(item: pytest.Item) -> TestSettings:
-    """The nearest markers of a test.
-
-    Raises:
-        pytest.UsageError: a marker has arguments that make no sense; the message names the test.
-    """
-    sizes: dict[str, int] = {}
-    marker = item.get_closest_marker("leakcheck")
-    if marker is not None:
-        if marker.args or not marker.kwargs or set(marker.kwargs) - {"tolerance", "cycles"}:
-            known = "arguments tolerance=SIZE and cycles=SIZE, such as tolerance='1MiB'"
-            raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck takes {known}")
-        for name, size in marker.kwargs.items():
-            try:
-                sizes[name] = parse_bytes(size)
-            except ValueError as error:
-                raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck({name}=…): {error}") from None
-    excused = excuse_of(item)
-    if excused is None:
-        raise usage_error(f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'")
-    return TestSettings(sizes.get("tolerance"), sizes.get("cycles"), excused)
-
-
-def excuse_of(node: pytest.Item | pytest.Collector) -> str | None:
-    """Why a test, or all tests of a class or module, are not judged; empty: they are; None: there is no good reason."""
-    excuse = node.get_closest_marker("no_leakcheck")
-    if excuse is None:
-        return ""
-    reason = excuse.kwargs.get("reason", excuse.args[0] if len(excuse.args) == 1 else None)
-    extra = len(excuse.args) > 1 or set(excuse.kwargs) - {"reason"} or (excuse.args and excuse.kwargs)
-    return reason if not extra and isinstance(reason, str) and reason.strip() else None
-
-
 def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], default: T) -> T:
     given = config.getoption(f"leakcheck_{name}")
     source, base = f"--leakcheck-{name}", config.invocation_params.dir

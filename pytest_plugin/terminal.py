@@ -10,8 +10,8 @@ import pytest
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.metrics import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.probes.originals import loaded, os, sys
+from lowtide.pytest_plugin.session_watch import Spent
 from lowtide.pytest_plugin.settings import Settings
-from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.causes import Sighting, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import amount, first_line, holder_text, lines_again, terminal_lines

@@ -14,7 +14,7 @@ from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
 from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
-from lowtide.reports.whole_texts import json_bytes, whole_text
+from lowtide.reports.schema import json_bytes, whole_text
 
 
 def _sarif(report: schema.Report) -> str:

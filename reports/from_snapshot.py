@@ -8,10 +8,9 @@ from contextlib import closing
 from datetime import datetime, timezone
 
 from lowtide.probes.device.driver import Driver, find_driver
-from lowtide.probes.ledger import LedgerBase, read_ledger
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os, torch_with_cuda
-from lowtide.probes.snapshot import Snapshot
+from lowtide.probes.snapshot import LedgerBase, Snapshot, read_ledger
 from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings, Report, Subject
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import first_line
 from lowtide.reports.markdown import open_causes, render_markdown
-from lowtide.reports.schema import Report, ReportError
+from lowtide.reports.schema import Report, ReportError, whole_text
 from lowtide.reports.source_places import SourcePlace, SourcePlaces
-from lowtide.reports.whole_texts import whole_text
 
 MOST_ANNOTATIONS = 10
 """GitHub shows ten errors of one step, and drops the others without a word."""

@@ -12,8 +12,7 @@ from typing import Any
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import first_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
-from lowtide.reports.schema import Finding, Ledger, Report, Stage, Subject
-from lowtide.reports.whole_texts import json_bytes
+from lowtide.reports.schema import Finding, Ledger, Report, Stage, Subject, json_bytes
 
 _Event = dict[str, Any]
 

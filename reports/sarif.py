@@ -13,9 +13,8 @@ from lowtide.reports.causes import Cause, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import finding_lines, first_line
 from lowtide.reports.markdown import not_measured
-from lowtide.reports.schema import Finding, Report
+from lowtide.reports.schema import Finding, Report, json_bytes
 from lowtide.reports.source_places import SourcePlace, SourcePlaces
-from lowtide.reports.whole_texts import json_bytes
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

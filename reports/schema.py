@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,12 +10,44 @@ import msgspec
 
 from lowtide.reports.escaping import one_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
-from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
-from lowtide.reports.reading.json_schemas import schema_of
-from lowtide.reports.reading.numbers import Float15, Int64
-from lowtide.reports.reading.report_head import refuse_deep_parts, why_unreadable
+from lowtide.reports.reading.json_files import (
+    UnreadableError,
+    decode_json,
+    read_bounded,
+    refuse_deep_parts,
+    why_unreadable,
+)
+from lowtide.reports.reading.json_schemas import Float15, Int64, schema_of
 from lowtide.reports.sizes import format_amount
-from lowtide.reports.whole_texts import json_bytes
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value that msgspec knows as JSON; lone surrogates in its texts as `\\udc80`, in characters."""
+    return encoded(msgspec.json.encode, value)
+
+
+def encoded(encode: Callable[[Any], bytes], value: Any) -> bytes:
+    """What an encoder of msgspec makes of a value, likewise."""
+    try:
+        return encode(value)
+    except UnicodeEncodeError:
+        return encode(_whole(msgspec.to_builtins(value)))
+
+
+def whole_text(text: str) -> str:
+    """The same without lone surrogates, which no file and no socket can have."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, dict):
+        return {_whole(key): _whole(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_whole(each) for each in value]
+    return value
+
 
 SCHEMA = "lowtide-report/1"
 

@@ -28,7 +28,7 @@ def ps(
     """
     limit = None if fail_above is None else _limit(fail_above)
     from lowtide.probes.device.driver import find_driver
-    from lowtide.probes.processes.holders import read_holders
+    from lowtide.probes.processes.outside_view import read_holders
     from lowtide.reports.escaping import escape_json
     from lowtide.reports.processes.listing import encode, make_listing
     from lowtide.reports.processes.text import render

@@ -135,8 +135,12 @@ def diff(
     leaked before was not judged since.
     """
     from lowtide.reports import schema
-    from lowtide.reports.comparison.changes import compare_reports
-    from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, render_for_terminal
+    from lowtide.reports.comparison.changes import (
+        compare_reports,
+        render_as_markdown,
+        render_as_page,
+        render_for_terminal,
+    )
 
     try:
         changes = compare_reports(schema.read(before), schema.read(after))

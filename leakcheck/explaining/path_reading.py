@@ -18,8 +18,7 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 from lowtide.leakcheck.resources.resource import without_numbers
-from lowtide.probes.heap.landmarks import module_expression
-from lowtide.probes.heap.paths import Mark, Path, PathStep
+from lowtide.probes.heap.paths import Mark, Path, PathStep, module_expression
 from lowtide.probes.heap.roots import RootKind, is_library
 from lowtide.probes.objects.foreign import LRU_CACHE, attribute, is_a, mro_of, namespace_of, type_name
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP

@@ -30,6 +30,7 @@ from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.heap.reach import led_to, module_namespaces, reach
 from lowtide.probes.memory.tensors import survey_storages, torch_member
+from lowtide.probes.objects.described import is_library, library_globals, program_namespaces
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     dict_of_module,
@@ -41,7 +42,6 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.objects.listed import Census
-from lowtide.probes.objects.whose_code import is_library, library_globals, program_namespaces
 from lowtide.probes.originals import gc, loaded, weakref
 from lowtide.probes.references.definitions import is_dict_of_cache
 from lowtide.reports.schema import NotMeasured

@@ -24,14 +24,13 @@ from lowtide.leakcheck.findings.running_threads import by_work, with_work
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.resources import RESOURCES, resource_of
-from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.foreign import is_a, thread_ident, thread_key, thread_name
 from lowtide.probes.objects.opened_in_c import files_at
-from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop

@@ -33,8 +33,8 @@ from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.resource import Change, Rung
 from lowtide.leakcheck.resources.settings import SettingChange, advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.objects.foreign import thread_ident, thread_key, thread_name
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
-from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, loaded, threading, time
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_bytes

@@ -18,8 +18,7 @@ from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
-from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
-from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, thread_key, type_name
 from lowtide.probes.originals import threading, weakref
 from lowtide.reports.schema import Hop
 from lowtide.reports.sizes import first_of

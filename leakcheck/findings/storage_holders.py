@@ -18,9 +18,8 @@ from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation, Holder, explain, first_holders
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
-from lowtide.probes.heap.holders import SharedWalk, census_of, sharing_walk
+from lowtide.probes.heap.holders import Freed, SharedWalk, census_of, sharing_walk
 from lowtide.probes.heap.paths import Link
-from lowtide.probes.heap.retained import Freed
 from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.memory.tensors import bytes_shown, plain_tensors, survey_storages, torch_member

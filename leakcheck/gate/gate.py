@@ -23,8 +23,7 @@ from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE, Cell, GateError
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.reports.folder import write_folder
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
-from lowtide.reports.schema import Finding, Machine, Report, ReportError, Subject, read
-from lowtide.reports.whole_texts import json_bytes
+from lowtide.reports.schema import Finding, Machine, Report, ReportError, Subject, json_bytes, read
 
 SCHEMA = "lowtide-baseline/1"
 

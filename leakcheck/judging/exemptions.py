@@ -14,8 +14,7 @@ from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import command_line as _command_line
 from lowtide.probes.host.process_files import open_files, stat
-from lowtide.probes.objects.foreign import attribute, module_of_class
-from lowtide.probes.objects.thread_names import thread_ident, thread_key
+from lowtide.probes.objects.foreign import attribute, module_of_class, thread_ident, thread_key
 from lowtide.probes.originals import contents, gc, loaded, os, sys, threading
 from lowtide.reports.schema import ResourceName
 

@@ -34,10 +34,9 @@ from lowtide.probes.host.process_files import descendants_of
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.memory.autograd import saved_behind
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
-from lowtide.probes.objects.foreign import is_a, place_of_definition
+from lowtide.probes.objects.described import library_globals
+from lowtide.probes.objects.foreign import is_a, place_of_definition, thread_key
 from lowtide.probes.objects.listed import Census
-from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.objects.whose_code import library_globals
 from lowtide.probes.originals import gc, loaded, os, threading, weakref
 
 Key = tuple[str, int]

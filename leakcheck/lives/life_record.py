@@ -44,14 +44,12 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
-from lowtide.probes.host.process_events import ProcessEvents
 from lowtide.probes.host.process_files import name_of, stat
-from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.ledger import LedgerBase, base_from
+from lowtide.probes.host.process_tree import ProcessEvents, ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.processes.shared_memory_files import read_shared_memory
-from lowtide.probes.snapshot import Snapshot
+from lowtide.probes.snapshot import LedgerBase, Snapshot, base_from
 from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.processes.stage_processes import ProcessStage

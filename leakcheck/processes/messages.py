@@ -6,9 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from lowtide.reports.schema import Finding, as_written
+from lowtide.reports.schema import Finding, as_written, encoded
 from lowtide.reports.statement import HolderFacts
-from lowtide.reports.whole_texts import encoded
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

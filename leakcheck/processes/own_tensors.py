@@ -19,7 +19,7 @@ from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.resources.processes import ProcessGroups
-from lowtide.probes.device.sleeping_segments import sleeping_bytes
+from lowtide.probes.device.allocations import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without

@@ -36,20 +36,17 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.suppressions.entries import shipped
-from lowtide.probes.device.allocations import AllocationsError, read_allocations
-from lowtide.probes.device.contexts import cards_with_contexts
+from lowtide.probes.device.allocations import AllocationsError, cards_with_contexts, read_allocations
 from lowtide.probes.device.torch_allocator import read_segments
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.heap.stand_ins import owned, semaphores
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.host.libraries import resident_code
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.readings import mapped_shared_files
+from lowtide.probes.host.readings import mapped_shared_files, resident_code
 from lowtide.probes.memory.ranges import Range, common
-from lowtide.probes.objects.foreign import attribute, module_of_class
+from lowtide.probes.objects.described import is_library, program_modules
+from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
 from lowtide.probes.objects.listed import Census, all_objects
-from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.objects.whose_code import is_library, program_modules
 from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, os, threading, weakref
 from lowtide.reports.schema import CardMemory, Finding, NotMeasured, OtherProcess
 from lowtide.reports.sizes import first_of, format_amount

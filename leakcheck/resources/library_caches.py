@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.leakcheck.resources.resource import Change
-from lowtide.probes.device.graphs import any_graph_alive
-from lowtide.probes.device.torch_allocator import has_context
+from lowtide.probes.device.torch_allocator import any_graph_alive, has_context
 from lowtide.probes.originals import initialized_torch, loaded
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes

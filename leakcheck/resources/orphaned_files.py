@@ -27,9 +27,8 @@ from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
-from lowtide.probes.objects.passing_for import passing_for
-from lowtide.probes.originals import lines_of, loaded, os, temporary_folder, time, weakref
-from lowtide.probes.processes.neighbours import Neighbours
+from lowtide.probes.originals import lines_of, loaded, os, passing_for, temporary_folder, time, weakref
+from lowtide.probes.processes.agents import Neighbours
 
 
 class OwnSegments:

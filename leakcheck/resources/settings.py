@@ -19,11 +19,9 @@ from typing import Any
 from lowtide.probes.host.replaced import A_MODULE, FIRST, INHERITED, NOTHING, REPLACED, split
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.host.torch_settings import CARD_LIMITS, DEFAULT_STREAM, NO_LIMIT
-from lowtide.probes.objects.described import LIBRARYS, is_of_tools, is_text_of_tool
+from lowtide.probes.objects.described import LIBRARYS, is_of_python, is_of_site, is_of_tools, is_text_of_tool
 from lowtide.probes.objects.foreign import MISSING, cells_of, is_a
-from lowtide.probes.objects.passing_for import passing_for
-from lowtide.probes.objects.whose_code import is_of_python, is_of_site
-from lowtide.probes.originals import gc, loaded, logging, os, sys
+from lowtide.probes.originals import gc, loaded, logging, os, passing_for, sys
 from lowtide.reports.sizes import first_of
 
 ABSENT = ""

@@ -15,11 +15,9 @@ from typing import Any
 from lowtide.leakcheck.resources.resource import Bound, Items, Name, Resource, Rule, function_name, without_numbers
 from lowtide.probes.heap import roots
 from lowtide.probes.heap.reach import module_namespaces, reach
-from lowtide.probes.objects.c_modules import is_kind_of_module
-from lowtide.probes.objects.foreign import MISSING, attribute, is_a, type_name
+from lowtide.probes.objects.described import is_library
+from lowtide.probes.objects.foreign import MISSING, attribute, is_a, is_kind_of_module, thread_key, type_name
 from lowtide.probes.objects.listed import collector_paused
-from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.objects.whose_code import is_library
 from lowtide.probes.originals import gc, loaded, os, sys, threading, time, weakref
 
 _MADE_UP = re.compile(

@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
-from lowtide.probes.memory.dispatch_modes import keep_from_compiler
+from lowtide.probes.allocation_stacks import keep_from_compiler
 from lowtide.probes.originals import in_main_thread
 
 Damage: TypeAlias = Literal["shard-cut", "shard-shape"]

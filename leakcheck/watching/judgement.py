@@ -31,7 +31,7 @@ from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep
 from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse
 from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched
-from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.graph import NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.identities import Identities

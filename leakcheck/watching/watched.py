@@ -22,8 +22,7 @@ from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.heap.births import Births
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
-from lowtide.probes.host.process_events import ProcessEvents
-from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.host.process_tree import ProcessEvents, ProcessTree
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.reports.schema import Finding, NotMeasured
 

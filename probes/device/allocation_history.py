@@ -8,8 +8,7 @@ from typing import Any
 
 from lowtide.probes.device.torch_allocator import Segment
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.objects.passing_for import passing_for
-from lowtide.probes.originals import loaded
+from lowtide.probes.originals import loaded, passing_for
 
 _RECORD = "_record_memory_history"
 

@@ -1,4 +1,8 @@
-"""The allocations of the CUDA driver itself: every address range that some code in this process asked it for."""
+"""What the CUDA driver itself says of this process: its contexts, the ranges that some code asked it for, its pool.
+
+torch hands a private pool's segments out and takes them back, and does not hear of what the pool's own allocator does
+meanwhile: vLLM's unmaps all of them in a sleep, and torch's counters stay as they were (`sleeping_bytes`).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowtide.probes.memory.ranges import Range, without
-from lowtide.probes.originals import initialized_torch, lines_of, time
+from lowtide.probes.memory.ranges import Range, common, total, without
+from lowtide.probes.originals import initialized_torch, lines_of, os, time
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 _STEP = 2 << 20
@@ -249,3 +253,87 @@ def _reserved() -> list[Range]:
         if fields[1].startswith("---") and len(fields) < 6 and int(high, 16) - first >= _STEP:
             spans.append((first, int(high, 16)))
     return spans
+
+
+def cards_with_contexts() -> list[int]:
+    """The numbers of the cards with a context, sorted; none where CUDA's driver is not loaded or not initialised.
+
+    The runtime, and with it cupy, numba and JAX, uses a card's primary context. One that a program made by itself is
+    seen while it is current in this thread. Asking takes some microseconds.
+    """
+    try:
+        cuda: Any = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        count, device, found = ctypes.c_int(), ctypes.c_int(), set()
+        if cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return []
+        for index in range(count.value):
+            flags, active = ctypes.c_uint(), ctypes.c_int()
+            if (
+                cuda.cuDeviceGet(ctypes.byref(device), index) == 0
+                and cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+                and active.value
+            ):
+                found.add(index)
+        # Fails where none is current.
+        if cuda.cuCtxGetDevice(ctypes.byref(device)) == 0:
+            found.add(device.value)
+    except (OSError, AttributeError):
+        return []
+    return sorted(found)
+
+
+# CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT and CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+_RESERVED, _USED = 5, 7
+
+
+def idle_pool_bytes(device_index: int) -> int | None:
+    """Bytes that the card's default pool has reserved and nobody uses; None where the driver cannot be asked.
+
+    A pool gives freed memory back at the next synchronisation, unless its release threshold was raised: then the driver
+    counts it as this process's, and no list of allocations has it. Asking takes some microseconds and makes no pool.
+    """
+    torch = initialized_torch()
+    # With this backend the pool is torch's own, and its counters are right.
+    if torch is None or torch.version.hip is not None or torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        return None
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        find: Any = cuda.cuDeviceGetDefaultMemPool
+        ask: Any = cuda.cuMemPoolGetAttribute
+        card: Any = cuda.cuDeviceGet
+    except (OSError, AttributeError):
+        return None
+    device, pool = ctypes.c_int(), ctypes.c_void_p()
+    amounts = []
+    if card(ctypes.byref(device), device_index) != 0 or find(ctypes.byref(pool), device) != 0:
+        return None
+    for attribute in (_RESERVED, _USED):
+        value = ctypes.c_uint64()
+        if ask(pool, attribute, ctypes.byref(value)) != 0:
+            return None
+        amounts.append(value.value)
+    return amounts[0] - amounts[1]
+
+
+def sleeping_bytes(device_index: int) -> int:
+    """Bytes of the segments of private pools behind which the driver has no allocation; 0 where it cannot be asked.
+
+    Args:
+        device_index: of the card, as torch numbers it.
+    """
+    torch = initialized_torch()
+    if torch is None:
+        return 0
+    segments: list[Range] = [
+        (segment["address"], segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device_index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
+    if not segments:
+        return 0
+    # An agent's thread has no context yet, and without one the driver knows no address; this makes it the thread's.
+    torch.cuda.mem_get_info(device_index)
+    present = read_allocations(device_index, among=sorted(segments))
+    if present is None:
+        return 0
+    return total(segments) - total(common(segments, present))

@@ -1,4 +1,4 @@
-"""What torch's allocators hold: per device and pool, the BLAS libraries' workspaces, and the pinned host cache."""
+"""What torch's allocators hold: per device and pool, the BLAS libraries' workspaces, graphs, the pinned host cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import live_storages
-from lowtide.probes.originals import initialized_torch
+from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.originals import initialized_torch, loaded
 
 _KIB = 1024
 
@@ -412,3 +413,10 @@ def parse_pinned(stats: Mapping[str, Any]) -> PinnedReading:
     if "active_bytes.current" in stats:
         return PinnedReading(stats["active_bytes.current"], stats.get("allocated_bytes.current"))
     return PinnedReading(stats.get("allocated_bytes.current"), stats.get("reserved_bytes.current"))
+
+
+def any_graph_alive() -> bool:
+    """Whether there is any object of torch's graph type; goes through the whole heap where torch has that type."""
+    torch: Any = loaded("torch")
+    kind = None if torch is None else getattr(torch.cuda, "CUDAGraph", None)
+    return kind is not None and bool(Census(all_objects()).instances_of(kind))

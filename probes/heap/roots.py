@@ -15,10 +15,10 @@ from lowtide.probes.objects.foreign import (
     is_a,
     mro_of,
     namespace_of_class,
+    thread_name,
     type_name,
 )
 from lowtide.probes.objects.listed import frame_locals
-from lowtide.probes.objects.thread_names import thread_name
 from lowtide.probes.originals import gc, sys, threading
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.references.interpreter_holders import exit_functions, named_holders

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.roots import CHECKER, FIRST, LAST, LATER, Root, RootKind, running_frames
 from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.c_modules import without_state
-from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, type_name
+from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, type_name, without_state
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.cxx_holders import held_as

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
-from lowtide.probes.objects.foreign import MISSING, attribute, type_name
+from lowtide.probes.objects.foreign import MISSING, attribute, thread_key, type_name
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.opened_in_c import (
     SCANDIR,
@@ -22,7 +22,6 @@ from lowtide.probes.objects.opened_in_c import (
     files_at,
     number_of_scandir,
 )
-from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import loaded, sys, threading
 
 _NUMBER = re.compile(r"\d+")

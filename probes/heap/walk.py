@@ -18,8 +18,7 @@ from lowtide.probes import native
 from lowtide.probes.heap.roots import Root, is_checkers
 from lowtide.probes.memory.capsules import CAPSULE
 from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
-from lowtide.probes.objects.foreign import flags_of
+from lowtide.probes.objects.foreign import flags_of, is_kind_of_module, without_state
 from lowtide.probes.objects.identities import (
     Identities,
     are_tracked,

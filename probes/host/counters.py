@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from lowtide.probes.device.allocations import AllocationsError, read_allocations
+from lowtide.probes.device.allocations import AllocationsError, idle_pool_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
-from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
 from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.objects.thread_names import living_threads, thread_key
 from lowtide.probes.originals import contents, gc, initialized_torch, loaded, os, signal, threading
 from lowtide.probes.stages import announced_pools
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lowtide.probes.objects.passing_for import passing_for
-from lowtide.probes.objects.thread_names import thread_ident, thread_key
-from lowtide.probes.objects.whose_code import is_library, is_of_site
-from lowtide.probes.originals import contents, loaded, os, sys, threading, time
+from lowtide.probes.objects.described import is_library, is_of_site
+from lowtide.probes.objects.foreign import thread_ident, thread_key
+from lowtide.probes.originals import contents, loaded, os, passing_for, sys, threading, time
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}

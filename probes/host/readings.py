@@ -1,10 +1,11 @@
-"""What the process holds on the host: memory, threads, child processes, descriptors, shared memory."""
+"""What the process holds on the host: memory, threads, child processes, descriptors, shared memory, code."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from lowtide.probes.host.counters import agents_descriptors, own_bytes
 from lowtide.probes.host.process_files import descendants_of, program_name, rollup
 from lowtide.probes.memory.ranges import Range, common, merge
-from lowtide.probes.objects.thread_names import living_threads, thread_key
+from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.originals import contents, lines_of, os
 
 _SHARED_MEMORY = "/dev/shm"
@@ -350,4 +351,29 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
                     target = os.readlink(entry.path)
                     if target.startswith(prefix):
                         found.add(target.removeprefix(prefix).removesuffix(" (deleted)"))
+    return found
+
+
+_HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \S+\s*(.*)$")
+
+
+def resident_code(pattern: str) -> dict[str, int]:
+    """Bytes of code in physical memory of each loaded library whose file name matches, by file name.
+
+    Args:
+        pattern: a regular expression that the whole file name must match.
+
+    Raises:
+        OSError: /proc/self/smaps cannot be read.
+    """
+    wanted = re.compile(pattern)
+    found: dict[str, int] = {}
+    name = ""
+    for line in lines_of("/proc/self/smaps"):
+        header = _HEADER.match(line)
+        if header is not None:
+            file = header[2].rpartition("/")[2]
+            name = file if "x" in header[1] and wanted.fullmatch(file) else ""
+        elif name and line.startswith("Rss:"):
+            found[name] = found.get(name, 0) + int(line.split()[1]) * 1024
     return found

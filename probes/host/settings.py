@@ -1,36 +1,453 @@
 """Process-wide settings by name, as text, in some tens of microseconds: the interpreter's, the libraries', torch's.
 
-Those of `logging` are here: the levels, handlers and switches of its loggers.
+Those of Python, of its standard library (`logging` included) and of numpy are here.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import functools
+import importlib
 import itertools
 import operator
+import time
+import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, Protocol
 
-from lowtide.probes.host.interpreter_settings import (
-    CollectorCallbacks,
-    Environment,
-    Filters,
-    Finders,
-    Hooks,
-    KernelStatus,
-    LevelNames,
-    ModuleSearchPath,
-    Signals,
-    Timers,
-    interpreter_values,
-    library_values,
-)
 from lowtide.probes.host.replaced import REPLACED, Replaced
+from lowtide.probes.host.setting_values import Text, Value, Values
 from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
-from lowtide.probes.objects.described import is_installed_module, is_tools
-from lowtide.probes.objects.foreign import module_of_class, mro_of, namespace_of
-from lowtide.probes.originals import logging
+from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
+from lowtide.probes.objects.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
+from lowtide.probes.originals import contents, gc, logging, os, resource, signal, sys, threading
+
+
+def interpreter_values() -> Values:
+    """The settings of the interpreter."""
+    return Values(
+        Value("gc.get_threshold()", gc.get_threshold, str),
+        Value("gc.isenabled()", gc.isenabled),
+        Value("gc.get_debug()", gc.get_debug),
+        Value("sys.getrecursionlimit()", sys.getrecursionlimit),
+        Value("sys.getswitchinterval()", sys.getswitchinterval),
+        Value("os.getcwd()", _cwd),
+        Value("faulthandler.is_enabled()", faulthandler.is_enabled),
+        Value("sys.get_int_max_str_digits()", getattr(sys, "get_int_max_str_digits", int)),
+        Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
+        Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
+        Value("time.tzname", lambda: time.tzname),
+        Value("os.getpriority(os.PRIO_PROCESS, 0)", functools.partial(os.getpriority, os.PRIO_PROCESS, 0)),
+        Value("sys.getdlopenflags()", sys.getdlopenflags),
+        Value("the child subreaper", _is_subreaper),
+        *(
+            Value(f"resource.getrlimit(resource.{name})", functools.partial(resource.getrlimit, number))
+            for name in _LIMITS
+            if (number := getattr(resource, name, None)) is not None
+        ),
+    )
+
+
+_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_STACK", "RLIMIT_MEMLOCK", "RLIMIT_NPROC")
+
+
+def library_values() -> Values:
+    """The settings of the standard library, where it is loaded, and of numpy."""
+    return Values(
+        Value("threading.stack_size()", threading.stack_size),
+        libraries={
+            "locale": lambda module: [_locale(module)],
+            "decimal": _decimal,
+            "socket": lambda module: [Value("socket.getdefaulttimeout()", module.getdefaulttimeout)],
+            "multiprocessing.context": lambda module: [
+                Value("multiprocessing.get_start_method()", lambda: _start_method(module))
+            ],
+            "numpy": _numpy,
+            "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
+            "tracemalloc": lambda module: [Value("tracemalloc.is_tracing()", module.is_tracing)],
+        },
+    )
+
+
+_PR_GET_CHILD_SUBREAPER = 37
+_prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
+_answer = ctypes.c_int()
+_place_of_answer = ctypes.byref(_answer)
+
+
+def _is_subreaper() -> int:
+    """Whether the children of children that have ended become this process's; -1 where the kernel does not say."""
+    failed = _prctl is None or _prctl(_PR_GET_CHILD_SUBREAPER, _place_of_answer, 0, 0, 0)
+    return -1 if failed else _answer.value
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a folder that is gone"
+
+
+def _locale(module: Any) -> Value:
+    import _locale
+
+    category = int(module.LC_ALL)
+    return Value("locale.setlocale(locale.LC_ALL)", lambda: _locale.setlocale(category))
+
+
+def _decimal(module: Any) -> list[Value]:
+    get = module.getcontext
+    parts = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+    read = operator.attrgetter(*parts)
+
+    def context() -> tuple[Any, ...]:
+        found = get()
+        return (*read(found), *found.traps.values())
+
+    def traps(_: object) -> str:
+        return "[" + ", ".join(trap.__name__ for trap, is_set in get().traps.items() if is_set) + "]"
+
+    values = [Value(f"decimal.getcontext().{part}", context, _part(place)) for place, part in enumerate(parts)]
+    return [*values, Value("decimal.getcontext().traps", context, traps)]
+
+
+def _part(place: int) -> Text:
+    return lambda found: repr(found[place])
+
+
+def _start_method(module: Any) -> str:
+    # As `multiprocessing.get_start_method()`, which would settle it.
+    context = module._default_context
+    actual = context._actual_context
+    return str((context._default_context if actual is None else actual)._name)
+
+
+def _policy(module: Any) -> str:
+    # As `asyncio.get_event_loop_policy()`, which would make one.
+    policy = vars(module).get("_event_loop_policy")
+    name = type_name(type(policy))
+    return "default" if policy is None or name.endswith("DefaultEventLoopPolicy") else name
+
+
+def _numpy(module: Any) -> list[Value]:
+    geterr, options, call = module.geterr, module.get_printoptions, module.geterrcall
+
+    def printing() -> tuple[tuple[str, object], ...]:
+        return tuple((name, value if type(value) in _PLAIN else id(value)) for name, value in options().items())
+
+    shown = [
+        Value(f"numpy.get_printoptions()[{name!r}]", printing, _part_of_options(name))
+        for name, value in options().items()
+        if type(value) in _PLAIN
+    ]
+    return [
+        Value("numpy.geterr()", lambda: tuple(geterr().items()), lambda items: str(dict(items))),
+        Value("numpy.geterrcall()", lambda: id(call()), lambda _: described(call())),
+        *shown,
+    ]
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _part_of_options(name: str) -> Text:
+    return lambda found: repr(dict(found)[name])
+
+
+class Hooks:
+    """What the interpreter calls: hooks for errors, trace and profile functions; and two switches of `logging`."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return (
+            *map(id, (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook)),
+            *map(id, (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())),
+            *map(id, (logging.getLoggerClass(), logging.getLogRecordFactory())),
+            logging.root.manager.disable,
+            logging.raiseExceptions is True,
+        )
+
+    def texts(self) -> dict[str, str]:
+        """Each with what it is."""
+        return {
+            "sys.excepthook": described(sys.excepthook),
+            "sys.unraisablehook": described(sys.unraisablehook),
+            "sys.displayhook": described(sys.displayhook),
+            "threading.excepthook": described(threading.excepthook),
+            "sys.gettrace()": described(sys.gettrace()),
+            "sys.getprofile()": described(sys.getprofile()),
+            "threading.gettrace()": described(threading.gettrace()),
+            "threading.getprofile()": described(threading.getprofile()),
+            "logging.getLoggerClass()": _class(logging.getLoggerClass()),
+            "logging.getLogRecordFactory()": _class(logging.getLogRecordFactory()),
+            "logging.root.manager.disable": str(logging.root.manager.disable),
+            "logging.raiseExceptions": str(logging.raiseExceptions is True),
+        }
+
+
+def _class(item: Any) -> str:
+    """A class, or what makes objects in place of one."""
+    is_installed = is_a(item, type) and is_installed_module(module_of_class(item)) and item is not logging.Logger
+    return LIBRARYS + identified(item) if is_installed and item is not logging.LogRecord else described(item)
+
+
+_ENVIRON: Any = type(os.environ)
+
+
+class Environment:
+    """Environment variables, as Python knows them."""
+
+    def raw(self) -> object:
+        """The variables, but for the one in which pytest says what runs."""
+        variables: Any = os.environ
+        if type(variables) is not _ENVIRON:
+            return id(variables)
+        data: dict[bytes, bytes] = dict(variables._data)
+        for name in (b"PYTEST_CURRENT_TEST", *_RENDEZVOUS):
+            data.pop(name, None)
+        return data
+
+    def texts(self) -> dict[str, str]:
+        """Each variable's value as code; what replaced `os.environ` by its name."""
+        data = self.raw()
+        if not isinstance(data, dict):
+            return {}
+        return {f"os.environ[{os.fsdecode(name)!r}]": repr(os.fsdecode(value)) for name, value in data.items()}
+
+
+class ModuleSearchPath:
+    """The entries of `sys.path`."""
+
+    def raw(self) -> object:
+        """The entries in their order."""
+        path = sys.path
+        return [entry for entry in path if type(entry) is str] if type(path) is list else id(path)
+
+    def texts(self) -> dict[str, str]:
+        """Each entry once, whatever its place."""
+        entries = self.raw()
+        return {f"sys.path entry {entry!r}": "there" for entry in entries} if isinstance(entries, list) else {}
+
+
+class Finders:
+    """The entries of `sys.meta_path` and `sys.path_hooks` that are the program's own: libraries add theirs for good."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return [tuple(map(id, found)) if type(found) is list else id(found) for _, found in self._lists()]
+
+    def texts(self) -> dict[str, str]:
+        """Each by what it is."""
+        return {
+            f"{name} entry {identified(item)}": "there"
+            for name, found in self._lists()
+            for item in (found if type(found) is list else ())
+            if not _is_of_library(item)
+        }
+
+    def _lists(self) -> list[tuple[str, Any]]:
+        return [("sys.meta_path", sys.meta_path), ("sys.path_hooks", sys.path_hooks)]
+
+
+def _is_of_library(item: Any) -> bool:
+    """Whether a function, a class or an object is an installed library's, or a tool's that runs tests."""
+    if is_librarys(item):
+        return True
+    module = item.__module__ if type(item) in (FunctionType, BuiltinFunctionType) else None
+    if module is None:
+        module = module_of_class(item if is_a(item, type) else type(item))
+    return type(module) is not str or module in ("builtins", "zipimport") or is_installed_module(module)
+
+
+class Signals:
+    """The handlers of the standard signals."""
+
+    def __init__(self) -> None:
+        self._numbers = sorted(number for number in signal.valid_signals() if number < _FIRST_REAL_TIME_SIGNAL)
+
+    def raw(self) -> object:
+        """The identities of the handlers."""
+        return tuple(map(id, map(_HANDLER_OF, self._numbers)))
+
+    def texts(self) -> dict[str, str]:
+        """Each handler by its signal's name."""
+        return {
+            f"signal.getsignal(signal.{_SIGNAL_NAMES[number]})": _handler(_HANDLER_OF(number))
+            for number in self._numbers
+            if number in _SIGNAL_NAMES
+        }
+
+
+_FIRST_REAL_TIME_SIGNAL = 32
+# Of the module in C: the one in Python looks for a name of the handler each time.
+# Where the processes of a group meet: whoever uses torch.distributed sets these, and reads what stands there.
+_RENDEZVOUS = (b"MASTER_ADDR", b"MASTER_PORT", b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE")
+_SIGNALS: Any = importlib.import_module("_signal")
+_HANDLER_OF: Any = _SIGNALS.getsignal
+_SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
+_DEFAULT_HANDLERS = {int(signal.SIG_DFL): "signal.SIG_DFL", int(signal.SIG_IGN): "signal.SIG_IGN"}
+
+
+def _handler(handler: object) -> str:
+    if handler is signal.default_int_handler:
+        return "signal.default_int_handler"
+    if handler is None:
+        return "one that Python did not set"
+    for value, name in _DEFAULT_HANDLERS.items():
+        if type(handler) is int and handler == value:
+            return name
+    return described(handler)
+
+
+class Timers:
+    """The interval timers that are armed, but for those that a tool that runs tests hears of: time limits."""
+
+    def raw(self) -> object:
+        """Which are armed, and who hears of them."""
+        return tuple((_TIMER_OF(number)[0] > 0, id(_HANDLER_OF(sent))) for number, sent in _TIMERS.values())
+
+    def texts(self) -> dict[str, str]:
+        """Each by its name."""
+        return {
+            f"interval timer {name}": "armed"
+            for name, (number, sent) in _TIMERS.items()
+            if _TIMER_OF(number)[0] > 0 and not is_librarys(_HANDLER_OF(sent))
+        }
+
+
+_TIMER_OF: Any = _SIGNALS.getitimer
+_TIMERS = {
+    f"signal.{timer}": (int(getattr(signal, timer)), int(getattr(signal, sent)))
+    for timer, sent in (("ITIMER_REAL", "SIGALRM"), ("ITIMER_VIRTUAL", "SIGVTALRM"), ("ITIMER_PROF", "SIGPROF"))
+}
+
+
+class LevelNames:
+    """The names of levels that `logging.addLevelName` has given."""
+
+    def raw(self) -> object:
+        """The levels with the identities of their names."""
+        names = logging._levelToName
+        return tuple((id(level), id(name)) for level, name in names.items()) if type(names) is dict else id(names)
+
+    def texts(self) -> dict[str, str]:
+        """Each name by its level."""
+        names = logging._levelToName
+        return {
+            f"name of logging level {level}": repr(name)
+            for level, name in (names.items() if type(names) is dict else ())
+            if type(level) is int and type(name) is str
+        }
+
+
+class Filters:
+    """The warnings filters, but for those that came with the module that defines their category.
+
+    An installed library adds them as it is imported (sympy does), and a reader cannot see who imported it:
+    another thread, or the checker in the middle of a reading.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] | None = None
+        self._with_modules: set[str] = set()
+        # Modules come to the end of `sys.modules`: those behind this many came since the filters were as last seen.
+        self._modules = 0
+        self._raw: object = None
+
+    def raw(self) -> object:
+        """Their identities."""
+        filters = warnings.filters
+        raw = tuple(map(id, filters)) if type(filters) is list else id(filters)
+        if raw == self._raw:
+            self._modules = len(sys.modules)
+        self._raw = raw
+        return raw
+
+    def texts(self) -> dict[str, str]:
+        """Each filter by what it says."""
+        filters: Any = warnings.filters
+        if type(filters) is not list:
+            return {}
+        found = {_filter(entry): entry for entry in filters if type(entry) is tuple}
+        if self._seen is not None:
+            new = [text for text in found if text not in self._seen]
+            came = set(itertools.islice(sys.modules, self._modules, None)) if new else set()
+            self._with_modules.update(text for text in new if _module_of(found[text]) in came)
+        self._seen, self._modules = set(found), len(sys.modules)
+        return {f"warnings filter {text}": "there" for text in found if text not in self._with_modules}
+
+
+def _module_of(entry: tuple[Any, ...]) -> str:
+    """The module that defines a filter's category, if it is an installed one; else empty."""
+    category = entry[2] if len(entry) > 2 else None
+    module = module_of_class(category) if type(category) is type else ""
+    return module if is_installed_module(module) else ""
+
+
+def _filter(entry: tuple[Any, ...]) -> str:
+    action, message, category, module, _ = (*entry, *(None,) * 5)[:5]
+    parts = [str(action) if type(action) is str else "?"]
+    parts += [repr(pattern) for part in (message, module) if (pattern := getattr(part, "pattern", part)) is not None]
+    parts.insert(1, f"{category.__module__}.{category.__qualname__}" if type(category) is type else "a category")
+    return "(" + ", ".join(parts).replace("builtins.", "") + ")"
+
+
+class CollectorCallbacks:
+    """What is called before and after each garbage collection."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return tuple(map(id, gc.callbacks))
+
+    def texts(self) -> dict[str, str]:
+        """Each by its name."""
+        return {f"gc.callbacks entry {described(item)}": "there" for item in list(gc.callbacks)}
+
+
+class KernelStatus:
+    """What the kernel says of the main thread: the umask, which processors it may run on, which signals it blocks.
+
+    From /proc: asking for the umask would change it for a moment, for every thread.
+
+    Args:
+        status: gives the kernel's /proc/self/status; default: it is read.
+    """
+
+    def __init__(self, status: Callable[[], bytes] | None = None) -> None:
+        self._status = status or functools.partial(contents, "/proc/self/status")
+
+    def raw(self) -> object:
+        """The lines about them; nothing where /proc does not show it."""
+        try:
+            status = self._status()
+            return tuple(_line(status, name) for name in (b"\nUmask:", b"\nCpus_allowed:", b"\nSigBlk:"))
+        except (OSError, ValueError):  # not this kernel
+            return ()
+
+    def texts(self) -> dict[str, str]:
+        """The umask in octal digits, the others as sets."""
+        raw: Any = self.raw()
+        if not raw:
+            return {}
+        umask, processors, blocked = raw
+        return {
+            "umask": f"{int(umask, 8):#o}",
+            "os.sched_getaffinity(0)": _members(processors.replace(b",", b""), 0),
+            "signal.pthread_sigmask(signal.SIG_BLOCK, ())": _members(blocked, 1),
+        }
+
+
+def _line(status: bytes, name: bytes) -> bytes:
+    start = status.index(name) + len(name)
+    return status[start : status.index(b"\n", start)].strip()
+
+
+def _members(mask: bytes, first: int) -> str:
+    """The places of the bits of a mask in hexadecimal digits, as code."""
+    number = int(mask, 16)
+    return repr({place + first for place in range(number.bit_length()) if number >> place & 1})
 
 
 class Loggers:

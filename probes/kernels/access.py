@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from lowtide.probes.kernels.words import Hits, RangeTable
+from lowtide.probes.kernels.definition import Hits, RangeTable
 
 if TYPE_CHECKING:
     import torch

@@ -20,10 +20,18 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from lowtide.probes.kernels import definition, plain
-from lowtide.probes.kernels.definition import GEOMETRY, WORD, Geometry, finish_all, key
+from lowtide.probes.kernels.definition import (
+    GEOMETRY,
+    WORD,
+    Geometry,
+    Hits,
+    RangeTable,
+    aligned_part,
+    contiguous,
+    finish_all,
+    key,
+)
 from lowtide.probes.kernels.plain import as_bytes
-from lowtide.probes.kernels.readable import contiguous
-from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
 _CHAIN = tl.constexpr(definition.CHAIN)
 _GOLDEN = tl.constexpr(definition.GOLDEN)

@@ -15,12 +15,17 @@ So a change within one aligned 32-bit word is always seen: one factor of one pro
 most one of the two keys, and nothing after that loses a bit. Any other change is missed with a chance of about 2^-64:
 two words swapped have different keys or different lanes, two flipped signs do not cancel in products, a block that
 moved has other lanes. This is no defence against somebody who builds a collision: the keys are known.
+
+Beside it: which tensors have bytes to read, and what a search for addresses takes and gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowtide.probes.originals import loaded
 
 WORD = 8  # bytes
 _MASK = (1 << 64) - 1
@@ -76,3 +81,101 @@ def finish(first: int, second: int, length: int) -> int:
     high = mix(first + length * GOLDEN & _MASK)
     low = mix(second + high * CHAIN & _MASK)
     return high << 64 | low
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RangeTable:
+    """Address ranges to look for: sorted, apart from one another, at least one, none of them empty.
+
+    Attributes:
+        starts: first address of each; at least 1, so that a word of zeros is in none.
+        stops: the address after the last of each; at most 2^63.
+        misalignment: the address bits that an aligned pointer has not set (15: a multiple of 16).
+    """
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    misalignment: int
+
+    @property
+    def low(self) -> int:
+        """First address of the hull."""
+        return self.starts[0]
+
+    @property
+    def high(self) -> int:
+        """The address after the hull."""
+        return self.stops[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """What was found in one tensor.
+
+    Attributes:
+        words: how many were read: those at multiples of 8 that lie wholly inside.
+        aligned: how many are addresses in the ranges, and aligned as the table asks.
+        unaligned: how many are addresses in the ranges, and not aligned.
+        listed: byte offset in the tensor and value of the aligned ones with the smallest offsets.
+    """
+
+    words: int
+    aligned: int
+    unaligned: int
+    listed: tuple[tuple[int, int], ...]
+
+
+def aligned_part(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes of a contiguous tensor before its first word at a multiple of 8, and how many such words it has."""
+    skipped = -tensor.data_ptr() % WORD
+    return skipped, max(0, (tensor.nbytes - skipped) // WORD)
+
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UnreadableTensorError(ValueError):
+    """A tensor whose bytes cannot be read; the message says why, and what to give instead."""
+
+
+def check_readable(tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose elements are not in plain memory.
+
+    Raises:
+        UnreadableTensorError: it has no memory, or none that holds its elements as an array.
+    """
+    import torch
+
+    fake = getattr(loaded("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    if tensor.device.type == "meta" or (fake is not None and issubclass(type(tensor), fake)):
+        raise UnreadableTensorError("it is a stand-in without memory (meta or fake); give the real tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UnreadableTensorError(
+            f"its layout ({tensor.layout}, {tensor.dtype}) is no plain array; give the tensors that hold its parts"
+        )
+    try:
+        reachable = is_lazy_copy(tensor) or not tensor.numel() or tensor.data_ptr()
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnreadableTensorError(f"torch gives no address for it ({error}); give the tensors inside it") from error
+    if not reachable:
+        raise UnreadableTensorError("it has no memory of its own; give the tensors inside it")
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """A readable tensor itself if its elements lie in memory in their logical order, else a copy in which they do."""
+    if is_lazy_copy(tensor):
+        return tensor.clone()  # asking for its address would make the copy that copy-on-write put off
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def is_lazy_copy(tensor: torch.Tensor) -> bool:
+    """Whether this is a copy on write that was not made yet."""
+    import torch
+
+    internals: Any = torch._C
+    return bool(internals._is_cow_tensor(tensor))

@@ -17,9 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lowtide.probes.kernels.definition import WORD
-from lowtide.probes.kernels.readable import contiguous
-from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
+from lowtide.probes.kernels.definition import WORD, Hits, RangeTable, aligned_part, contiguous
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -18,11 +18,13 @@ from lowtide.probes.kernels.definition import (
     MIX_SECOND,
     WORD,
     Geometry,
+    Hits,
+    RangeTable,
+    aligned_part,
+    contiguous,
     finish_all,
     key,
 )
-from lowtide.probes.kernels.readable import contiguous
-from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
 _LOW_HALF = (1 << 32) - 1
 _LEAST = -(1 << 63)

@@ -36,8 +36,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lowtide.probes.kernels.access import search_version, working_memory
-from lowtide.probes.kernels.readable import UnreadableTensorError, check_readable
-from lowtide.probes.kernels.words import Hits, RangeTable
+from lowtide.probes.kernels.definition import Hits, RangeTable, UnreadableTensorError, check_readable
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors
 

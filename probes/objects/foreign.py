@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    GetSetDescriptorType,
-    MethodType,
-    ModuleType,
-    WrapperDescriptorType,
-)
+from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 from weakref import ReferenceType
 
-from lowtide.probes.originals import gc
+from lowtide.probes.originals import gc, os, threading
 
 MISSING = object()
 """What `attribute` gives where there is none, or where finding it could run foreign code."""
@@ -188,3 +182,65 @@ def place_of_definition(item: object) -> tuple[str, str] | None:
         )
         found = namespace.get(name, MISSING)
     return (module, names) if found is item else None
+
+
+_PLAIN = frozenset(map(id, (threading.Thread, threading.Timer, type(threading.main_thread()), threading._DummyThread)))
+
+
+def living_threads() -> list[threading.Thread]:
+    """Return the threads that Python knows and that have not ended.
+
+    For a thread of C in which somebody asked for the current thread (logging does) Python makes an object, and keeps it
+    past the thread's end (until 3.13).
+    """
+    return [each for each in threading.enumerate() if type(each) is not threading._DummyThread or _goes_on(each)]
+
+
+def _goes_on(thread: threading.Thread) -> bool:
+    try:
+        os.stat(f"/proc/self/task/{thread.native_id}")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def thread_name(thread: threading.Thread) -> str:
+    """The name; that of the class where the thread has none."""
+    if id(type(thread)) in _PLAIN:
+        return thread.name
+    name = attribute(thread, "_name")
+    return name if type(name) is str else type_name(type(thread))
+
+
+def thread_ident(thread: threading.Thread) -> int:
+    """The identifier; 0 where it does not run yet."""
+    ident = thread.ident if id(type(thread)) in _PLAIN else attribute(thread, "_ident")
+    return ident if type(ident) is int else 0
+
+
+def thread_key(thread: threading.Thread) -> str:
+    """`name (identifier)`, as the counters name it."""
+    return f"{thread_name(thread)} ({thread_ident(thread) or None})"
+
+
+_definition_of: Any = ctypes.pythonapi.PyModule_GetDef
+_definition_of.argtypes = [ctypes.py_object]
+_definition_of.restype = ctypes.c_void_p
+
+
+def is_kind_of_module(kind: type) -> bool:
+    """Whether instances of a class are modules; runs none of its code."""
+    return any(base is ModuleType for base in mro_of(kind))
+
+
+def without_state(module: Any) -> object:
+    """What to ask the collector in place of a module: itself, or for one that is written in C its namespace alone.
+
+    `gc.get_referents` gives out whatever a module's state shows the collector, and CPython 3.12's `_asyncio` shows it a
+    list of dead objects that wait to be used again.  Each of them that is given out lives and dies once more, and then
+    follows itself in that list: the next walk over the module, and the next garbage collection, never end
+    (`Modules/_asynciomodule.c`, `fi_freelist`).  What a program keeps in such a module it keeps in its namespace.
+    """
+    return (dict_of_module(module),) if _definition_of(ctypes.py_object(module)) else module

@@ -169,7 +169,7 @@ def _add_what_is_reached(found: list[object]) -> Any:
         The identity of each object's type, shape [len(found)].
     """
     # Not at the top: see `Census`.
-    from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+    from lowtide.probes.objects.foreign import is_kind_of_module, without_state
     from lowtide.probes.objects.identities import Tracked, identities, objects_at, places_of, types_of
     from lowtide.probes.original_numpy import np
 

@@ -1,9 +1,10 @@
-"""One process as it shows from outside, Python or not; and a whole tree of them, read side by side."""
+"""One process as it shows from outside, Python or not; a whole tree of them; and who holds memory on this host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 import psutil
@@ -20,15 +21,16 @@ from lowtide.probes.host.process_files import (
     count_descriptors,
     environment,
     name_of,
+    open_files,
     rollup,
     runs_python,
     sizes,
     stat,
     thread_names,
 )
-from lowtide.probes.processes.mapped_files import mapped_below
+from lowtide.probes.processes.mapped_files import PATIENCE_S, mapped_below, read_side_by_side
 from lowtide.probes.processes.roles import Role, read_role
-from lowtide.probes.processes.side_by_side import PATIENCE_S, read_side_by_side
+from lowtide.probes.processes.shared_memory_files import SharedMemoryReading, read_shared_memory
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -315,3 +317,75 @@ def _is_gone(leader: int, process: ProcessStat) -> bool:
     found = stat(leader)
     # A leader is older than who is in its group: a younger one has its number by chance.
     return found is None or found.state == "Z" or found.started > process.started
+
+
+_CARD_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+_CARD_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg")
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who holds what.
+
+    Attributes:
+        driver: which driver was asked: `nvml`, `amdsmi` or `none`.
+        driver_note: why no card was found; empty if one was.
+        cards: what the driver says of each card.
+        processes: those that the driver lists and that are seen here, and orphans of engines; sorted by beginning.
+        unseen: what the driver counts for processes that are not seen here, by process identifier: they are in another
+            container, or have ended.
+        files: what is in /dev/shm.
+    """
+
+    driver: str
+    driver_note: str
+    cards: tuple[CardHolders, ...]
+    processes: tuple[ProcessView, ...]
+    unseen: Mapping[int, ByCard]
+    files: SharedMemoryReading
+
+
+def read_holders(driver: Driver) -> Holders:
+    """Read all cards, their processes, orphans of engines, and the files of the dead.
+
+    Args:
+        driver: reports who holds what on cards.
+    """
+    cards = read_card_holders(driver)
+    listed = by_process(cards)
+    here = [pid for pid in listed if _is_here(pid)]
+    processes = read_processes({*here, *_left_processes()}, listed)
+    seen = {view.pid for view in processes}
+    return Holders(
+        driver=driver.name,
+        driver_note="" if cards else driver.read(0).note,
+        cards=cards,
+        # A number of another container's may be that of a process here.
+        processes=tuple(view for view in processes if view.pid in here or view.is_orphan),
+        unseen={pid: by_card for pid, by_card in listed.items() if pid not in here or pid not in seen},
+        files=read_shared_memory(),
+    )
+
+
+def _is_here(pid: int) -> bool:
+    """Whether a number of the driver's is that of a process here, and not of another container's."""
+    if stat(pid) is None:
+        return False
+    if count_descriptors(pid) is None or not any(device.exists() for device in _CARD_DEVICES):
+        return True
+    return any(file.startswith(_CARD_FILES) for file in open_files(pid))
+
+
+def _left_processes() -> list[int]:
+    """Orphans of engines, and of programs that lowtide has watched."""
+    left = read_side_by_side(is_left_by_an_engine, _children_of_init(), PATIENCE_S)
+    return [pid for pid, is_left in left.items() if is_left]
+
+
+def _children_of_init() -> Iterator[int]:
+    """Processes that the system has started, and orphans."""
+    for entry in Path("/proc").iterdir():
+        process = stat(int(entry.name)) if entry.name.isdigit() else None
+        parent = stat(process.parent) if process is not None else None
+        if process is not None and parent is not None and (parent.pid == 1 or parent.command in REAPERS):
+            yield process.pid

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from lowtide.probes.host.process_files import runs_python, stat
 from lowtide.probes.originals import os, time
-from lowtide.probes.processes.mapped_files import FileId, files_in_use
-from lowtide.probes.processes.side_by_side import PATIENCE_S, read_side_by_side
+from lowtide.probes.processes.mapped_files import PATIENCE_S, FileId, files_in_use, read_side_by_side
 
 FOLDER = Path("/dev/shm")
 

@@ -22,8 +22,7 @@ from lowtide.probes.host.process_files import has_opened_a_card, lives, name_of,
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.originals import os, time
-from lowtide.probes.processes.agents import FOLDER_PREFIX
-from lowtide.probes.processes.neighbours import Neighbours
+from lowtide.probes.processes.agents import FOLDER_PREFIX, Neighbours
 from lowtide.probes.processes.outside_view import ByCard, by_process
 from lowtide.probes.processes.shared_memory_files import (
     SharedMemoryFile,

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from lowtide.reports.whole_texts import json_bytes
+from lowtide.reports.schema import json_bytes
 
 _LEVEL = 6
 """Of the compression: a higher one takes several times as long, for a few percent."""

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from lowtide.reports.schema import Report, Stage
-from lowtide.reports.whole_texts import json_bytes
+from lowtide.reports.schema import Report, Stage, json_bytes
 
 WANTED = "live.wanted"
 """The file that a watcher touches."""

@@ -9,12 +9,10 @@ from typing import Any, Literal
 import msgspec
 
 from lowtide.probes.device.driver.card_holders import CardHolders
-from lowtide.probes.processes.holders import Holders
-from lowtide.probes.processes.outside_view import ProcessView
+from lowtide.probes.processes.outside_view import Holders, ProcessView
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
 from lowtide.reports.reading.json_schemas import schema_of
-from lowtide.reports.schema import CardMemory, NotMeasured
-from lowtide.reports.whole_texts import json_bytes
+from lowtide.reports.schema import CardMemory, NotMeasured, json_bytes
 
 SCHEMA: Literal["lowtide-ps/1"] = "lowtide-ps/1"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lowtide.reports.reading.numbers import Int64
+from lowtide.reports.reading.json_schemas import Int64
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -13,8 +13,7 @@ import random
 import torch
 
 from lowtide.probes.kernels import compiled, plain
-from lowtide.probes.kernels.definition import Geometry
-from lowtide.probes.kernels.words import RangeTable
+from lowtide.probes.kernels.definition import Geometry, RangeTable
 
 CPU = torch.device("cpu")
 SMALL = Geometry(lanes=2, rounds=2)  # 32 bytes to a section, so that every size up to past two of them is feasible

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import PoolReading, announce
 

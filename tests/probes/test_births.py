@@ -14,7 +14,6 @@ import pytest
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes import originals
 from lowtide.probes.heap import births as module
-from lowtide.probes.heap import collection_record
 from lowtide.probes.heap.births import Births, young_generations_tell
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.objects.listed import frozen_by_program
@@ -511,7 +510,7 @@ def test_a_record_that_fails_keeps_no_young_object(births: Births, monkeypatch: 
     listed = record._young
     # The first step is done; of the phase "stop" nothing is known, which fails.
     steps = {"start": {1: map(listed.append, itertools.repeat([[]]))}}
-    monkeypatch.setitem(collection_record._steps_of, id(record), steps)
+    monkeypatch.setitem(module._steps_of, id(record), steps)
     gc.collect(1)
     assert (record.is_incomplete, list(listed)) == (True, [])
 

@@ -12,7 +12,7 @@ import types
 import pytest
 
 from lowtide.probes.heap.holders import trace
-from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+from lowtide.probes.objects.foreign import is_kind_of_module, without_state
 from lowtide.probes.objects.listed import all_objects
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.driver.card_holders import CardHolders, count_cards, read_card_holders
-from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from tests.probes.test_driver import FakeNvml
 

@@ -33,7 +33,7 @@ from lowtide.probes.host.counters import (
     anonymous_bytes,
     child_processes,
 )
-from lowtide.probes.objects.thread_names import living_threads, thread_key
+from lowtide.probes.objects.foreign import living_threads, thread_key
 from tests.waiting import HANG_S, wait_until
 
 

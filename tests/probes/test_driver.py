@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.probes.device.driver import Driver, DriverError, find_driver
+from lowtide.probes.device.driver import Driver, DriverError, NoDriver, find_driver
 from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
-from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.device.driver.visible import CUDA, visible_card
 from tests.loaded_modules import load_instead

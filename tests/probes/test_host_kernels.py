@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from lowtide.probes.kernels import host, plain
-from lowtide.probes.kernels.words import RangeTable
+from lowtide.probes.kernels.definition import RangeTable
 
 CPU = torch.device("cpu")
 RANGES = RangeTable((0x1000, 0x7F00_0000_0000, 0x7F10_0000_0000), (0x1100, 0x7F00_0001_0000, 0x7F10_0000_0100), 15)

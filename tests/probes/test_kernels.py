@@ -15,8 +15,7 @@ import torch
 
 from lowtide.probes.kernels import plain
 from lowtide.probes.kernels.access import fingerprint_version, search_version
-from lowtide.probes.kernels.definition import CHAIN, GEOMETRY, GOLDEN, Geometry, finish, key, mix
-from lowtide.probes.kernels.words import RangeTable
+from lowtide.probes.kernels.definition import CHAIN, GEOMETRY, GOLDEN, Geometry, RangeTable, finish, key, mix
 
 pytestmark = pytest.mark.nightly
 

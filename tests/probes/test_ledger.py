@@ -10,14 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.probes.device.driver import DriverReading, find_driver
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
 from lowtide.probes.host.readings import HostReading, Resident
-from lowtide.probes.ledger import DeviceLedger, LedgerBase, LedgerError, base_from, read_ledger
 from lowtide.probes.memory.tensors import TensorReading
-from lowtide.probes.objects.gc_state import GcReading
-from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
+from lowtide.probes.objects.collector import GcReading
+from lowtide.probes.snapshot import (
+    DeviceLedger,
+    LedgerBase,
+    LedgerError,
+    PoolResidency,
+    Snapshot,
+    base_from,
+    read_ledger,
+    take_snapshot,
+)
 from lowtide.probes.stages import PoolReading
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.probes.host.libraries import resident_code
+from lowtide.probes.host.readings import resident_code
 
 # Of several pages that the kernel maps at once, which may have 2 MiB.
 SIZE = 16 << 20

@@ -15,7 +15,7 @@ import pytest
 
 from lowtide.probes.host import makers as module
 from lowtide.probes.host.makers import Makers
-from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.objects.foreign import thread_key
 from tests.waiting import HANG_S
 
 

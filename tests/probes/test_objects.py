@@ -168,7 +168,7 @@ from types import FrameType, ModuleType
 sys.path.insert(0, sys.argv[1])
 import numpy
 from lowtide.probes.objects import identities
-from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+from lowtide.probes.objects.foreign import is_kind_of_module, without_state
 from lowtide.probes.objects.listed import Census, _roots, all_objects, census_of_all
 if sys.argv[2] == "slow":
     identities._LAID_OUT = False

@@ -34,11 +34,10 @@ MAY_LOOK_UP = {
     "leakcheck/processes/tree_end.py": "of a command that looks at another program",
     "leakcheck/watching/notebook.py": "of a cell of a notebook, where no test has replaced anything",
     "probes/device/allocator_snapshots.py": "writes a file that the user asked for",
-    "probes/objects/whose_code.py": "while it is imported",
+    "probes/objects/described.py": "while it is imported",
     "probes/kernels/host.py": "called by engines",
     "probes/original_numpy.py": "when numpy is first needed",
     "probes/processes/agents.py": "joins and keeps a path",
-    "probes/processes/holders.py": "of a command that looks at other programs",
     "probes/processes/outside_view.py": "of a command that looks at other programs",
     "probes/processes/shared_memory_files.py": "of a command that looks at other programs",
     "probes/processes/tree_traces.py": "of a command that looks at another program",
@@ -123,7 +122,7 @@ def found() -> list[dict[str, list[str]]]:
 
 def test_the_originals_are_taken_for_no_modules(found: list[dict[str, list[str]]]) -> None:
     # These read an attribute by its name.
-    by_name = ("probes/host/interpreter_settings.py", "probes/references/interpreter_holders.py")
+    by_name = ("probes/host/settings.py", "probes/references/interpreter_holders.py")
     assert {name: lines for name, lines in found[0].items() if lines and name not in by_name} == {}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.host.process_events import ProcessEvents
+from lowtide.probes.host.process_tree import ProcessEvents
 from tests.waiting import wait_until
 
 WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -76,7 +76,7 @@ def test_an_answer_is_heard_and_so_is_a_join(heard: list[str]) -> None:
 
 def test_of_many_answers_in_a_row_few_are_heard(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("lowtide.probes.host.process_events.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("lowtide.probes.host.process_tree.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     mine, theirs = get_context("fork").Pipe()
     for now in (100.0, 100.001, 100.002, 100.006):
         clock[0] = now

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host import process_files, process_tree
 from lowtide.probes.host.counters import child_processes

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.device import sleeping_segments
-from lowtide.probes.device.sleeping_segments import sleeping_bytes
+from lowtide.probes.device import allocations
+from lowtide.probes.device.allocations import sleeping_bytes
 from lowtide.probes.memory.ranges import Range
 
 MIB = 1 << 20
@@ -47,9 +47,9 @@ class Double:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(double: Double | None) -> None:
-        monkeypatch.setattr(sleeping_segments, "initialized_torch", lambda: double)
+        monkeypatch.setattr(allocations, "initialized_torch", lambda: double)
         if double is not None:
-            monkeypatch.setattr(sleeping_segments, "read_allocations", double.read_allocations)
+            monkeypatch.setattr(allocations, "read_allocations", double.read_allocations)
 
     return install
 

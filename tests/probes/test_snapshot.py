@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.probes.device.driver import Driver, DriverReading, find_driver
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import Driver, DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading
 from lowtide.probes.host.readings import Resident
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot

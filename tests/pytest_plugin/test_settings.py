@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowtide.pytest_plugin.settings import read_markers, read_settings
+from lowtide.pytest_plugin.scopes import read_markers
+from lowtide.pytest_plugin.settings import read_settings
 
 pytestmark = pytest.mark.nightly
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from lowtide.pytest_plugin.session_watch import Spent
 from lowtide.pytest_plugin.settings import Settings
-from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, summary
 from lowtide.reports.schema import NotMeasured, Subject
 

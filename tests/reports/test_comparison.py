@@ -13,8 +13,14 @@ import pytest
 from rich.console import Console
 
 from lowtide.reports import schema
-from lowtide.reports.comparison.changes import LeakChange, compare_reports
-from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, render_for_terminal, verdict_of
+from lowtide.reports.comparison.changes import (
+    LeakChange,
+    compare_reports,
+    render_as_markdown,
+    render_as_page,
+    render_for_terminal,
+    verdict_of,
+)
 from lowtide.reports.folder import write_folder
 from tests.reports.small_reports import HOSTILE, MIB, finding, report, subject
 

@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from rich.console import Console
 
 from lowtide.reports import schema, terminal
-from lowtide.reports.comparison.changes import compare_reports
-from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, render_for_terminal
+from lowtide.reports.comparison.changes import compare_reports, render_as_markdown, render_as_page, render_for_terminal
 from lowtide.reports.github import render_annotations
 from lowtide.reports.html.fragment import render_fragment
 from lowtide.reports.html.page import render_html

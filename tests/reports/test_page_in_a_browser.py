@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from lowtide.reports import schema
-from lowtide.reports.comparison.changes import compare_reports
-from lowtide.reports.comparison.renderings import render_as_page
+from lowtide.reports.comparison.changes import compare_reports, render_as_page
 from lowtide.reports.html.page import render_html
 from lowtide.reports.live.broadcast import Broadcast
 from lowtide.reports.live.server import PageServer

@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
-from lowtide.reports.whole_texts import encoded, json_bytes, whole_text
+from lowtide.reports.schema import encoded, json_bytes, whole_text
 from tests.reports.small_reports import LIFE, finding, report, subject
 
 NAME = os.fsdecode(b"file\xff\xe9")

@@ -54,8 +54,8 @@ class Driver(Protocol):
 
 def find_driver() -> Driver:
     """The first of NVML, amdsmi and none that works here; never raises."""
+    from lowtide.probes.device.driver import NoDriver
     from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
-    from lowtide.probes.device.driver.none import NoDriver
     from lowtide.probes.device.driver.nvml import NvmlDriver
 
     kinds: tuple[Callable[[], Driver], ...] = (NvmlDriver, AmdsmiDriver)
@@ -74,3 +74,23 @@ def _opened(kind: Callable[[], Driver], reasons: list[str]) -> Driver | None:
     except DriverError as error:
         reasons.append(str(error))
         return None
+
+
+class NoDriver:
+    """Reads nothing, and says why."""
+
+    name = "none"
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def read(self, device_index: int) -> DriverReading:
+        """Everything unknown."""
+        return DriverReading(f"cuda:{device_index}", self.name, None, None, None, f"no driver to ask: {self._reason}")
+
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        """None known."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to let go of."""

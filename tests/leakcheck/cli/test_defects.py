@@ -24,7 +24,7 @@ from lowtide.leakcheck.cli import defects as module
 from lowtide.leakcheck.cli.defects import Verified, VerifiedRun, table, verify
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.targets.reference import ReferenceLife
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
 # Each of them lives in processes of its own, which takes its time on a busy machine.

@@ -17,10 +17,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host.process_files import MARK
-from lowtide.probes.processes import holders, shared_memory_files
+from lowtide.probes.processes import outside_view, shared_memory_files
 from lowtide.reports.processes import listing
 from tests.probes import left_processes
 from tests.probes.left_processes import holder
@@ -36,7 +36,7 @@ Ps = Callable[..., Result]
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # The double's processes have no card open.
-    monkeypatch.setattr(holders, "_CARD_DEVICES", ())
+    monkeypatch.setattr(outside_view, "_CARD_DEVICES", ())
     return FakeNvml()
 
 
@@ -45,7 +45,7 @@ def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Stands in for /dev/shm, so that tests beside this one do not see its files, nor this one theirs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="lowtide-tests-") as folder:
         read = shared_memory_files.read_shared_memory
-        monkeypatch.setattr(holders, "read_shared_memory", lambda: read(Path(folder)))
+        monkeypatch.setattr(outside_view, "read_shared_memory", lambda: read(Path(folder)))
         yield Path(folder)
 
 
@@ -104,12 +104,12 @@ def test_a_number_of_another_container_s_is_not_that_of_a_process_here(
     ps: Ps, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # There is a card's device, and the process of this number has not opened it.
-    monkeypatch.setattr(holders, "_CARD_DEVICES", (tmp_path,))
-    monkeypatch.setattr(holders, "_CARD_FILES", ("/no such device",))
+    monkeypatch.setattr(outside_view, "_CARD_DEVICES", (tmp_path,))
+    monkeypatch.setattr(outside_view, "_CARD_FILES", ("/no such device",))
     nvml.compute[0] = [(os.getpid(), 60 * MIB)]
     process = listed(ps, os.getpid())
     assert (process["is_here"], process["name"]) == (False, "")
-    monkeypatch.setattr(holders, "_CARD_FILES", ("/",))
+    monkeypatch.setattr(outside_view, "_CARD_FILES", ("/",))
     assert listed(ps, os.getpid())["is_here"]
 
 
@@ -161,7 +161,7 @@ def test_an_orphan_of_a_program_that_was_watched_is_listed_and_another_is_not(
 def test_files_of_dead_libraries_are_listed_and_count_and_others_are_only_listed(
     ps: Ps, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holders, "read_card_holders", lambda driver: ())
+    monkeypatch.setattr(outside_view, "read_card_holders", lambda driver: ())
     (shm / "model.bin").write_bytes(b"x" * 30 * MIB)
     assert ps("--fail-above", "25MiB").exit_code == 0
     left = shm / "nccl-pS1234"
@@ -189,7 +189,7 @@ def test_without_a_driver_the_files_are_listed_and_the_precheck_is_not_passed(
 def test_where_nothing_can_be_measured_it_says_so(ps: Ps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("lowtide.probes.device.driver.find_driver", lambda: NoDriver("no library"))
     read = shared_memory_files.read_shared_memory
-    monkeypatch.setattr(holders, "read_shared_memory", lambda: read(tmp_path / "none"))
+    monkeypatch.setattr(outside_view, "read_shared_memory", lambda: read(tmp_path / "none"))
     done = ps()
     assert done.exit_code == 2
     assert "not measured: /dev/shm: " in done.stdout
@@ -199,7 +199,7 @@ def test_a_card_that_the_driver_does_not_count_is_not_below_any_limit(ps: Ps, mo
     from lowtide.probes.device.driver.card_holders import CardHolders
 
     lost = CardHolders("cuda:0", None, 1000, 0, {}, "NVML: GPU is lost")
-    monkeypatch.setattr(holders, "read_card_holders", lambda driver: (lost,))
+    monkeypatch.setattr(outside_view, "read_card_holders", lambda driver: (lost,))
     assert ps().exit_code == 0
     done = ps("--fail-above", "1GiB")
     assert done.exit_code == 2

@@ -16,7 +16,7 @@ from lowtide.leakcheck.judging.owners import Claims
 from lowtide.leakcheck.judging.storages import read_heap
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.resource import Rung
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.heap.births import Births
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.reports.schema import Finding, Remedy, Subject

@@ -19,8 +19,7 @@ from lowtide.leakcheck.judging.contract import (
     failed_teardown,
     holders,
 )
-from lowtide.probes.device.driver import DriverReading
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import DriverReading, NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import PoolReading

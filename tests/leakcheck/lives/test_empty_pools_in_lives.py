@@ -17,8 +17,7 @@ from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.lives import lifecycle
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.resource import Rung
-from lowtide.probes.device.driver import DriverReading
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import DriverReading, NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, parse_pools
 from lowtide.probes.memory.ranges import Range, total
 from lowtide.probes.snapshot import Snapshot, take_snapshot

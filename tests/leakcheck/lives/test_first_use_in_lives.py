@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Subject
 
 pytestmark = pytest.mark.nightly

@@ -15,7 +15,7 @@ import torch
 
 from lowtide.leakcheck.judging.metrics import unaccounted_host_memory
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
 from lowtide.probes.host import readings as host
 from lowtide.probes.host.readings import resident_in

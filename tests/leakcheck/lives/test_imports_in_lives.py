@@ -22,7 +22,7 @@ from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.watching.check import LeakCheck
 from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.watching.watch import Watch
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Subject
 from tests.leakcheck.small_target import SmallTarget
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.lives.life_record import LifeRecord, Lived, sizes_of
-from lowtide.probes.device.driver import DriverReading
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import DriverReading, NoDriver
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import PoolKind, PoolReading
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage

@@ -36,7 +36,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
 from lowtide.probes.host.readings import Resident
 from lowtide.probes.snapshot import Snapshot, take_snapshot

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Subject
 

@@ -11,7 +11,7 @@ import torch
 
 import lowtide
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.reports.schema import Subject
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.lives.witness import CardUse, card_use, grown_by_nobody_else
-from lowtide.probes.device.driver import DriverError, DriverReading
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import DriverError, DriverReading, NoDriver
 
 OWN, NEIGHBOUR = 100, 200
 

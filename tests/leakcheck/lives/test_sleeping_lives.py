@@ -21,7 +21,7 @@ from lowtide.leakcheck.judging import growth as growth
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatedRanges
 from lowtide.probes.memory.ranges import merge
 from lowtide.probes.stages import listening, stage

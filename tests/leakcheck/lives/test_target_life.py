@@ -18,7 +18,7 @@ import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife, check_run, script_of
 from lowtide.leakcheck.targets.target import Capabilities, LifecycleTarget
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Subject
 from tests.leakcheck.small_target import SmallTarget
 

@@ -15,7 +15,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife, script_o
 from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.lives.sweep import stages
 from lowtide.leakcheck.targets.target import Capabilities
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Subject
 
 pytestmark = pytest.mark.nightly

@@ -24,8 +24,7 @@ from lowtide.leakcheck.lives.sweep import Swept
 from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetSource
-from lowtide.probes.device.driver import Driver, DriverReading
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import Driver, DriverReading, NoDriver
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import SmallTarget
 

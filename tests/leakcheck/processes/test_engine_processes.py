@@ -18,8 +18,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun, check_run
 from lowtide.leakcheck.processes import unmeasured_processes
 from lowtide.leakcheck.processes.tree_end import EndedHolders, held_by_a_gone
 from lowtide.probes import stages
-from lowtide.probes.device.driver import find_driver
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver, find_driver
 from lowtide.probes.processes.agents import AgentError, Agents
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Subject

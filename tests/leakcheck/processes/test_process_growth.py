@@ -24,7 +24,7 @@ from lowtide.leakcheck.processes.process_growth import (
     shared_bytes,
 )
 from lowtide.leakcheck.processes.process_levels import ProcessLevels
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName

@@ -23,7 +23,7 @@ from lowtide.leakcheck.lives.lifecycle import check_run
 from lowtide.leakcheck.processes import unmeasured_processes as unseen
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree
 from lowtide.reports.outcomes import judged_as, largest_of_each

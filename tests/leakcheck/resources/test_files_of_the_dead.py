@@ -23,7 +23,7 @@ from lowtide import LeakCheck
 from lowtide.leakcheck.lives.lifecycle import check_run
 from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.targets.target import Capabilities
-from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree

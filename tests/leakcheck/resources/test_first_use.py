@@ -12,7 +12,7 @@ import torch
 from lowtide import LeakCheck
 from lowtide.leakcheck.resources import first_use
 from lowtide.leakcheck.resources.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
-from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding, ResourceName
 

@@ -18,8 +18,8 @@ from lowtide.leakcheck.resources import first_use as module
 from lowtide.leakcheck.resources.first_use import BlasHandles, CardsWithoutTorch, Trial, WarmUp
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
-from lowtide.probes.device import contexts
-from lowtide.probes.device.contexts import cards_with_contexts
+from lowtide.probes.device import allocations
+from lowtide.probes.device.allocations import cards_with_contexts
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.outcomes import judged_as
 
@@ -233,7 +233,7 @@ def test_a_context_is_seen_whoever_made_it(driver: Driver, cards: list[int], mon
 
 
 def test_where_the_driver_is_not_loaded_there_is_none() -> None:
-    assert contexts.cards_with_contexts() == []
+    assert allocations.cards_with_contexts() == []
 
 
 def reading(*targets: str) -> Counters:

@@ -31,7 +31,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def waited(readings: Iterator[set[str]]) -> None:
     watched: Any = SimpleNamespace(
-        read=lambda: Counters({"threads": dict.fromkeys(next(readings), 1)}, {}, {}),
+        counters=SimpleNamespace(read=lambda: Counters({"threads": dict.fromkeys(next(readings), 1)}, {}, {})),
         ownership=Books(),
         policy=Policy(settle=0.5),
     )

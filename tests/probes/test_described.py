@@ -6,7 +6,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from lowtide.probes.objects.whose_code import installed_in, is_library, is_of_python, is_of_site
+from lowtide.probes.objects.described import installed_in, is_library, is_of_python, is_of_site
 
 
 def test_folders_of_every_kind_of_installation_are_found(tmp_path: Path) -> None:

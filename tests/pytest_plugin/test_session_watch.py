@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lowtide.pytest_plugin import spent as spending
-from lowtide.pytest_plugin.spent import Spent
+from lowtide.pytest_plugin import session_watch
+from lowtide.pytest_plugin.session_watch import Spent
 from tests.waiting import SleptClock
 
 pytestmark = pytest.mark.nightly
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SleptClock:
     clock = SleptClock()
-    monkeypatch.setattr(spending, "time", clock)
+    monkeypatch.setattr(session_watch, "time", clock)
     return clock
 
 
