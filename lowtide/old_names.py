@@ -16,7 +16,6 @@ RENAMED = {
     "lowtide.leakcheck.small_checkpoint": "lowtide.leakcheck.targets.reference",
     "lowtide.leakcheck.target": "lowtide.leakcheck.targets.target",
     "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.targets.transformers_target",
-    "lowtide.pytest_plugin.failures": "lowtide.pytest_plugin.held_reports",
 }
 """By the old name, which users have from the documentation or from programs of `lowtide fuzz`, the new one."""
 

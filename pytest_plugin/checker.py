@@ -19,7 +19,21 @@ from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal
-from lowtide.pytest_plugin.held_reports import LeakFailure, run_by_another, run_test, shown
+from lowtide.pytest_plugin.failures import LeakFailure, run_by_another, run_test, shown
+from lowtide.pytest_plugin.items import (
+    FixtureOwner,
+    WiderFixtures,
+    clear_tracebacks,
+    clear_unreported,
+    empty_instance,
+    errors_of_parameters,
+    fixture_name,
+    has_own_setup,
+    hints,
+    read_markers,
+    release_test,
+    release_warnings,
+)
 from lowtide.pytest_plugin.results import (
     CheckedLeaks,
     DeferredProofs,
@@ -31,16 +45,6 @@ from lowtide.pytest_plugin.results import (
     proven_as_json,
     proven_from_json,
 )
-from lowtide.pytest_plugin.retention import (
-    clear_tracebacks,
-    clear_unreported,
-    empty_instance,
-    errors_of_parameters,
-    hints,
-    release_test,
-    release_warnings,
-)
-from lowtide.pytest_plugin.scopes import FixtureOwner, WiderFixtures, fixture_name, has_own_setup, read_markers
 from lowtide.pytest_plugin.session_watch import (
     SessionWatch,
     Spent,

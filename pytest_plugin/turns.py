@@ -10,7 +10,7 @@ import pytest
 from lowtide.leakcheck.growth.host_levels import read_levels
 from lowtide.leakcheck.watching.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.watched import Verdict
-from lowtide.pytest_plugin.scopes import FixtureOwner
+from lowtide.pytest_plugin.items import FixtureOwner
 from lowtide.reports.schema import Finding
 from lowtide.reports.statement import noted
 

@@ -199,6 +199,11 @@ class CachedValues:
         self._kept: dict[Hashable, _Kept] = {}
         self._turn = 0
 
+    @property
+    def any_kept(self) -> bool:
+        """Return whether any memo has kept values so far; if none has, no test needs to be marked."""
+        return bool(self._kept)
+
     def mark(self) -> None:
         """Begin another test."""
         for kept in self._kept.values():

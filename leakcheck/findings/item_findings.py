@@ -18,7 +18,7 @@ from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Change, Items, Rung
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, advice, describe_change, sentences
 from lowtide.probes.device.torch_allocator import any_graph_alive
-from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.host.counters import SettingReader
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.originals import gc, os

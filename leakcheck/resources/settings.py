@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from lowtide.probes.host.replaced import A_MODULE, FIRST, INHERITED, NOTHING, REPLACED, split
-from lowtide.probes.host.settings import is_entry
+from lowtide.probes.host.replaced import A_MODULE, FIRST, INHERITED, NOTHING, split
+from lowtide.probes.host.settings import REPLACED, is_entry
 from lowtide.probes.host.torch_settings import CARD_LIMITS, DEFAULT_STREAM, NO_LIMIT
 from lowtide.probes.objects.described import LIBRARYS, is_of_python, is_of_site, is_of_tools, is_text_of_tool
 from lowtide.probes.objects.foreign import MISSING, cells_of, is_a

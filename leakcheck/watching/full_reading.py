@@ -66,19 +66,19 @@ class OwnersInUse:
 
     Args:
         watched: what is followed.
+
+    Attributes:
+        tolerance: bytes that the test of now may leave.
+        any_used: whether it has used any owner, or one is ending.
     """
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
-        self._tolerance = 0
+        self.tolerance = 0
+        self.any_used = False
         self._users: dict[int, Owner] = {}
         self._grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
-
-    def begin(self, tolerance: int) -> None:
-        """Begin a test, which may leave so many bytes."""
-        self._tolerance = tolerance
-        self._users.clear()
 
     @property
     def grown(self) -> Mapping[str, Sequence[Finding]]:
@@ -86,7 +86,9 @@ class OwnersInUse:
         return self._grown
 
     def forget(self) -> None:
-        """Let go of what was found: the test was judged."""
+        """Let go of what was found: the test was judged, or another one begins."""
+        self.any_used = False
+        self._users.clear()
         self._grown.clear()
         self._passed.clear()
 
@@ -98,14 +100,16 @@ class OwnersInUse:
             allowed: bytes that it may leave there, if not what it may leave of its own.
         """
         for owner in owners:
+            self.any_used = True
             if id(owner) not in self._users:
                 self._users[id(owner)] = owner
-                owner.ledger.begin_turn(self._tolerance if allowed is None else allowed)
+                owner.ledger.begin_turn(self.tolerance if allowed is None else allowed)
 
     def ending(self, owner: Owner) -> None:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
         if not owner.ledger.may_grow or not any(owner is other for other in self._watched.ownership.live):
             return
+        self.any_used = True
         now = self._watched.counters.read()
         # Again even where its last test was read: others may have emptied since what they had filled.
         claims = Claims(self._watched.ownership.live)
@@ -120,6 +124,7 @@ class OwnersInUse:
     def add(self, owner: Owner, grown: Sequence[Finding]) -> None:
         """Add to what has grown under an owner that is about to end."""
         if grown:
+            self.any_used = True
             self._grown.setdefault(owner.label, []).extend(grown)
 
     def note(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
@@ -166,6 +171,8 @@ class FullReadings:
         in_use: notes what the owners that are alive hold, where a test is over.
 
     Attributes:
+        subject: the test of now, as a later finding calls it.
+        any_kept: whether a memo has kept values so far, whose use is noted test by test.
         distinguished: what of this judgement's items libraries are excused for; None before its first reading.
         values: the cached values among its storages.
     """
@@ -178,13 +185,13 @@ class FullReadings:
         )
         self._library_items = LibraryItems(watched.makers)
         self._cached_values = CachedValues()
-        self._subject = ""
+        self.subject = ""
+        self.any_kept = False
         self.distinguished: Sorted | None = None
         self.values = SortedValues()
 
-    def mark(self, subject: str) -> None:
-        """Note what caches hold when a test begins."""
-        self._subject = subject
+    def mark(self) -> None:
+        """Note which of the caches that keep values the last test has used."""
         self._cached_values.mark()
 
     def begin(self) -> None:
@@ -214,8 +221,9 @@ class FullReadings:
             deep = self._reader(case.subjects, case.ended, case.seen, note, walk, last)
             if self.distinguished is None:
                 self.values = self._cached_values.sort(
-                    deep.heap.held, self._watched.caches.known(), self._subject, case.known or walk
+                    deep.heap.held, self._watched.caches.known(), self.subject, case.known or walk
                 )
+                self.any_kept = self._cached_values.any_kept
         now = self._watched.counters.read()
         if self.distinguished is None:
             new = {
@@ -223,7 +231,7 @@ class FullReadings:
                 for key in JUDGED
             }
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
-            self.distinguished = self._library_items.sort(new, now, self._subject, tensors, self.values.natively)
+            self.distinguished = self._library_items.sort(new, now, self.subject, tensors, self.values.natively)
         return deep.settled(self.distinguished, now).without(self.values.excused)
 
     def climb(

@@ -123,13 +123,17 @@ class Watch(Attribution):
                 gc.collect(1)
         self._arrival.queue()
         self.tolerance = self.policy.tolerance if tolerance is None else tolerance
-        self._in_use.begin(self.tolerance)
+        self._in_use.tolerance = self.tolerance
+        if self._in_use.any_used:
+            self._in_use.forget()
         # Again before every test: torch may have come meanwhile, or a card's context.
         if watched.stacks.has_work:
             watched.stacks.start()
         self._begin_attribution(stage)
         watched.caches.mark()
-        self._judge.readings.mark(subject)
+        self._judge.readings.subject = subject
+        if self._judge.readings.any_kept:
+            self._judge.readings.mark()
         watched.makers.start()
         watched.events.start()
         watched.orphaned_files.mark()
@@ -188,8 +192,9 @@ class Watch(Attribution):
             allowed: bytes that it may leave there, if not what it may leave of its own.
         """
         used = list(owners)
-        self._in_use.used(used, allowed=allowed)
-        self.others.used(used)
+        if used:
+            self._in_use.used(used, allowed=allowed)
+            self.others.used(used)
 
     def ending(self, owner: Owner) -> None:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
@@ -214,14 +219,15 @@ class Watch(Attribution):
         try:
             closed = self._watched.ownership.close(ended)
             in_others = self.others.judge([*self._watched.ownership.live, *closed])
-            verdict = self._in_use.with_growth(self._judged(closed, let_go, hints, final=True))
+            verdict = self._judged(closed, let_go, hints, final=True)
+            if self._in_use.any_used:
+                verdict = self._in_use.with_growth(verdict)
             return replace(verdict, findings=(*verdict.findings, *in_others))
         finally:
             self._arrival.end_test()
             self._watched.caches.forget()
-            # The hints hold caches.
-            self._judge.readings.forget()
-            self._in_use.forget()
+            if self._in_use.any_used:
+                self._in_use.forget()
 
     def check(self) -> Verdict:
         """Judge in the middle of a test: as `end`, but nothing ends, and nothing is changed to prove a remedy."""
@@ -324,7 +330,11 @@ class Watch(Attribution):
     def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:
         """Judge in full, and take what is there then for the new baseline."""
         watched = self._watched
-        judged = self._judge(case, card_came=self._arrival.came_in_this_test)
+        try:
+            judged = self._judge(case, card_came=self._arrival.came_in_this_test)
+        finally:
+            # The hints hold caches.
+            self._judge.readings.forget()
         verdict = judged.verdict
         self._adopt(watched.counters.read(), judged.heap)
         now = watched.counters.read()

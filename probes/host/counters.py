@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lowtide.probes.device.allocations import AllocationsError, idle_pool_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
-from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.host.replaced import Replaced
+from lowtide.probes.host.settings import (
+    CollectorCallbacks,
+    Environment,
+    Filters,
+    Finders,
+    Hooks,
+    KernelStatus,
+    LevelNames,
+    Loggers,
+    ModuleSearchPath,
+    Signals,
+    Timers,
+    interpreter_values,
+    library_values,
+)
+from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import contents, gc, initialized_torch, loaded, os, signal, threading
@@ -46,6 +64,76 @@ class Counters:
     def devices(self) -> list[str]:
         """Return the cards on which the process has a context, as `cuda:0`."""
         return [key.partition(" ")[2] for key in self.amounts if key.startswith("reserved ")]
+
+
+class SettingSource(Protocol):
+    """Some settings that are read together."""
+
+    def raw(self) -> object:
+        """What changes if one of them does, in microseconds: numbers, strings and identities, safe to compare."""
+
+    def texts(self) -> dict[str, str]:
+        """Each of them, by name; read when `raw` has changed only."""
+
+
+class SettingReader:
+    """Reads settings again and again; while none has changed the answer is the same object.
+
+    Reading changes nothing, initialises nothing and runs no code of the program: its objects are compared by
+    identity. No object of the program is held.
+
+    Args:
+        warnings_filters: whether to read those.
+        status: gives the kernel's /proc/self/status, where whoever reads settings has just read it anyway.
+    """
+
+    def __init__(self, *, warnings_filters: bool = True, status: Callable[[], bytes] | None = None) -> None:
+        self._sources: tuple[SettingSource, ...] = (
+            interpreter_values(),
+            Hooks(),
+            Environment(),
+            ModuleSearchPath(),
+            Finders(),
+            CollectorCallbacks(),
+            Signals(),
+            Timers(),
+            Loggers(),
+            LevelNames(),
+            *((Filters(),) if warnings_filters else ()),
+            Modes(),
+        )
+        self._runners = len(self._sources)
+        self._sources += (
+            library_values(),
+            torch_values(),
+            CardLimits(),
+            ModuleHooks(),
+            Replaced(),
+            KernelStatus(status),
+        )
+        self._raw: list[object] = [None] * len(self._sources)
+        self._texts: list[dict[str, str]] = [{} for _ in self._sources]
+        self._settings: Mapping[str, str] = MappingProxyType({})
+
+    def read(self, *, of_libraries: bool = True) -> Mapping[str, str]:
+        """The settings, by name.
+
+        Args:
+            of_libraries: whether to read torch's, other libraries' and the umask, too, which is most of the work; else
+                these are taken over.
+        """
+        raw = [source.raw() for source in (self._sources if of_libraries else self._sources[: self._runners])]
+        raw += self._raw[len(raw) :]
+        if raw == self._raw:
+            return self._settings
+        for place, source in enumerate(self._sources):
+            if raw[place] != self._raw[place]:
+                self._texts[place] = source.texts()
+        self._raw = raw
+        settings: dict[str, str] = functools.reduce(operator.or_, self._texts)
+        if settings != self._settings:
+            self._settings = MappingProxyType(settings)
+        return self._settings
 
 
 class CounterReader:

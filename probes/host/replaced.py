@@ -27,7 +27,7 @@ from types import (
 from typing import Any
 
 from lowtide.probes import native
-from lowtide.probes.host.setting_values import is_loaded
+from lowtide.probes.host.settings import REPLACED, is_loaded
 from lowtide.probes.objects.described import (
     constant_text,
     identified,
@@ -50,9 +50,6 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.originals import contents, loaded, sys, weakref
-
-REPLACED = "replaced "
-"""How the name of a setting begins that is an attribute, or an entry of `sys.modules`, in whose place is another."""
 
 IN_PLACE_OF = " in place of "
 """What stands in its text between what is there and what was there first."""

@@ -1,10 +1,11 @@
-"""Process-wide settings by name, as text, in some tens of microseconds: the interpreter's, the libraries', torch's.
+"""Process-wide settings by name, as text, each read in microseconds: Python's, its standard library's and numpy's.
 
-Those of Python, of its standard library (`logging` included) and of numpy are here.
+What is a setting at all is here, too: those of torch, and what stands in the place of functions, have modules beside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -14,15 +15,88 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, FunctionType, MappingProxyType
-from typing import Any, Protocol
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
 
-from lowtide.probes.host.replaced import REPLACED, Replaced
-from lowtide.probes.host.setting_values import Text, Value, Values
-from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
 from lowtide.probes.objects.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
-from lowtide.probes.originals import contents, gc, logging, os, resource, signal, sys, threading
+from lowtide.probes.originals import contents, gc, loaded, logging, os, resource, signal, sys, threading
+
+Text = Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One setting that is always there.
+
+    Attributes:
+        name: the expression that reads it.
+        read: reads what is safe to compare: numbers, strings, identities.
+        text: of what was read; code, where there is code for it.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    text: Text = repr
+
+
+class Values:
+    """Settings that are always there while their library is."""
+
+    def __init__(self, *values: Value, libraries: Mapping[str, Callable[[Any], list[Value]]] | None = None) -> None:
+        self._own = list(values)
+        self._libraries = libraries or {}
+        self._bound: dict[str, tuple[Any, list[Value]]] = {}
+        self._all = self._own
+        self._readers = _once(self._own)
+
+    def raw(self) -> object:
+        """What they are."""
+        for name, bind in self._libraries.items():
+            module = loaded(name)
+            if module is not self._bound.get(name, (None,))[0]:
+                self._bind(name, module, bind)
+        try:
+            return [read() for read in self._readers]
+        except Exception:  # noqa: BLE001 - a library that cannot be asked now, in whatever way
+            return [_read(value) for value in self._all]
+
+    def texts(self) -> dict[str, str]:
+        """Each by its name; those that cannot be read are left out."""
+        read = ((value, _read(value)) for value in self._all)
+        return {value.name: value.text(found) for value, found in read if found is not _UNREADABLE}
+
+    def _bind(self, name: str, module: Any, bind: Callable[[Any], list[Value]]) -> None:
+        self._bound.pop(name, None)
+        if module is not None and is_loaded(module):
+            # What a test has put in a library's place may have none of its functions.
+            with contextlib.suppress(AttributeError):
+                self._bound[name] = (module, bind(module))
+        self._all = [*self._own, *(value for _, values in self._bound.values() for value in values)]
+        self._readers = _once(self._all)
+
+
+def _once(values: list[Value]) -> list[Callable[[], Any]]:
+    """What reads the values; some read several of them."""
+    return list(dict.fromkeys(value.read for value in values))
+
+
+_UNREADABLE = "unreadable"
+
+
+def _read(value: Value) -> Any:
+    try:
+        return value.read()
+    except Exception:  # noqa: BLE001 - a library that cannot be asked now, in whatever way
+        return _UNREADABLE
+
+
+def is_loaded(module: object) -> bool:
+    """Whether it is a module, no stand-in, and its import is over."""
+    if not any(base is ModuleType for base in mro_of(type(module))):
+        return False
+    return getattr(vars(module).get("__spec__"), "_initializing", False) is False
 
 
 def interpreter_values() -> Values:
@@ -585,6 +659,9 @@ def _handler_name(handler: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}" + (f"({file!r})" if type(file) is str else "")
 
 
+REPLACED = "replaced "
+"""How the name of a setting begins that is an attribute, or an entry of `sys.modules`, in whose place is another."""
+
 _ENTRIES = (
     "os.environ[",
     "sys.path entry ",
@@ -603,76 +680,6 @@ _ENTRIES = (
     "torch hook ",
     REPLACED,
 )
-
-
-class SettingSource(Protocol):
-    """Some settings that are read together."""
-
-    def raw(self) -> object:
-        """What changes if one of them does, in microseconds: numbers, strings and identities, safe to compare."""
-
-    def texts(self) -> dict[str, str]:
-        """Each of them, by name; read when `raw` has changed only."""
-
-
-class SettingReader:
-    """Reads settings again and again; while none has changed the answer is the same object.
-
-    Reading changes nothing, initialises nothing and runs no code of the program: its objects are compared by
-    identity. No object of the program is held.
-
-    Args:
-        warnings_filters: whether to read those.
-        status: gives the kernel's /proc/self/status, where whoever reads settings has just read it anyway.
-    """
-
-    def __init__(self, *, warnings_filters: bool = True, status: Callable[[], bytes] | None = None) -> None:
-        self._sources: tuple[SettingSource, ...] = (
-            interpreter_values(),
-            Hooks(),
-            Environment(),
-            ModuleSearchPath(),
-            Finders(),
-            CollectorCallbacks(),
-            Signals(),
-            Timers(),
-            Loggers(),
-            LevelNames(),
-            *((Filters(),) if warnings_filters else ()),
-            Modes(),
-        )
-        self._runners = len(self._sources)
-        self._sources += (
-            library_values(),
-            torch_values(),
-            CardLimits(),
-            ModuleHooks(),
-            Replaced(),
-            KernelStatus(status),
-        )
-        self._raw: list[object] = [None] * len(self._sources)
-        self._texts: list[dict[str, str]] = [{} for _ in self._sources]
-        self._settings: Mapping[str, str] = MappingProxyType({})
-
-    def read(self, *, of_libraries: bool = True) -> Mapping[str, str]:
-        """The settings, by name.
-
-        Args:
-            of_libraries: whether to read torch's, other libraries' and the umask, too, which is most of the work; else
-                these are taken over.
-        """
-        raw = [source.raw() for source in (self._sources if of_libraries else self._sources[: self._runners])]
-        raw += self._raw[len(raw) :]
-        if raw == self._raw:
-            return self._settings
-        for place, source in enumerate(self._sources):
-            if raw[place] != self._raw[place]:
-                self._texts[place] = source.texts()
-        self._raw = raw
-        settings: dict[str, str] = functools.reduce(operator.or_, self._texts)
-        if settings != self._settings:
-            self._settings = MappingProxyType(settings)
-        return self._settings
 
 
 def is_entry(name: str) -> bool:

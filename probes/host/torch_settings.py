@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowtide.probes.device.allocation_history import history_of_program
-from lowtide.probes.host.setting_values import Value, Values, is_loaded
+from lowtide.probes.host.settings import Value, Values, is_loaded
 from lowtide.probes.objects.described import described, identified, is_tools
 from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.originals import loaded, os, torch_with_cuda

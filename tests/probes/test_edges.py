@@ -12,7 +12,7 @@ import pytest
 
 from lowtide.probes.heap.holders import find_paths
 from lowtide.probes.heap.paths import Path
-from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.host.counters import SettingReader
 from lowtide.probes.references.edges import UNNAMED, EdgeNamer
 
 

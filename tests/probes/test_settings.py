@@ -48,7 +48,7 @@ from lowtide.leakcheck.resources.settings import (
 )
 from lowtide.probes.host import replaced as replaced_attributes
 from lowtide.probes.host import torch_settings
-from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.host.counters import SettingReader
 from tests.loaded_modules import load_instead
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowtide.pytest_plugin.scopes import read_markers
+from lowtide.pytest_plugin.items import read_markers
 from lowtide.pytest_plugin.settings import read_settings
 
 pytestmark = pytest.mark.nightly

@@ -14,6 +14,7 @@ import pytest
 from lowtide import LeakCheck
 from lowtide.leakcheck.processes.other_processes import OtherProcesses, _Outside
 from lowtide.leakcheck.processes.process_growth import ProcessTurns, growing_tensors
+from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
@@ -149,3 +150,44 @@ def test_a_block_that_only_uses_such_a_process_is_clean(pool: ProcessPoolExecuto
         pool.submit(bytes, 16 * MIB).result()
     (subject,) = check.report.subjects
     assert (subject.outcome, subject.findings, subject.not_measured) == ("clean", (), ())
+
+
+class Looks:
+    """Stands in for `UnmeasuredProcesses`, and notes what it is asked."""
+
+    on_cards = not_measured = ()
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def begin(self, held: int | None) -> None:
+        self.asked.append(held)
+
+    def look(self, *, always: bool, now: Counters | None) -> None:
+        self.asked.append("look")
+
+
+def counters(*pids: int, held: int) -> Counters:
+    return Counters({"processes": {str(pid): 1 for pid in pids}}, {"host-memory": held}, {})
+
+
+def test_nobody_is_asked_before_there_is_another_process_and_then_what_was_held_before_it_came_counts() -> None:
+    others, seen = OtherProcesses(ProcessTree(), None), Looks()
+    vars(others).update(_unmeasured=seen)
+    others.judge(())
+    others.begin(counters(held=5))
+    others.look(now=counters(held=6))
+    assert (seen.asked, others.judge(()), others.not_measured, others.readings) == ([], (), (), ())
+    others.begin(counters(held=7))
+    others.look(now=counters(held=8))
+    others.look(now=counters(4711, held=9))
+    assert seen.asked == [8, "look"]
+
+
+def test_the_test_after_one_that_left_a_process_is_asked_about_it(child: subprocess.Popen[bytes]) -> None:
+    others, seen = OtherProcesses(ProcessTree(), None), Looks()
+    vars(others).update(_unmeasured=seen)
+    others.judge(())
+    # It may have ended between the two, and have left memory on a card.
+    others.begin(counters(held=5))
+    assert seen.asked == [5]
