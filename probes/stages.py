@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+UPDATE = "update_weights"
+"""The stage in which a trainer sends an engine weights."""
+
 PoolKind = Literal["arena", "pinned", "host"]
 
 

@@ -25,7 +25,7 @@ from lowtide.probes.memory.pointers import LabelledRange, Moved, PointerHit, fin
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.originals import loaded
 from lowtide.probes.snapshot import Snapshot
-from lowtide.probes.stages import announced_pools
+from lowtide.probes.stages import UPDATE, announced_pools
 from lowtide.reports.schema import Cause, Finding, Remedy, ResourceName
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
 
@@ -414,9 +414,6 @@ def failed_teardown(stage: str, error: BaseException) -> Finding:
         advice=f"run all steps of {stage} whichever of them fails, and raise what failed at its end",
     )
 
-
-UPDATE = "update_weights"
-"""The stage in which a trainer sends an engine weights."""
 
 _WHERE_SENT = "look where its parameters are looked up and copied: it says that it is done, and the engine has others"
 

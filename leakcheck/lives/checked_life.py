@@ -16,7 +16,7 @@ import msgspec
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.contract import UPDATE, PreservedState, digests, says_the_same
+from lowtide.leakcheck.judging.contract import PreservedState, digests, says_the_same
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
@@ -60,7 +60,7 @@ from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import gc
 from lowtide.probes.processes.agents import Agents
-from lowtide.probes.stages import announced_pools, listening
+from lowtide.probes.stages import UPDATE, announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Cause, Finding, NotMeasured, ResourceName

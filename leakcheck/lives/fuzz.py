@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError, LifeModel, failure_of
 from lowtide.leakcheck.targets.faults import Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, TargetSource
+from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, NotMeasured
 
 Life = tuple[Call, ...]

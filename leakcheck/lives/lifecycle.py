@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.contract import UPDATE, PreservedState, Tokens, digests, holders
+from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import (
@@ -54,7 +54,7 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.originals import gc, threading, time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
-from lowtide.probes.stages import announced_pools, listening
+from lowtide.probes.stages import UPDATE, announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 

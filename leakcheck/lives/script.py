@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.originals import in_main_thread, signal
+from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, Stage
 
 if TYPE_CHECKING:

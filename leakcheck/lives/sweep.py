@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 
-from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
@@ -31,6 +30,7 @@ from lowtide.leakcheck.processes.process_exit import end_soon
 from lowtide.leakcheck.targets.faults import KINDS, Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, TargetSource, start_program
 from lowtide.probes.processes.agents import remove_folders_of_the_dead
+from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, NotMeasured
 
 PATIENCE_S = 60.0

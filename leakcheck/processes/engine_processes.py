@@ -12,7 +12,6 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached, not_judged
-from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
     SHARED,
@@ -32,6 +31,7 @@ from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
+from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.statement import HolderFacts, in_process, with_holder

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
-from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
+from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import first_of, format_amount, format_bytes

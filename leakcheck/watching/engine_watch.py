@@ -13,7 +13,6 @@ from lowtide.leakcheck.explaining.explain import explain
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
-from lowtide.leakcheck.judging.contract import UPDATE
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS
 from lowtide.leakcheck.processes.process_growth import Turns, grown_under
@@ -26,7 +25,7 @@ from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import loaded
-from lowtide.probes.stages import EnteredStage, PoolReading, announced_pools
+from lowtide.probes.stages import UPDATE, EnteredStage, PoolReading, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 
 _MOST_WORDS = 1 << 23
