@@ -55,13 +55,20 @@ class TurnGrowth:
         turns: what a turn is, in the plural: `tests`.
         roots: gives what is held, by name, where no path can see it.
         by_frames: whether what running functions hold is the program's; else it is a test runner's.
+        most: objects that all readings together may go through in any case; inf where somebody has asked for them.
     """
 
     def __init__(
-        self, turns: str, roots: Callable[[], Iterable[tuple[str, object]]] = lambda: (), *, by_frames: bool = False
+        self,
+        turns: str,
+        roots: Callable[[], Iterable[tuple[str, object]]] = lambda: (),
+        *,
+        by_frames: bool = False,
+        most: float = _FREE,
     ) -> None:
         self._turns = turns
         self._by_frames = by_frames
+        self._most = most
         self._roots = roots
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
@@ -88,7 +95,7 @@ class TurnGrowth:
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
         candidates = self._containers.candidates()
-        may_cost = _FREE + _EACH_SECOND * (time.monotonic() - self._began)
+        may_cost = self._most + _EACH_SECOND * (time.monotonic() - self._began)
         if self._gone_through > may_cost or (self._readings > _ENOUGH and not candidates):
             return
         read, found = read_lengths(candidates)

@@ -78,3 +78,14 @@ def test_memory_that_c_keeps_is_told_with_its_part() -> None:
 def test_a_turn_needs_to_know_how_many_there_will_be() -> None:
     with LeakCheck() as check, pytest.raises(LeakCheckError, match=r"use LeakCheck\(turns=12\)"):
         check.turn()
+
+
+def test_it_is_told_however_large_the_heap_is() -> None:
+    large, kept = [[] for _ in range(400_000)], list[bytes]()  # type: ignore[var-annotated]
+    with LeakCheck(turns=12) as check:
+        for turn in range(12):
+            kept.append(bytes(2000 + turn))
+            check.turn()
+    del large
+    (finding,) = findings(check)
+    assert (finding.holder or "").startswith("local 'kept' of test_it_is_told")
