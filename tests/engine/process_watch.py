@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -54,9 +55,14 @@ def files_of(process: psutil.Process) -> set[str]:
 
 
 def left_of(files: set[str]) -> list[str]:
-    """Which of these files are still there, but for the checker's own, and for sources that were being imported."""
-    left = [path for path in files if Path(path).exists() and "lowtide_" not in path]
-    return [path for path in left if not Path(path).is_relative_to(ROOT)]
+    """Which of these files are still there, but for the checker's own, and for what was being imported.
+
+    The driver keeps a file for what this process has exported of a card, as long as it runs.
+    """
+    own = ("lowtide_", f"cuda.shm.0.{os.getpid():x}.")
+    left = [path for path in files if Path(path).exists() and not any(part in path for part in own)]
+    imported = [ROOT, *filter(os.path.isabs, sys.path)]
+    return [path for path in left if not any(Path(path).is_relative_to(folder) for folder in imported)]
 
 
 class Watch:

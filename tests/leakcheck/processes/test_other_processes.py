@@ -171,8 +171,13 @@ def counters(*pids: int, held: int) -> Counters:
     return Counters({"processes": {str(pid): 1 for pid in pids}}, {"host-memory": held}, {})
 
 
-def test_nobody_is_asked_before_there_is_another_process_and_then_what_was_held_before_it_came_counts() -> None:
-    others, seen = OtherProcesses(ProcessTree(), None), Looks()
+def test_nobody_is_asked_before_there_is_another_process_and_then_what_was_held_before_it_came_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = ProcessTree()
+    # Other tests have started what lives as long as this process, as multiprocessing's resource tracker does.
+    monkeypatch.setattr(tree, "any_alive", lambda: False)
+    others, seen = OtherProcesses(tree, None), Looks()
     vars(others).update(_unmeasured=seen)
     others.judge(())
     others.begin(counters(held=5))
