@@ -17,6 +17,9 @@ from lowtide.reports.schema import Finding
 _FREE = 1_500_000
 """Objects that all readings of containers together may go through in any case, at half a microsecond each."""
 
+_READ_IN_ANY_CASE = 8
+"""Readings that are made however large the heap is: those of one stretch, and what is read for its findings."""
+
 _EACH_SECOND = 20_000
 """The same for each second since the first turn: a hundredth of the time."""
 
@@ -73,7 +76,7 @@ class TurnGrowth:
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
         self._began = time.monotonic()
-        self._gone_through = 0
+        self._gone_through = self._largest = 0
         self._readings = 0
         self._turn = 0
 
@@ -95,11 +98,12 @@ class TurnGrowth:
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
         candidates = self._containers.candidates()
-        may_cost = self._most + _EACH_SECOND * (time.monotonic() - self._began)
+        may_cost = max(self._most, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
         if self._gone_through > may_cost or (self._readings > _ENOUGH and not candidates):
             return
         read, found = read_lengths(candidates)
         self._gone_through += read.objects
+        self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
         for identity, container in found.items():
             if not is_worth_a_look(candidates[identity], container):

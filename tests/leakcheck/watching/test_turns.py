@@ -9,6 +9,7 @@ import pytest
 
 from lowtide import LeakCheck
 from lowtide.leakcheck.watching.check import LeakCheckError
+from lowtide.leakcheck.watching.turn_growth import SECOND, TurnGrowth, is_read
 from lowtide.reports.schema import Finding
 
 REQUESTS: dict[str, bytes] = {}
@@ -89,3 +90,13 @@ def test_it_is_told_however_large_the_heap_is() -> None:
     del large
     (finding,) = findings(check)
     assert (finding.holder or "").startswith("local 'kept' of test_it_is_told")
+
+
+def test_one_stretch_is_read_however_large_the_heap_is() -> None:
+    growth, kept = TurnGrowth("tests", by_frames=True, most=0), list[bytes]()
+    for turn in range(1, 13):
+        kept.append(bytes(2000 + turn))
+        if is_read(turn, 12, is_last=turn == 12):
+            growth.read(turn, begins=turn == SECOND)
+    (finding,) = growth.end("module", "module").containers
+    assert (finding.holder or "").startswith("local 'kept' of test_one_stretch")
