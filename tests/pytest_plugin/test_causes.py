@@ -8,6 +8,8 @@ import pytest
 
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
+pytestmark = pytest.mark.nightly
+
 KEPT = """
 import threading
 
@@ -24,7 +26,7 @@ import pytest
 import torch
 
 # Python 3.12 and later warn of a fork beside threads.
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
 
 

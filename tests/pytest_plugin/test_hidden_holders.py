@@ -7,6 +7,8 @@ import pytest
 from lowtide.reports.schema import Finding
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
+pytestmark = pytest.mark.nightly
+
 TESTS = """
 import asyncio
 import functools
@@ -20,7 +22,7 @@ import pytest
 import torch
 
 LOOP = asyncio.new_event_loop()
-pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]  # TorchScript is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated.
 HELD = {}
 
 
