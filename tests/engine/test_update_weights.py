@@ -208,6 +208,14 @@ def test_checksums_of_parts_add_up_and_one_bit_changes_them(name: str) -> None:
     assert len({checksum(each) for each in (whole, changed, swapped)}) == 3
 
 
+@pytest.mark.parametrize("place", range(8))
+def test_the_uppermost_bit_of_an_element_counts_at_every_place(place: int) -> None:
+    whole = torch.ones(8, dtype=torch.float64)
+    changed = whole.clone()
+    changed[place] = -1
+    assert checksum(changed) != checksum(whole)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none")
 @pytest.mark.parametrize("shape", ["in this process", "core apart"])
