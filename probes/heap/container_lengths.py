@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
-
+from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import flags_of, mro_of
 from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
@@ -20,6 +19,9 @@ from lowtide.probes.objects.listed import all_objects, collector_paused
 from lowtide.probes.original_numpy import np
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
+
+HAS_ATTRIBUTES = 8
+"""Of a type, beside its place among the containers, from 1; the same in heap.c."""
 
 _HEAP_TYPE = 1 << 9
 
@@ -79,35 +81,47 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
 
 
 def _lengths_among(objects: list[object], wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
-    ids = identities(objects)
-    kinds = types_of(ids)
-    found, holders = [], []
-    for kind in CONTAINERS:
-        of_kind = np.flatnonzero(_are_among(kinds, np.array(sorted(_derived(kind)), np.int64)))
-        own = ids[of_kind]
-        lengths = lengths_of(own, kind)
-        if kind is list:
-            holders = [_with_attributes(kinds), of_kind[lengths <= _LARGEST_RECORD]]
-        if kind is dict:
-            holders.append(of_kind[lengths <= _LARGEST_NAMESPACE])
-            more = _untracked_dicts(objects, np.concatenate(holders))
-            own, lengths = np.concatenate([own, more]), np.concatenate([lengths, lengths_of(more, kind)])
-        found.append((own, types_of(own), lengths))
-    ids, kinds, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    ids, lengths = _each_length(objects) if native.lengths_among is None else _each_length_in_c(objects)
     order = np.argsort(ids, kind="stable")
-    read = ContainerLengths(ids[order], kinds[order], lengths[order], len(objects))
+    ids = ids[order]
+    read = ContainerLengths(ids, types_of(ids), lengths[order], len(objects))
     places = read.places_of(np.fromiter(wanted, np.int64, len(wanted)))
     kept = read.ids[places[places >= 0]]
     return read, dict(zip(kept.tolist(), objects_at(kept), strict=True))
 
 
-def _with_attributes(kinds: Ints) -> Ints:
-    """Return the places of the instances of classes that are written in Python, by the identities of the types."""
-    known = np.unique(kinds)
-    of_python = [
-        bool(flags_of(cls) & _HEAP_TYPE) and not any(base is type for base in mro_of(cls)) for cls in objects_at(known)
-    ]
-    return np.flatnonzero(_are_among(kinds, known[of_python]))
+def _each_length_in_c(objects: list[object]) -> tuple[Ints, Ints]:
+    assert native.lengths_among is not None
+    ids, lengths = native.lengths_among(objects, _manner_of, _LARGEST_RECORD, _LARGEST_NAMESPACE)
+    return np.frombuffer(ids, np.int64), np.frombuffer(lengths, np.int64)
+
+
+def _each_length(objects: list[object]) -> tuple[Ints, Ints]:
+    """Return the containers' identities and lengths, in no order; both of shape [n]."""
+    ids = identities(objects)
+    kinds, of_objects = np.unique(types_of(ids), return_inverse=True)
+    manners = np.fromiter(map(_manner_of, objects_at(kinds)), np.int64, len(kinds))[of_objects]
+    found, holders = [], [np.flatnonzero(manners & HAS_ATTRIBUTES)]
+    for number, kind in enumerate(CONTAINERS, 1):
+        of_kind = np.flatnonzero(manners & ~HAS_ATTRIBUTES == number)
+        own = ids[of_kind]
+        lengths = lengths_of(own, kind)
+        if kind in (list, dict):
+            holders.append(of_kind[lengths <= (_LARGEST_RECORD if kind is list else _LARGEST_NAMESPACE)])
+        found.append((own, lengths))
+    more = _untracked_dicts(objects, np.concatenate(holders))
+    found.append((more, lengths_of(more, dict)))
+    own, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return own, lengths
+
+
+def _manner_of(cls: type) -> int:
+    """Return which container a type is or derives from, and whether its instances have attributes in a dict."""
+    bases = set(map(id, mro_of(cls)))
+    container = next((number for number, kind in enumerate(CONTAINERS, 1) if id(kind) in bases), 0)
+    # Of the classes that are written in Python.
+    has_attributes = bool(flags_of(cls) & _HEAP_TYPE) and id(type) not in bases
+    return container | HAS_ATTRIBUTES * has_attributes
 
 
 def _untracked_dicts(objects: list[object], places: Ints) -> Ints:
@@ -121,27 +135,6 @@ def _untracked_dicts(objects: list[object], places: Ints) -> Ints:
         alive.clear()
     holders.clear()
     return np.unique(np.concatenate(met))
-
-
-def _are_among(kinds: Ints, wanted: Ints) -> npt.NDArray[np.bool_]:
-    """Say which of some types, by their identities, are among those of a sorted list."""
-    if not len(wanted):
-        return np.zeros(len(kinds), np.bool_)
-    places = np.minimum(np.searchsorted(wanted, kinds), len(wanted) - 1)
-    found: npt.NDArray[np.bool_] = wanted[places] == kinds
-    return found
-
-
-def _derived(kind: type) -> Iterator[int]:
-    """Give the identities of a class and of all that derive from it."""
-    seen: set[int] = set()
-    waiting = [kind]
-    while waiting:
-        cls = waiting.pop()
-        if id(cls) not in seen:
-            seen.add(id(cls))
-            yield id(cls)
-            waiting.extend(type.__subclasses__(cls))
 
 
 def last_entries(container: Any, most: int) -> list[tuple[Any, ...]]:

@@ -471,30 +471,40 @@ walk_take(PyObject *self, PyObject *Py_UNUSED(ignored))
     return taken;
 }
 
-static PyObject *
-walk_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+static void
+begin(Walk *walk)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Walk *walk = (Walk *)alloc(type, 0);
-    if (walk != NULL) {
-        walk->manners.width = sizeof(Kind);
-        walk->kind_places.width = walk->edges.width = walk->passed_over.width = sizeof(int32_t);
-        walk->ends.width = sizeof(int64_t);
-        walk->referents.width = sizeof(PyObject *);
-    }
-    return (PyObject *)walk;
+    walk->manners.width = sizeof(Kind);
+    walk->kind_places.width = walk->edges.width = walk->passed_over.width = sizeof(int32_t);
+    walk->ends.width = sizeof(int64_t);
+    walk->referents.width = sizeof(PyObject *);
 }
 
 static void
-walk_dealloc(PyObject *self)
+end(Walk *walk)
 {
-    Walk *walk = (Walk *)self;
     Array *arrays[] = {&walk->manners, &walk->kind_places, &walk->ends, &walk->edges, &walk->passed_over,
                        &walk->referents};
     for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
         free(arrays[at]->items);
     free(walk->nodes.slots);
     free(walk->kinds.slots);
+}
+
+static PyObject *
+walk_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Walk *walk = (Walk *)alloc(type, 0);
+    if (walk != NULL)
+        begin(walk);
+    return (PyObject *)walk;
+}
+
+static void
+walk_dealloc(PyObject *self)
+{
+    end((Walk *)self);
     PyTypeObject *type = Py_TYPE(self);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -520,6 +530,94 @@ static PyType_Slot walk_slots[] = {
 };
 
 static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk), 0, Py_TPFLAGS_DEFAULT, walk_slots};
+
+/* Lengths -------------------------------------------------------------------------------------------------------- */
+
+/* What the caller says of a type, as in container_lengths.py. */
+enum { IS_LIST = 1, IS_DICT, IS_SET, IS_DEQUE, CONTAINERS = 7, HAS_ATTRIBUTES = 8 };
+
+typedef struct {
+    Array ids, lengths; /* int64 */
+    Table untracked;    /* the dicts among them that the collector does not track */
+} Lengths;
+
+/* Not what a class that derives from it says of itself. */
+static int64_t
+length_of(PyObject *container, int kind)
+{
+    switch (kind) {
+    case IS_DICT:
+        return PyDict_Size(container);
+    case IS_SET:
+        return PySet_Size(container);
+    default:
+        return Py_SIZE(container);
+    }
+}
+
+static int
+note_length(Lengths *found, PyObject *container, int64_t length)
+{
+    int64_t id = (int64_t)(uintptr_t)container;
+    return array_push(&found->ids, &id) < 0 || array_push(&found->lengths, &length) < 0 ? no_memory() : 0;
+}
+
+/* Notes the dicts among the referents that the collector does not track. */
+static int
+note_untracked(Walk *walk, Lengths *found)
+{
+    PyObject **items = (PyObject **)walk->referents.items;
+    for (size_t at = 0; at < walk->referents.count; at++) {
+        PyObject *item = items[at];
+        if (at + AHEAD < walk->referents.count)
+            PREFETCH(items[at + AHEAD]);
+        if (!PyDict_CheckExact(item) || PyObject_GC_IsTracked(item) || table_find(&found->untracked, item) != UNKNOWN)
+            continue;
+        if (table_add(&found->untracked, item, 0) < 0)
+            return no_memory();
+        if (note_length(found, item, PyDict_Size(item)) < 0)
+            return -1;
+    }
+    walk->referents.count = 0;
+    return 0;
+}
+
+static PyObject *
+lengths_among(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Asked asked = {0};
+    Py_ssize_t record, namespace;
+    if (!PyArg_ParseTuple(args, "O!Onn:lengths_among", &PyList_Type, &asked.objects, &asked.classify, &record, &namespace))
+        return NULL;
+    Walk walk = {0};
+    Lengths found = {.ids = {.width = sizeof(int64_t)}, .lengths = {.width = sizeof(int64_t)}};
+    begin(&walk);
+    int failed = 0;
+    for (Py_ssize_t at = 0; !failed && at < PyList_Size(asked.objects); at++) {
+        if (at + AHEAD < PyList_Size(asked.objects))
+            PREFETCH(PyList_GetItem(asked.objects, at + AHEAD));
+        PyObject *item = PyList_GetItem(asked.objects, at);
+        int32_t place = kind_place(&walk, Py_TYPE(item), &asked);
+        if (place == FAILED) {
+            failed = 1;
+            break;
+        }
+        int manner = kind_at(&walk, place)->manner, kind = manner & CONTAINERS;
+        int64_t length = kind ? length_of(item, kind) : 0;
+        failed = kind && note_length(&found, item, length) < 0;
+        if (manner & HAS_ATTRIBUTES || (kind == IS_LIST && length <= record) || (kind == IS_DICT && length <= namespace))
+            failed = failed || note_shown(&walk, item, place, &asked) < 0 || note_untracked(&walk, &found) < 0;
+    }
+    PyObject *ids = failed ? NULL : array_take(&found.ids), *lengths = failed ? NULL : array_take(&found.lengths);
+    PyObject *taken = ids == NULL || lengths == NULL ? NULL : PyTuple_Pack(2, ids, lengths);
+    Py_XDECREF(ids);
+    Py_XDECREF(lengths);
+    free(found.ids.items);
+    free(found.lengths.items);
+    free(found.untracked.slots);
+    end(&walk);
+    return taken;
+}
 
 /* The collector's lists ----------------------------------------------------------------------------------------- */
 
@@ -667,6 +765,9 @@ marks_of(PyObject *Py_UNUSED(module), PyObject *dicts)
 static PyMethodDef functions[] = {
     {"marks_of", marks_of, METH_O,
      "Return a number (uint64) for each dictionary of a tuple, which is another one once a value in it is another."},
+    {"lengths_among", lengths_among, METH_VARARGS,
+     "Return the identities (int64) of the containers among some objects, and of the dicts that these hold and that the "
+     "collector does not track, and how many things each holds (int64)."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},

@@ -32,6 +32,21 @@ class Walk:
         Kind places (int32), ends of edges (int64), edges (int32), nodes that are passed over (int32).
         """
 
+def lengths_among(
+    objects: list[Any], classify: Callable[[type], int], record: int, namespace: int
+) -> tuple[bytes, bytes]:
+    """Return the containers among some objects, and the dicts that these hold and that the collector does not track.
+
+    Args:
+        objects: the objects.
+        classify: what a type is, 1 to 4 for a list, dict, set, deque; 8 more where instances have attributes in dicts.
+        record: the most things in a list that is looked into for such dicts.
+        namespace: the same for a dict.
+
+    Returns:
+        Their identities and how many things each holds, both int64.
+    """
+
 def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
     """Return those of the objects with these identities (int64) that come behind one in the collector's list.
 

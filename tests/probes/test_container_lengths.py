@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from lowtide.probes import native
 from lowtide.probes.heap import container_lengths
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.objects import identities
+from lowtide.probes.objects.listed import all_objects, collector_paused
 from lowtide.probes.original_numpy import np
 
 
@@ -40,13 +42,19 @@ def length_of(container: object) -> int:
     return int(read.lengths[place])
 
 
-@pytest.fixture(params=["read from memory", "asked one by one"])
-def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "read from memory":
+@pytest.fixture(params=["in C", "from memory", "one by one"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return how lengths are read: each way must give the same."""
+    if request.param != "in C":
+        monkeypatch.setattr(native, "lengths_among", None)
+    elif native.lengths_among is None:
+        pytest.skip("the extension is not built here")
+    if request.param == "one by one":
         monkeypatch.setattr(identities, "_LENGTHS_LAID_OUT", False)
+    return str(request.param)
 
 
-@pytest.mark.usefixtures("layout")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     "container",
     [
@@ -66,6 +74,7 @@ def test_each_kind_of_container_is_read(container: Any) -> None:
     assert length_of(container) == (2 if type(container) is Boasting else len(container))
 
 
+@pytest.mark.usefixtures("way")
 def test_what_was_taken_out_does_not_count() -> None:
     entries, things = {place: [place] for place in range(9)}, {(place,) for place in range(9)}
     del entries[3], entries[4]
@@ -73,6 +82,7 @@ def test_what_was_taken_out_does_not_count() -> None:
     assert (length_of(entries), length_of(things)) == (7, 6)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_dict_of_names_alone_is_found_where_an_attribute_holds_it() -> None:
     holder = Holder()
     holder.names["one"] = 1
@@ -80,6 +90,7 @@ def test_a_dict_of_names_alone_is_found_where_an_attribute_holds_it() -> None:
     assert length_of(holder.names) == 1
 
 
+@pytest.mark.usefixtures("way")
 def test_a_dict_of_names_alone_is_found_where_a_short_list_holds_it() -> None:
     chained = ChainMap[str, int]({})
     chained["one"] = 1
@@ -96,12 +107,14 @@ def frozen() -> Iterator[list[Any]]:
     gc.unfreeze()
 
 
+@pytest.mark.usefixtures("way")
 def test_what_is_frozen_is_read_and_stays_frozen(frozen: list[Any]) -> None:
     count = gc.get_freeze_count()
     assert (length_of(frozen), length_of(frozen[1]), length_of(frozen[0].names)) == (2, 1, 1)
     assert gc.get_freeze_count() == count
 
 
+@pytest.mark.usefixtures("way")
 def test_nothing_is_kept_alive_by_a_reading() -> None:
     thing = Holder()
     seen = weakref.ref(thing)
@@ -109,6 +122,25 @@ def test_nothing_is_kept_alive_by_a_reading() -> None:
     del thing
     assert seen() is None
     assert (len(read.ids) > 1000, found) == (True, {})
+
+
+@pytest.mark.skipif(native.lengths_among is None, reason="the extension is not built here")
+def test_each_way_reads_the_same_of_the_whole_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector_paused():
+        objects = all_objects()
+        try:
+            in_c, _ = container_lengths._lengths_among(objects, ())
+            monkeypatch.setattr(native, "lengths_among", None)
+            in_numpy, _ = container_lengths._lengths_among(objects, ())
+        finally:
+            objects.clear()
+    # Readings make dicts of names themselves.
+    both = np.intersect1d(in_c.ids, in_numpy.ids)
+    assert len(both) > len(in_c.ids) - 100
+    assert len(both) > len(in_numpy.ids) - 100
+    places, others = in_c.places_of(both), in_numpy.places_of(both)
+    assert (in_c.kinds[places] == in_numpy.kinds[others]).all()
+    assert np.count_nonzero(in_c.lengths[places] != in_numpy.lengths[others]) < 20
 
 
 def test_what_is_not_there_has_no_place() -> None:
