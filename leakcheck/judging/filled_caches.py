@@ -213,9 +213,18 @@ def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
 
 
 def _kept_among(objects: list[Any]) -> list[Any]:
-    kept = [item.__self__ if type(item) is MethodType else item for item in objects]
-    kept = [item for item, of in zip(kept, objects, strict=True) if type(of) is MethodType or _is_module(item)]
-    return list({id(item): item for item in kept}.values())
+    of_torch: dict[int, bool] = {}
+    kept: dict[int, Any] = {}
+    for item in objects:
+        kind = type(item)
+        if kind is MethodType:
+            kept[id(item.__self__)] = item.__self__
+            continue
+        if id(kind) not in of_torch:
+            of_torch[id(kind)] = _is_module(item)
+        if of_torch[id(kind)]:
+            kept[id(item)] = item
+    return list(kept.values())
 
 
 def _single_entries(cache: Any) -> list[Any]:

@@ -213,8 +213,8 @@ def cache_entries(wrapper: Any) -> list[object]:
     A bounded cache shows every key and result to the collector directly, an unbounded one through its dict; what it
     shows besides, its function and its attributes, is left out.
     """
-    own = (getattr(wrapper, "__wrapped__", None), vars(wrapper))
-    return [item for item in gc.get_referents(wrapper) if not any(item is part for part in own)]
+    own = {id(getattr(wrapper, "__wrapped__", None)), id(vars(wrapper))}
+    return [item for item in gc.get_referents(wrapper) if id(item) not in own]
 
 
 def _type_name(item: object) -> str:

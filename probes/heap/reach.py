@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects.listed import frame_locals
@@ -44,8 +44,7 @@ def reach(
     """
     stops = (*_BOUNDARIES, *boundaries)
     seen: dict[int, object] = {}
-    known: dict[int, bool] = {}
-    readers: dict[int, Reader | None] = {}
+    manners: dict[int, _Manner] = {}
     passed = frozenset(map(id, (dict, tuple, *untracked_kinds())))
     waiting: list[object] = list(starts)
     while waiting:
@@ -53,39 +52,54 @@ def reach(
         del waiting[-_CHUNK:]
         plain: list[object] = []
         for item in chunk:
-            if id(item) in seen:
+            identity = id(item)
+            if identity in seen:
                 continue
             kind = type(item)
             if kind is dict and namespaces is None:
                 # Two thousand modules with torch: most walks meet no dict.
                 namespaces = module_namespaces()
-            if namespaces is not None and id(item) in namespaces:
+            if namespaces is not None and identity in namespaces:
                 continue
-            if id(kind) not in known:
-                known[id(kind)] = _stops(kind, stops, packages)
-            if known[id(kind)] and not (is_a(item, type) and enters(item)):
+            manner = manners.get(id(kind))
+            if manner is None:
+                manner = manners[id(kind)] = _Manner.of(kind, stops, packages)
+            if manner.stops and not (manner.is_class and enters(item)):
                 continue
             if len(seen) >= max_objects:
                 return list(seen.values()), True
-            seen[id(item)] = item
+            seen[identity] = item
             if kind is FunctionType:
                 waiting.extend(_held_by_function(item))
                 if enters(item):
                     waiting.extend(_attributes_of_function(item))
-            elif any(kind is suspended for suspended in _SUSPENDED):
+            elif manner.is_suspended:
                 waiting.extend(_held_by_suspended(item))
             else:
                 plain.append(item)
-                if id(kind) not in readers:
-                    readers[id(kind)] = reader_of(kind)
-                reader = readers[id(kind)]
-                if reader is not None:
-                    waiting.extend(reader(item))
+                if manner.reader is not None:
+                    waiting.extend(manner.reader(item))
         held = gc.get_referents(*plain)
-        waiting.extend(filter(gc.is_tracked, held))
         # The collector tracks no array, and no dict or tuple of nothing else.
-        waiting.extend(item for item in held if id(type(item)) in passed and not gc.is_tracked(item))
+        waiting.extend(item for item in held if gc.is_tracked(item) or id(type(item)) in passed)
     return list(seen.values()), False
+
+
+class _Manner(NamedTuple):
+    """How instances of a type are gone through."""
+
+    stops: bool
+    is_class: bool
+    is_suspended: bool
+    reader: Reader | None
+
+    @classmethod
+    def of(cls, kind: type, stops: Iterable[type], packages: Collection[str]) -> _Manner:
+        """Find it out: once for each type of a walk."""
+        bases = set(map(id, mro_of(kind)))
+        is_stopped = not bases.isdisjoint(map(id, stops)) or module_of_class(kind).partition(".")[0] in packages
+        is_suspended = any(kind is suspended for suspended in _SUSPENDED)
+        return cls(is_stopped, id(type) in bases, is_suspended, reader_of(kind))
 
 
 _MOST_LEVELS, _MOST_HOLDERS = 4, 500
@@ -133,12 +147,6 @@ def module_namespaces() -> frozenset[int]:
     every = list(sys.modules.values())
     modules = (module for module in every if type(module) is ModuleType or is_a(module, ModuleType))
     return frozenset(id(dict_of_module(module)) for module in modules)
-
-
-def _stops(kind: type, stops: Iterable[type], packages: Collection[str]) -> bool:
-    if any(base is stop for base in mro_of(kind) for stop in stops):
-        return True
-    return module_of_class(kind).partition(".")[0] in packages
 
 
 def _held_by_function(function: Any) -> Iterator[object]:
