@@ -144,7 +144,7 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pool_residency = _pool_residency(pools, swapped=swapped)
         drivers = tuple(driver.read(index) for index in devices)
         pinned = read_pinned()
-        census = census_of_all(gc_state.frozen)
+        census = census_of_all()
         survey = survey_storages(census)
         caches = read_caches(census, max_in_all=_MOST_BEHIND_CACHES)
         del census

@@ -36,7 +36,7 @@ from lowtide.probes.heap.paths import Inspector, Link, Mark, Path
 from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import HOOK, is_a
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
+from lowtide.probes.objects.listed import Census, any_frozen
 from lowtide.probes.originals import gc, loaded
 from lowtide.reports.schema import Cause, Hop, Verdict
 
@@ -163,7 +163,7 @@ def explain(
         ]
         lost = [place for place, explanation in enumerate(explained) if explanation is None]
         holders = dict(zip(lost, found.types_of_holders(lost, {id(targets), *ignore}), strict=True)) if lost else {}
-        some_frozen = bool(lost) and gc.get_freeze_count() > FROZEN_AT_STARTUP
+        some_frozen = bool(lost) and any_frozen()
         return [
             explanation
             or _without_path(target, natively, holders[place], frozen=some_frozen and found.is_frozen(place))

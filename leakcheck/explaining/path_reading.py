@@ -21,7 +21,7 @@ from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.probes.heap.paths import Mark, Path, PathStep, module_expression
 from lowtide.probes.heap.roots import RootKind, is_library
 from lowtide.probes.objects.foreign import LRU_CACHE, attribute, is_a, mro_of, namespace_of, type_name
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.probes.references.entries import Kind
 from lowtide.probes.references.unseen_references import is_view_of
@@ -122,7 +122,7 @@ def holder_name(path: Path, first: int) -> str:
     if path.root_kind in ("thread", "context"):
         return path.root
     if path.root_kind == "native":
-        hidden = ", or by what is frozen" if gc.get_freeze_count() > FROZEN_AT_STARTUP else ""
+        hidden = ", or by what is frozen" if any_frozen() else ""
         return f"{_shortened(path.root_name)}, held from C or C++{hidden}"
     for turn, step in enumerate(path.steps):
         if step.kind in ("lru-cache-key", "lru-cache-value", "opaque"):

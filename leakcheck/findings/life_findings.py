@@ -28,7 +28,7 @@ from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births
 from lowtide.probes.memory.tensors import StorageReading, survey_storages
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import Census, all_objects, any_frozen, collector_paused
 from lowtide.probes.originals import gc
 from lowtide.probes.stages import PoolReading, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
@@ -80,7 +80,7 @@ class LeftoverTensors:
         self._stacks = AllocationStacks(card=card)
         self._seen: frozenset[Key] = frozenset()
         self._found = _Found()
-        self._frozen_before = 0
+        self._was_frozen = False
         self._behind_frozen: frozenset[Key] = frozenset()
         self._earlier: dict[str, Finding] = {}
 
@@ -104,7 +104,7 @@ class LeftoverTensors:
         # What is young at the mark takes its addresses out of the reckoning, and a run is long.
         gc.collect()
         self._births.mark("create")
-        self._frozen_before = gc.get_freeze_count()
+        self._was_frozen = any_frozen()
         storages = survey_storages(Census(all_objects())).storages
         self._seen = frozenset((held.device, held.address) for held in storages)
 
@@ -148,7 +148,7 @@ class LeftoverTensors:
 
     def thaw(self) -> bool:
         """Undo a freeze that a life did, and collect; False if there was none."""
-        if not self._frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+        if self._was_frozen or not any_frozen():
             return False
         context = self.context(None)
         self._behind_frozen = behind_frozen_holders({held.key for held in self._found.rows[0]}, context)

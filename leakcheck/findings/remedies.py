@@ -34,7 +34,7 @@ from lowtide.leakcheck.resources.resource import Change, Rung
 from lowtide.leakcheck.resources.settings import SettingChange, advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.foreign import thread_ident, thread_key, thread_name
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, threading, time
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_bytes
@@ -360,7 +360,7 @@ def _further(
         Change(f"{of_thread(thread_name(thread))}.join()", "", functools.partial(thread.join, patience))
         for thread in threads
     ]
-    if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
+    if may_unfreeze and any_frozen():
         changes.append(_UNFREEZING)
     is_compiled = any(explanation.cause == "compiled-code" for explanation in explanations) and loaded("torch._dynamo")
     if is_compiled or (compiled_anything() and any(not explanation.path for explanation in explanations)):

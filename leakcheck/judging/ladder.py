@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lowtide.leakcheck.resources.resource import MIB, Rung
-from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, time, torch_with_cuda
 
 _MOST_COLLECTIONS = 8
@@ -151,7 +151,7 @@ def release(rung: Rung) -> bool:
     if rung is Rung.COLLECT:
         collect()
     elif rung is Rung.UNFREEZE:
-        if not frozen_by_program(gc.get_freeze_count()):
+        if not any_frozen():
             return False
         gc.unfreeze()
         collect()

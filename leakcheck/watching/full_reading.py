@@ -22,8 +22,7 @@ from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
 from lowtide.leakcheck.watching.watched import Verdict, Watched
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
-from lowtide.probes.originals import gc
+from lowtide.probes.objects.listed import any_frozen
 from lowtide.reports.schema import Finding, NotMeasured
 
 _RUNGS = (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
@@ -254,8 +253,7 @@ class FullReadings:
             first = self.read(case)
         steps: list[LadderStep[Deep]] = []
         frozen: frozenset[Key] = frozenset()
-        is_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
-        if case.final and is_frozen and not self._watched.froze_before and above(first):
+        if case.final and any_frozen() and not self._watched.froze_before and above(first):
             # Undoes what this test froze; a freeze that was there before, or an owner's, is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, case.context)
             hidden = thaw(self._watched.births.froze_in, case.seen)

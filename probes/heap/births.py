@@ -22,7 +22,7 @@ from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities, types_in_c
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
+from lowtide.probes.objects.listed import Census, FrozenCount, all_objects, any_frozen, collector_paused
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, os, sys
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
@@ -332,6 +332,7 @@ class Births:
         self._are_too_many = False
         self._moved = 0
         self._full = False
+        self._frozen_count = FrozenCount()
         self._frozen = 0
         self._lost = False
         # Changes of the label whose marks were in no record yet, and those of them at which something began aside.
@@ -367,7 +368,7 @@ class Births:
         self._full = False
         self._lost = False
         self.froze_in = ""
-        self._frozen = frozen_by_program(gc.get_freeze_count())
+        self._frozen = self._frozen_count.read()
         self._first[0] = []
         # In this order, and the set in place: what is freed here must not leave its identity among the known ones.
         self._known.clear()
@@ -492,7 +493,7 @@ class Births:
     @property
     def froze_until_last_look(self) -> bool:
         """As `froze`, right after `survivors`, which has listed the young objects: they are not listed once more."""
-        return self._lost or frozen_by_program(gc.get_freeze_count()) > self._frozen
+        return self._lost or self._frozen_count.read() > self._frozen
 
     def survivors(self, label: str | None = None, census: Census | None = None) -> list[Newborn]:
         """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
@@ -527,7 +528,7 @@ class Births:
             # In no comprehension: see `end_aside`.
             young = _young()
             is_old = not np.any(identities(young) == id(self._first[0]))
-            if _instances_beside is None or not is_old or frozen_by_program(gc.get_freeze_count()):
+            if _instances_beside is None or not is_old or any_frozen():
                 return Census(list(_watched(all_objects())))
             found = _instances_beside(self._first[0], _watched_kinds().tobytes())
             found.extend(_watched(young))

@@ -33,8 +33,8 @@ from lowtide.probes.host.settings import (
 )
 from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.foreign import living_threads, thread_key
-from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.originals import contents, gc, initialized_torch, loaded, os, signal, threading
+from lowtide.probes.objects.listed import FrozenCount
+from lowtide.probes.originals import contents, initialized_torch, loaded, os, signal, threading
 from lowtide.probes.stages import announced_pools
 
 Items = Mapping[str, int]
@@ -164,6 +164,7 @@ class CounterReader:
         self._orphans = orphans
         self._temporary_files = temporary_files
         self._card = card
+        self._frozen = FrozenCount()
         self._descriptors: Items = _NOTHING
         self._numbers: list[str] = []
         self._files: dict[int, tuple[int, int, str]] = {}
@@ -197,7 +198,7 @@ class CounterReader:
         }
         self._status = read_status()
         amounts: dict[str, int | None] = {
-            "gc-frozen": frozen_by_program(gc.get_freeze_count()),
+            "gc-frozen": self._frozen.read(),
             "host-memory": own_bytes(self._status),
         }
         mapped: dict[str, int] = {}

@@ -18,3 +18,4 @@ instances_beside: Callable[[object, bytes], list[Any]] | None = getattr(heap, "i
 lengths_among: Callable[[list[Any], Callable[[type], int], int, int], tuple[bytes, bytes]] | None = getattr(
     heap, "lengths_among", None
 )
+frozen: Callable[[int], tuple[int, int, int]] | None = getattr(heap, "frozen", None)

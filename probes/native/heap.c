@@ -688,6 +688,45 @@ instances_beside(PyObject *Py_UNUSED(module), PyObject *args)
     return among_ring(first, types, -1, 1);
 }
 
+/* The head of the ring of what is frozen, or NULL where the collector's state is not laid out as from Python 3.8 on: the
+ * heads of three generations with two numbers each, a pointer to the first of them, and behind it this one. The newest
+ * object of all comes before the first head.
+ */
+enum { GENERATIONS_WORDS = 9 };
+
+static uintptr_t *
+ring_of_frozen(void)
+{
+    PyObject *newest = PyList_New(0);
+    if (newest == NULL)
+        return NULL;
+    uintptr_t *link = (uintptr_t *)newest - 2, *youngest = next_in_ring(link), *head = NULL;
+    if (next_in_ring(youngest + 1) == link && (uintptr_t *)youngest[GENERATIONS_WORDS] == youngest)
+        head = youngest + GENERATIONS_WORDS + 1;
+    if (head != NULL && (next_in_ring(next_in_ring(head) + 1) != head || next_in_ring(next_in_ring(head + 1)) != head))
+        head = NULL;
+    Py_DECREF(newest);
+    return head;
+}
+
+static PyObject *
+frozen(PyObject *Py_UNUSED(module), PyObject *most)
+{
+    Py_ssize_t limit = PyLong_AsSsize_t(most), count = 0;
+    if (limit == -1 && PyErr_Occurred())
+        return NULL;
+    uintptr_t *head = ring_of_frozen();
+    if (head == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_NotImplementedError, "this interpreter's collector has its objects in other lists");
+        return NULL;
+    }
+    for (uintptr_t *link = next_in_ring(head); link != head && (limit < 0 || count < limit); link = next_in_ring(link))
+        count++;
+    unsigned long long first = *head & ~(uintptr_t)3, last = head[1] & ~(uintptr_t)3;
+    return Py_BuildValue("nKK", count, first, last);
+}
+
 /* Dictionaries --------------------------------------------------------------------------------------------------- */
 
 /* Until Python 3.13 a dictionary has a number behind its head and its size that is another one after each change of it:
@@ -774,6 +813,9 @@ static PyMethodDef functions[] = {
     {"instances_beside", instances_beside, METH_VARARGS,
      "Return the objects of these types (identities, int64) that are in one list of the collector with another object, "
      "which is not among them. Nothing may be collected meanwhile."},
+    {"frozen", frozen, METH_O,
+     "Return how many objects are frozen, counted up to a number (-1: all), and what says which are the first and the "
+     "last."},
     {NULL, NULL, 0, NULL},
 };
 

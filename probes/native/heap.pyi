@@ -70,5 +70,15 @@ def instances_beside(first: object, types: bytes) -> list[Any]:
         ValueError: the collector does not track the object.
     """
 
+def frozen(most: int) -> tuple[int, int, int]:
+    """Return how many objects are frozen, and two numbers of which one changes with the first and one with the last.
+
+    Args:
+        most: how many to count; -1 for all.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
+    """
+
 def marks_of(dicts: tuple[dict[str, Any], ...]) -> bytes:
     """Return a number (uint64) for each dictionary, which is another one once a value in it is another."""

@@ -16,6 +16,7 @@ from lowtide.probes import originals
 from lowtide.probes.heap import births as module
 from lowtide.probes.heap.births import Births, young_generations_tell
 from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.objects import listed
 from lowtide.probes.objects.listed import frozen_by_program
 
 pytestmark = pytest.mark.skipif(not young_generations_tell(), reason="this interpreter has no young generations")
@@ -263,6 +264,7 @@ def test_what_the_interpreter_itself_keeps_from_the_collector_is_no_freeze(
     births: Births, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an unfreeze the next full collection of Python 3.12 moves its immortal objects back."""
+    monkeypatch.setattr(listed, "_frozen", None)
     monkeypatch.setattr(originals.gc, "get_freeze_count", lambda: 0)
     births.mark("unfrozen")
     monkeypatch.setattr(originals.gc, "get_freeze_count", lambda: 375)

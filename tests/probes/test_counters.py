@@ -33,6 +33,7 @@ from lowtide.probes.host.counters import (
     anonymous_bytes,
     child_processes,
 )
+from lowtide.probes.objects import listed
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from tests.waiting import HANG_S, wait_until
 
@@ -158,6 +159,7 @@ def test_frozen_objects_are_counted() -> None:
 def test_so_few_frozen_objects_as_the_interpreter_starts_with_are_no_program_s(
     monkeypatch: pytest.MonkeyPatch, count: int, counted: int
 ) -> None:
+    monkeypatch.setattr(listed, "_frozen", None)
     monkeypatch.setattr(originals.gc, "get_freeze_count", lambda: count)
     assert read().amounts["gc-frozen"] == counted
 

@@ -21,6 +21,7 @@ from lowtide.leakcheck.judging.ladder import (
     wait_until_within,
 )
 from lowtide.leakcheck.resources.resource import Rung
+from lowtide.probes.objects import listed
 from lowtide.probes.objects.listed import frozen_by_program
 from tests.loaded_modules import load_instead
 from tests.waiting import SleptClock
@@ -276,17 +277,18 @@ def test_the_heap_of_the_host_is_trimmed_where_there_is_glibc(
 def test_unfreezing_collects_what_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     heap = SimpleNamespace(
-        get_freeze_count=lambda: 7000,
         unfreeze=lambda: asked.append("unfreeze"),
         collect=lambda: asked.append("collect"),
     )
     monkeypatch.setattr(ladder, "gc", heap)
+    monkeypatch.setattr(listed, "_frozen", lambda most: (2001, 1, 2))
     assert release(Rung.UNFREEZE)
     assert asked == ["unfreeze", "collect"]
 
 
 def test_what_the_interpreter_itself_keeps_from_the_collector_is_not_unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "gc", SimpleNamespace(get_freeze_count=lambda: 375))
+    monkeypatch.setattr(ladder, "gc", SimpleNamespace())
+    monkeypatch.setattr(listed, "_frozen", lambda most: (375, 1, 2))
     assert not release(Rung.UNFREEZE)
 
 
