@@ -26,7 +26,7 @@ from lowtide.leakcheck.resources.settings import (
     changes_between,
     describe_change,
 )
-from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.heap.reach import module_namespaces, reach, ways_to
 from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
@@ -36,6 +36,7 @@ from lowtide.probes.memory.autograd import saved_behind
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.described import library_globals
 from lowtide.probes.objects.foreign import is_a, place_of_definition, thread_key
+from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import gc, loaded, os, threading, weakref
 
@@ -301,23 +302,28 @@ class Claims:
 
     Args:
         owners: those that are alive, the innermost last.
+        only: the objects to walk through; None for all.
+        stops: those of what is not to be entered, if that is known: modules' namespaces, and what libraries keep there.
     """
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
+    def __init__(
+        self, owners: Sequence[Owner], only: Identities | None = None, stops: frozenset[int] = frozenset()
+    ) -> None:
         self.owners = tuple(owners)
+        self._only, self._stops = only, stops
 
     @functools.cached_property
     def _reached(self) -> list[tuple[Owner, dict[int, Any]]]:
         """Walked when first asked for: most tests claim nothing."""
         reached = []
-        stops: frozenset[int] = frozenset()
+        stops = self._stops
         for owner in self.owners:
             roots = list(owner.roots())
             if roots:
                 # What a library keeps in a global lives with the library: a fixture that gives it out does not hold it.
                 stops = stops or module_namespaces() | library_globals()
                 made = {id(reference()) for reference in owner.made}
-                objects, _ = reach(roots, packages=_PACKAGES, namespaces=stops, enters=_those(made))
+                objects, _ = reach(roots, packages=_PACKAGES, namespaces=stops, only=self._only, enters=_those(made))
                 reached.append((owner, {id(item): item for item in objects}))
         return reached
 
@@ -327,6 +333,12 @@ class Claims:
             if id(item) in reached:
                 return owner
         return None
+
+    def ways(self, items: Collection[int]) -> set[int]:
+        """Return the identities of the objects on ways from the owners to some objects, by these ones' identities."""
+        return set().union(
+            *(ways_to(items, set(map(id, owner.roots())), list(reached.values())) for owner, reached in self._reached)
+        )
 
     def gradients(self, tensor_type: type, wanted: Iterable[int]) -> dict[int, Owner]:
         """Return those of the `wanted` tensors, by identity, that are the gradient of a tensor that an owner holds."""

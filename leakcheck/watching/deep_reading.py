@@ -97,7 +97,7 @@ class DeepReader:
         subjects: Sequence[Subject],
         ended: Sequence[Owner],
         seen: Collection[Key],
-        note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
+        note: Callable[[Claims, HeapReading, Sequence[Newborn], Counters], None] = lambda claims, heap, born, now: None,
         walk: SharedWalk | None = None,
         last: Deep | None = None,
     ) -> Deep:
@@ -147,7 +147,7 @@ class DeepReader:
                 known = None if last is None else last.readings[len(readings)].items["lru-cache"]
                 items["lru-cache"] = self.caches.held(born, judged, walk) if known is None else known
             readings.append(Reading(items, self._levels(now, subject, ended, explained)))
-        note(claims, heap, now)
+        note(claims, heap, born, now)
         return Deep(tuple(readings), heap, explained)
 
     def _named_shared_memory(self, now: Counters) -> int:

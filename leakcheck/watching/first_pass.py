@@ -66,17 +66,17 @@ class Suspects:
         """Return whether one of the tensors that seemed to be left is still alive: known without a list of the heap."""
         return any(tensor() is not None for tensor in self._tensors_left)
 
-    def living_tensors(self) -> list[int]:
-        """Return the identities of those of them that are alive, the oldest first; none where one cannot be told.
+    def living_tensors(self) -> list[Any]:
+        """Return those of them that are alive, the oldest first; none where one cannot be told. Drop them soon.
 
-        Not those of storages that a tensor among them has: who asks for a storage makes an object that C++ holds then.
+        No storages that a tensor among them has: who asks for a storage makes an object that C++ holds then.
         """
         left = [tensor() for tensor in self._tensors_left if self._knows_all]
         found = [item for item in left if item is not None]
         keys = keys_of_each(found)
         of_tensors = frozenset().union(*(each for item, each in zip(found, keys, strict=True) if not is_storage(item)))
         return [
-            id(item)
+            item
             for item, each in zip(found, keys, strict=True)
             if not (is_storage(item) and each and each <= of_tensors)
         ]

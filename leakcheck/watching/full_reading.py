@@ -5,8 +5,9 @@ What tests leave under owners that live is noted beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
@@ -15,14 +16,19 @@ from lowtide.leakcheck.judging.device_memory import allocation_name
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.judging.owners import Claims, Owner, Subject
-from lowtide.leakcheck.judging.storages import HeapReading, Key, thaw
+from lowtide.leakcheck.judging.storages import HeapReading, Key, is_storage, is_tensor, thaw
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
 from lowtide.leakcheck.watching.watched import Verdict, Watched
+from lowtide.probes.heap.births import Newborn
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
+from lowtide.probes.heap.reach import BoundSince
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
+from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import any_frozen
+from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Finding, NotMeasured
 
 _RUNGS = (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
@@ -58,6 +64,77 @@ class Case:
         return (None, *self.ended)
 
 
+_MOST_KNOWN = 10_000
+"""Objects on known ways that are remembered."""
+
+
+class Renewals:
+    """Tells that what a test left under owners that live only took the place of what lay there before.
+
+    A full reading notes over which storages of an owner the test's tensors lie, and the ways there. A later test has
+    added nothing where each of its tensors is reached from an owner now, by known objects and by those that it made,
+    and lies over as long a storage there as then: the same, or another one at the address of one that is gone.
+
+    Holds identities only.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, None] = {}
+        self._sizes: dict[str, dict[Key, int]] = {}
+        self._bound = BoundSince()
+
+    def note(self, claims: Claims, tensors: Sequence[Any], alive: Collection[Key]) -> None:
+        """Take down what lies under the owners, in a full reading.
+
+        Args:
+            claims: what these hold.
+            tensors: what the test has made, and is there.
+            alive: all storages.
+        """
+        owned = [(item, owner) for item in tensors if (owner := claims.owner_of(item)) is not None]
+        self._sizes = {
+            owner.label: {key: size for key, size in self._sizes.get(owner.label, {}).items() if key in alive}
+            for owner in claims.owners
+        }
+        if owned:
+            for item, owner in owned:
+                self._sizes[owner.label].update(_sizes([item]))
+            self._known.update(dict.fromkeys(claims.ways([id(item) for item, _ in owned])))
+            for identity in list(self._known)[: max(0, len(self._known) - _MOST_KNOWN)]:
+                del self._known[identity]
+            self._bound.note()
+
+    def explain(self, tensors: Sequence[Any], owners: Sequence[Owner], born: Collection[int] | None) -> bool:
+        """Return whether all that a test has left lies under owners as what lay there before.
+
+        Args:
+            tensors: what it has left.
+            owners: those that are alive.
+            born: the identities of what was born in the test.
+        """
+        if not self._known or not tensors or not isinstance(born, Identities) or _any_with_gradient(tensors):
+            return False
+        claims = Claims(owners, born.and_also(self._known), self._bound.stops())
+        for item in tensors:
+            owner, sizes = claims.owner_of(item), _sizes([item])
+            if owner is None or not sizes or not sizes.items() <= self._sizes.get(owner.label, {}).items():
+                return False
+        return True
+
+
+def _any_with_gradient(tensors: Sequence[Any]) -> bool:
+    """Return whether one of some tensors may hold more than its storage: a gradient, or what its graph has saved."""
+    torch: Any = loaded("torch")
+    with plain_tensors(torch):
+        return any(torch_member(item, "requires_grad") for item in tensors if not is_storage(item))
+
+
+def _sizes(tensors: Sequence[Any]) -> dict[Key, int]:
+    """Return the bytes of the storages under some tensors; none where one of them cannot be read."""
+    survey = survey_storages(tensors)
+    return {} if survey.unreadable else {(found.device, found.address): found.bytes for found in survey.storages}
+
+
 class OwnersInUse:
     """Follows the owners that the tests of one watch use, and what the tests leave under them.
 
@@ -69,12 +146,14 @@ class OwnersInUse:
     Attributes:
         tolerance: bytes that the test of now may leave.
         any_used: whether it has used any owner, or one is ending.
+        renewals: what the last tests left under owners, which the next ones may put others in the place of.
     """
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self.tolerance = 0
         self.any_used = False
+        self.renewals = Renewals()
         self._users: dict[int, Owner] = {}
         self._grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
@@ -126,8 +205,9 @@ class OwnersInUse:
             self.any_used = True
             self._grown.setdefault(owner.label, []).extend(grown)
 
-    def note(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
+    def note(self, claims: Claims, heap: HeapReading, born: Sequence[Newborn], now: Counters) -> None:
         """Write down what lies under the owners that the test used, or under which it left something."""
+        self.renewals.note(claims, [each.item for each in born if is_tensor(each.item)], heap.alive)
         before = self._watched.ownership.baseline
         claimed = set(map(id, heap.claimed.values()))
         changed = [
@@ -299,5 +379,5 @@ class FullReadings:
         return found
 
 
-def _no_note(claims: Claims, heap: HeapReading, now: Counters) -> None:
+def _no_note(claims: Claims, heap: HeapReading, born: Sequence[Newborn], now: Counters) -> None:
     """Note nothing: in the middle of a test it is not known yet what it will have left."""

@@ -7,7 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse
 from lowtide.leakcheck.watching.judgement import WatchJudge
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.heap.holders import SharedWalk, sharing_walk
+from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
@@ -280,7 +280,16 @@ class Watch(Attribution):
         gc.collect(1)
         if is_clean():
             return clean()
-        known = self._known_ways(now, ended, born)
+        suspects = self._suspects.find(now, ended, self.tolerance)
+        # Whether the tensors explain what the process has more, their full reading shows.
+        are_tensors = not any(owner.storages for owner in ended) and {*suspects} - {"host-memory"} == {"tensors"}
+        if (
+            are_tensors
+            and "host-memory" not in suspects
+            and self._in_use.renewals.explain(self._suspects.living_tensors(), watched.ownership.live, born)
+        ):
+            return clean()
+        known = self._judge.ways.to([*map(id, self._suspects.living_tensors())], born) if are_tensors else None
         if known is None:
             collect(is_clean)
             if is_clean():
@@ -303,16 +312,6 @@ class Watch(Attribution):
         case = Case(ended, final, stage, self.tolerance, self._seen, context, known)
         back = collected()
         return replace(self._concluded(case, unmeasured, share), collected=back)
-
-    def _known_ways(self, now: Counters, ended: Sequence[Owner], born: Collection[int] | None) -> SharedWalk | None:
-        """Return a walk of the ways to what was explained, if nothing is suspect but tensors at the end of these."""
-        if any(owner.storages for owner in ended):
-            return None
-        suspects = set(self._suspects.find(now, ended, self.tolerance))
-        # Whether the tensors explain what the process has more, their full reading shows.
-        if suspects - {"host-memory"} != {"tensors"}:
-            return None
-        return self._judge.ways.to(self._suspects.living_tensors(), born)
 
     def _suspects_of(self, now: Counters, ended: Sequence[Owner]) -> tuple[Counters, list[str]]:
         """Return the counters, and what is suspect by them; read again where that is nothing but may have changed.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import compress
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
+from lowtide.probes import native
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
+from lowtide.probes.objects.identities import Identities, identities, places_of, referents
 from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
 
@@ -26,6 +30,7 @@ def reach(
     boundaries: Collection[type] = (),
     packages: Collection[str] = (),
     namespaces: Collection[int] | None = None,
+    only: Identities | None = None,
     enters: Callable[[Any], bool] = lambda item: False,
     max_objects: int = 200_000,
 ) -> tuple[list[Any], bool]:
@@ -36,6 +41,7 @@ def reach(
         boundaries: types not to look into, besides classes, modules and their namespaces, code and frames.
         packages: top-level packages whose objects are not to be looked into.
         namespaces: `module_namespaces()`, for who asks more than once, and whatever else is not to be entered.
+        only: those to go on to from an object's plain references; None for all.
         enters: whether to look into this class, and whether at the attributes of this function.
         max_objects: how many to look at.
 
@@ -80,6 +86,8 @@ def reach(
                 if manner.reader is not None:
                     waiting.extend(manner.reader(item))
         held = gc.get_referents(*plain)
+        if only is not None:
+            held = list(compress(held, only.holds(identities(held)).tolist()))
         # The collector tracks no array, and no dict or tuple of nothing else.
         waiting.extend(item for item in held if gc.is_tracked(item) or id(type(item)) in passed)
     return list(seen.values()), False
@@ -142,11 +150,74 @@ def led_to(items: Sequence[object], namespaces: Collection[int]) -> list[bool]:
     return [place in led for place in range(len(items))]
 
 
+_LONGEST_WAY = 100
+"""Objects on a way that is looked for: a long chain of links takes as many steps over all references."""
+
+
+def ways_to(wanted: Collection[int], starts: Collection[int], reached: Sequence[object]) -> set[int]:
+    """Return the identities of the objects on shortest ways to some objects, as far as the collector shows a way.
+
+    Args:
+        wanted: the identities of the objects.
+        starts: those of where the ways begin.
+        reached: what is gone through, the objects and the starts included.
+    """
+    ids = identities(list(reached))
+    sizes, referred, held = referents(list(reached))
+    nodes = places_of(ids).find(referred)
+    held.clear()
+    is_known = nodes >= 0
+    holders, nodes = np.repeat(np.arange(len(ids)), sizes)[is_known], nodes[is_known]
+    before = np.full(len(ids), -1)
+    frontier = np.isin(ids, np.fromiter(starts, np.int64, len(starts)))
+    before[frontier] = np.flatnonzero(frontier)
+    for _ in range(_LONGEST_WAY):
+        steps = frontier[holders] & (before[nodes] < 0)
+        if not steps.any():
+            break
+        before[nodes[steps]] = holders[steps]
+        frontier = np.zeros(len(ids), np.bool_)
+        frontier[nodes[steps]] = True
+    found: set[int] = set()
+    for node in np.flatnonzero(np.isin(ids, np.fromiter(wanted, np.int64, len(wanted))) & (before >= 0)).tolist():
+        while node not in found:
+            found.add(node)
+            node = int(before[node])
+    return set(ids[sorted(found)].tolist())
+
+
 def module_namespaces() -> frozenset[int]:
     """Identities of the dicts that hold the modules' globals."""
+    return frozenset(map(id, _dicts_of_modules()))
+
+
+def _dicts_of_modules() -> list[dict[str, Any]]:
     every = list(sys.modules.values())
-    modules = (module for module in every if type(module) is ModuleType or is_a(module, ModuleType))
-    return frozenset(id(dict_of_module(module)) for module in modules)
+    return [dict_of_module(module) for module in every if type(module) is ModuleType or is_a(module, ModuleType)]
+
+
+class BoundSince:
+    """Tells what modules' globals were bound to since a moment."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, int] = {}
+
+    def note(self) -> None:
+        """Take what is bound now for known."""
+        self._marks = {id(found): mark for found, mark in self._marked() if native.marks_of is not None}
+
+    def stops(self) -> frozenset[int]:
+        """Return the identities of the modules' namespaces, and of all that those hold in which something was bound."""
+        marked = self._marked()
+        changed = [found for found, mark in marked if self._marks.get(id(found)) != mark]
+        bound = (map(id, list(found.values())) for found in changed)
+        return frozenset(id(found) for found, _ in marked).union(*bound)
+
+    def _marked(self) -> list[tuple[dict[str, Any], int]]:
+        dicts = _dicts_of_modules()
+        if native.marks_of is None:
+            return [(found, 0) for found in dicts]
+        return list(zip(dicts, np.frombuffer(native.marks_of(tuple(dicts)), np.uint64).tolist(), strict=True))
 
 
 def _held_by_function(function: Any) -> Iterator[object]:

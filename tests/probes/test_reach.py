@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.probes.heap.reach import led_to, reach
+from lowtide.probes import native
+from lowtide.probes.heap.reach import BoundSince, led_to, module_namespaces, reach, ways_to
+from lowtide.probes.objects.identities import Identities, identities
 
 
 class Thing:
@@ -239,3 +241,57 @@ class TestLedTo:
         before = sys.getrefcount(thing)
         led_to([thing], {id(namespace)})
         assert sys.getrefcount(thing) == before
+
+
+def test_only_some_objects_are_gone_through_and_what_the_roots_hold_that_is_not_plain() -> None:
+    wanted: list[object] = []
+    inner = [wanted]
+    start = Thing([inner, [wanted]])
+    some = identities([vars(start), start.held, inner, wanted])
+    assert reaches(start, wanted, only=Identities(some))
+    assert not reaches(start, wanted, only=Identities(some[[0, 1, 3]]))
+
+
+def test_of_a_way_its_objects_are_told() -> None:
+    wanted: list[object] = []
+    short, longer = [wanted], [[[wanted]]]
+    start = Slotted({"longer": longer, "short": short})
+    found = reach([start])[0]
+    way = {id(item) for item in (start, start.held, short, wanted)}
+    assert ways_to([id(wanted)], [id(start)], found) == way
+
+
+def test_where_no_way_is_seen_there_is_none() -> None:
+    wanted: list[object] = []
+    found = [*reach([wanted])[0], *reach([start := Thing()])[0]]
+    assert ways_to([id(wanted)], [id(start)], found) == set()
+    assert ways_to([id(wanted)], [id(wanted)], found) == {id(wanted)}
+    assert ways_to([], [id(start)], found) == set()
+
+
+def test_a_long_chain_is_no_way() -> None:
+    wanted: list[object] = []
+    chain: list[object] = wanted
+    for _ in range(200):
+        chain = [chain]
+    found = reach([chain])[0]
+    assert len(found) == 201
+    assert ways_to([id(wanted)], [id(chain)], found) == set()
+
+
+@pytest.mark.parametrize("is_in_c", [True, False])
+def test_what_a_module_was_bound_to_since_is_told(is_in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_in_c:
+        monkeypatch.setattr(native, "marks_of", None)
+    module = types.ModuleType("a_module_of_this_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before, after, elsewhere = [0], [1], [2]
+    vars(module).update(before=before)
+    bound = BoundSince()
+    assert bound.stops() >= {id(before)} | module_namespaces()
+    bound.note()
+    assert (id(before) in bound.stops()) is not is_in_c
+    vars(module).update(after=after)
+    stops = bound.stops()
+    assert stops >= {id(before), id(after)} | module_namespaces()
+    assert id(elsewhere) not in stops
