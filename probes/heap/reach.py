@@ -9,6 +9,7 @@ from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, Functi
 from typing import Any, NamedTuple
 
 from lowtide.probes import native
+from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects.identities import Identities, identities, places_of, referents
 from lowtide.probes.objects.listed import frame_locals
@@ -200,24 +201,32 @@ class BoundSince:
     """Tells what modules' globals were bound to since a moment."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, int] = {}
+        self._namespaces = self._marks = np.zeros(0, np.int64)
 
     def note(self) -> None:
         """Take what is bound now for known."""
-        self._marks = {id(found): mark for found, mark in self._marked() if native.marks_of is not None}
+        dicts = _dicts_of_modules()
+        self._namespaces, self._marks = identities(dicts), _marks_of(dicts)
 
     def stops(self) -> frozenset[int]:
         """Return the identities of the modules' namespaces, and of all that those hold in which something was bound."""
-        marked = self._marked()
-        changed = [found for found, mark in marked if self._marks.get(id(found)) != mark]
-        bound = (map(id, list(found.values())) for found in changed)
-        return frozenset(id(found) for found, _ in marked).union(*bound)
-
-    def _marked(self) -> list[tuple[dict[str, Any], int]]:
         dicts = _dicts_of_modules()
-        if native.marks_of is None:
-            return [(found, 0) for found in dicts]
-        return list(zip(dicts, np.frombuffer(native.marks_of(tuple(dicts)), np.uint64).tolist(), strict=True))
+        namespaces, marks = identities(dicts), _marks_of(dicts)
+        if len(namespaces) == len(self._namespaces) and np.all(namespaces == self._namespaces):
+            before = self._marks
+        else:
+            known = dict(zip(self._namespaces.tolist(), self._marks.tolist(), strict=True))
+            before = np.array([known.get(namespace, 0) for namespace in namespaces.tolist()], np.int64)
+        changed = np.flatnonzero((marks != before) | (marks == 0)).tolist()
+        bound = (map(id, list(dicts[place].values())) for place in changed)
+        return frozenset(namespaces.tolist()).union(*bound)
+
+
+def _marks_of(dicts: list[dict[str, Any]]) -> Ints:
+    """Return a mark of each dict; 0 where there are none."""
+    if native.marks_of is None:
+        return np.zeros(len(dicts), np.int64)
+    return np.frombuffer(native.marks_of(tuple(dicts)), np.int64)
 
 
 def _held_by_function(function: Any) -> Iterator[object]:

@@ -295,3 +295,7 @@ def test_what_a_module_was_bound_to_since_is_told(is_in_c: bool, monkeypatch: py
     stops = bound.stops()
     assert stops >= {id(before), id(after)} | module_namespaces()
     assert id(elsewhere) not in stops
+    other = types.ModuleType("another_module_of_this_test")
+    vars(other).update(elsewhere=elsewhere)
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert bound.stops() >= {id(after), id(elsewhere), id(vars(other))}
