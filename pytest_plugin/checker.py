@@ -172,7 +172,8 @@ class Checker:
 
     def _prove(self, session: pytest.Session) -> list[Proven]:
         """Try what gives the leaks back, now that no test follows; the subjects with what is known then."""
-        if self._deferred.is_empty or session.exitstatus == pytest.ExitCode.INTERRUPTED:
+        is_over = self._deferred.is_empty or session.exitstatus == pytest.ExitCode.INTERRUPTED
+        if is_over or not self.settings.remedies:
             return []
         self._session.failure = ""
         proven: list[Proven] = []

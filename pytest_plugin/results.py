@@ -18,6 +18,7 @@ import pytest
 import lowtide
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
+from lowtide.leakcheck.judging.ladder import collect
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.suppressions.toml import SuppressionError
 from lowtide.leakcheck.watching.watch import Watch
@@ -140,15 +141,23 @@ class DeferredProofs:
             tolerance: bytes that it may leave.
         """
         new = {leak.finding.fingerprint: leak for leak in unproven.tensors}
-        told: set[str] = set()
-        gone: dict[str, list[UnprovenLeak]] = {}
-        for each in self._unproven if new else ():
-            for leak in each.later.tensors:
-                mark = leak.finding.fingerprint
-                if each.module == module:
-                    told.add(mark)
-                if leak.came_back == when:
-                    gone.setdefault(mark, []).append(leak)
+        told = {
+            leak.finding.fingerprint
+            for each in self._unproven
+            if each.module == module
+            for leak in each.later.tensors
+            if leak.finding.fingerprint in new
+        }
+        gone = self._gone(when) if told else {}
+        if told - gone.keys():
+
+            def is_gone() -> bool:
+                self.note(when)
+                return told <= self._gone(when).keys()
+
+            # What lies at the end of a way that was known was judged without a collection.
+            collect(is_gone)
+            gone = self._gone(when)
         found = []
         for finding in findings:
             mark = finding.fingerprint
@@ -160,6 +169,13 @@ class DeferredProofs:
             else:
                 found.append(finding)
         return found
+
+    def _gone(self, when: str) -> dict[str, list[UnprovenLeak]]:
+        """Return the leaks of tensors that came back at a time, by their fingerprints."""
+        gone: dict[str, list[UnprovenLeak]] = {}
+        for leak in (leak for each in self._unproven for leak in each.later.tensors if leak.came_back == when):
+            gone.setdefault(leak.finding.fingerprint, []).append(leak)
+        return gone
 
     def note(self, when: str) -> None:
         """Note which leaks the program itself has given back since this was called last."""

@@ -477,15 +477,23 @@ def _caches_with(new: Mapping[Key, int], caches: Iterable[Any]) -> Iterator[_Mem
             yield _Memo(id(cache), [cache], tensors, where, f"{name}.cache_clear()", most, cache)
 
 
+_CONTAINERS = frozenset(map(id, (dict, list, set, frozenset)))
+
+
 def _computed(cache: Any) -> list[Any]:
     """Return the tensors behind those values of a cache that were computed from plain data."""
     _, _, most, entries = cache.cache_info()
-    if not entries or loaded("torch") is None:
+    torch: Any = loaded("torch")
+    if not entries or torch is None:
         return []
     found: list[Any] = []
     for key, value in _entries(cache, entries, is_bounded=most is not None):
-        tensors = _tensors_in(value) if _is_plain(key) else None
-        found += tensors or ()
+        # Most caches hold no tensors, and that shows at the value's type.
+        kind = type(value)
+        may_have = kind is torch.Tensor or id(kind) in _CONTAINERS or is_a(value, tuple)
+        tensors = _tensors_in(value) if may_have else None
+        if tensors and _is_plain(key):
+            found += tensors
     return found
 
 

@@ -287,16 +287,19 @@ class FullReadings:
         excused = () if self.distinguished is None else self.distinguished.listed
         return (*excused, *self.values.listed, *self._watched.device_memory.not_measured)
 
-    def read(self, case: Case, *, last: Deep | None = None, notes: bool = False) -> Deep:
+    def read(
+        self, case: Case, *, last: Deep | None = None, notes: bool = False, walk: SharedWalk | None = None
+    ) -> Deep:
         """Return a full reading, without what libraries are excused for; that is settled with a judgement's first.
 
         Args:
             case: what is judged.
             last: an earlier reading, if nothing has been done since by which an object could have gone.
             notes: whether what the owners that are alive hold is noted.
+            walk: the walk over the heap to ask, if it is shared with others.
         """
         note = self._in_use.note if notes and case.final else _no_note
-        with sharing_walk() as walk:
+        with sharing_walk(walk) as walk:
             deep = self._reader(case.subjects, case.ended, case.seen, note, walk, last)
             if self.distinguished is None:
                 self.values = self._cached_values.sort(
@@ -318,6 +321,7 @@ class FullReadings:
         case: Case,
         above: Callable[[Deep], Sequence[Metric[Reading]]],
         give_back: Callable[[Rung], bool],
+        walk: SharedWalk,
     ) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
         """Return the readings after each rung that a plain test may have to climb, and the storages behind frozen ones.
 
@@ -327,13 +331,16 @@ class FullReadings:
             case: what is judged.
             above: which metrics of a reading are not back.
             give_back: does what a rung does; False where there is nothing to act on.
+            walk: the walk over the heap to ask; it is closed before anything is done.
         """
-        first = self.read(case, notes=True)
+        first = self.read(case, notes=True, walk=walk)
         if self._tries_blas_handles(first):
+            walk.close()
             first = self.read(case)
         steps: list[LadderStep[Deep]] = []
         frozen: frozenset[Key] = frozenset()
         if case.final and any_frozen() and not self._watched.froze_before and above(first):
+            walk.close()
             # Undoes what this test froze; a freeze that was there before, or an owner's, is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, case.context)
             hidden = thaw(self._watched.births.froze_in, case.seen)
@@ -341,8 +348,9 @@ class FullReadings:
             steps.append(LadderStep(Rung.UNFREEZE, self.read(case), 0.0))
 
         def is_settled(deep: Deep) -> bool:
-            # At which rung it comes back is a diagnosis; whether it is a leak may be known before.
-            left = above(deep)
+            # At which rung it comes back is a diagnosis; whether it is a leak may be known before. Of a tensor's memory
+            # that is not on a card no pool has a part.
+            left = [metric for metric in above(deep) if metric.key != "tensors cpu"]
             return not left or not (
                 self._watched.policy.explain or any(metric.rung.order > Rung.COLLECT.order for metric in left)
             )
@@ -351,6 +359,8 @@ class FullReadings:
             # What is free in the process's heap, or pinned, no object holds.
             return self.read(case, last=before if rung is Rung.CLEAR_HOST_CACHE else None)
 
+        if not is_settled(first):
+            walk.close()
         steps = climb(
             lambda: first,
             is_settled,

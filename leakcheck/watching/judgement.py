@@ -139,21 +139,25 @@ class WatchJudge:
         self.readings.begin()
         self._emptied = Emptied()
         metrics = plain_metrics(["cpu", *self._watched.counters.read().devices], case.tolerance)
-        climb = functools.partial(
-            self.readings.climb, above=lambda deep: _above(metrics, deep), give_back=self._give_back
-        )
-        steps, frozen = climb(case)
-        if case.known is not None and not _suffices(case.known, _above(metrics, steps[0].reading), steps[0].reading):
-            # There is more, of which a collection may give back some.
-            case.known.close()
-            collect()
-            steps, frozen = climb(replace(case, known=None))
-        if case.final:
-            self._in_use.report_limits()
-        for key, owner in steps[0].reading.heap.claimed.items():
-            owner.storages.setdefault(key, owner.stage)
-        context = replace(case.context, hints=(*case.context.hints, *self.readings.values.hints))
-        verdict = self._verdict(case, metrics, steps, frozen, context, card_came=card_came)
+        with contextlib.closing(SharedWalk()) as walk:
+            climb = functools.partial(
+                self.readings.climb, above=lambda deep: _above(metrics, deep), give_back=self._give_back, walk=walk
+            )
+            steps, frozen = climb(case)
+            known = case.known
+            if known is not None and not _suffices(known, _above(metrics, steps[0].reading), steps[0].reading):
+                # There is more, of which a collection may give back some.
+                known.close()
+                walk.close()
+                collect()
+                case = replace(case, known=None)
+                steps, frozen = climb(case)
+            if case.final:
+                self._in_use.report_limits()
+            for key, owner in steps[0].reading.heap.claimed.items():
+                owner.storages.setdefault(key, owner.stage)
+            context = replace(case.context, hints=(*case.context.hints, *self.readings.values.hints))
+            verdict = self._verdict(case, metrics, steps, frozen, context, case.known or walk, card_came=card_came)
         last = steps[-1].reading
         return Judged(verdict, last.heap, last.explained)
 
@@ -172,15 +176,16 @@ class WatchJudge:
         steps: Sequence[LadderStep[Deep]],
         frozen: frozenset[Key],
         context: Context,
+        walk: SharedWalk,
         *,
         card_came: bool,
     ) -> Verdict:
         """Say what each subject has left, explained, with the remedies tried for which now is the time."""
         policy = self._watched.policy
         left = {held.key: held.owner for held in steps[-1].reading.heap.held if policy.explain}
-        puts_off = case.final and policy.remedies == "later"
+        notes = case.final and policy.remedies != "now"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
-        with contextlib.closing(case.known or SharedWalk()) as walk:
+        with contextlib.closing(walk):
             # What the setup of a fixture has made was there before the test that its end is judged with.
             contexts = [replace(context, walk=walk), replace(context, walk=walk, born=None)]
             explained = [
@@ -199,7 +204,7 @@ class WatchJudge:
             ]
             leaks, of_leaks = [found for found, _ in caused], [known for _, known in caused]
             del caused
-            watches = _watches_of(leaks, walk) if puts_off else {}
+            watches = _watches_of(leaks, walk) if notes else {}
         for turn, owner in enumerate(case.ended, 1):
             grown = self._in_use.grown.get(owner.label, ())
             leaks[turn] = [replace(leak, finding=merged(leak.finding, grown)) for leak in leaks[turn]]
@@ -208,10 +213,15 @@ class WatchJudge:
         read = functools.partial(self.readings.read, case)
         if case.final and policy.remedies == "now":
             findings = self.trials.try_now(leaks, context, read)
-        elif puts_off:
+        elif notes and policy.remedies == "later":
             findings, unproven = self.trials.defer(leaks, watches, context, read)
         else:
             findings = [[leak.finding for leak in found] for found in leaks]
+            # Nothing is tried, but whether it is there still is asked later.
+            unproven = [
+                defer([leak for leak in found if isinstance(leak, TensorLeak)], watches) if notes else none
+                for found, none in zip(leaks, unproven, strict=True)
+            ]
         causes = [
             {id(finding): cause for finding, cause in zip(found, known, strict=True)}
             for found, known in zip(findings, of_leaks, strict=True)

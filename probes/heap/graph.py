@@ -250,7 +250,9 @@ class NewBehindKnown(Graph):
             items: their identities, those of the oldest first, as the collector lists all objects.
         """
         holders = np.repeat(np.arange(len(self.objects), dtype=np.int32), np.diff(self.offsets))
-        is_new = self._new.holds(identities(self.objects))
+        ids = identities(self.objects)
+        # Of what is not tracked nobody knows how old it is.
+        is_new = self._new.holds(ids) | ~are_tracked(ids)
         leads = np.zeros(len(self.objects), np.bool_)
         frontier = self._asked = self.find_ids(items)
         if len(frontier) < len(items):
@@ -261,9 +263,11 @@ class NewBehindKnown(Graph):
             frontier = np.unique(before[is_new[before] & ~leads[before]])
         counted = np.bincount(self.edges, minlength=len(self.objects)).tolist()
         nodes = np.flatnonzero(leads).tolist()
-        # To all refers this list, and to the nodes their own; what a call adds, it adds to each.
+        # To all refers this list, and to the nodes their own, to a class also the table of types; what a call adds, it
+        # adds to each.
         bare, *counts = map(sys.getrefcount, [object(), *map(self.objects.__getitem__, nodes)])
-        return all(count == bare + 1 + counted[node] for node, count in zip(nodes, counts, strict=True))
+        own = [1 + (int(ids[node]) in self.types) for node in nodes]
+        return all(count == bare + more + counted[node] for node, count, more in zip(nodes, counts, own, strict=True))
 
 
 def _is_checkers_frame(item: object) -> bool:

@@ -268,7 +268,7 @@ class NarrowWalk(NumpyWalk):
 
     Args:
         roots: the first nodes, in their order.
-        only: the identities of those that it may come to.
+        only: the identities of those that it may come to, beside what the collector does not track.
     """
 
     def __init__(self, roots: list[Root], only: Identities) -> None:
@@ -276,10 +276,10 @@ class NarrowWalk(NumpyWalk):
         self._only = only
 
     def _which_lead_on(self, ids: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        leads_on = self._only.holds(ids)
-        is_passed_over = leads_on.copy()
-        leads_on[leads_on], is_passed_over[is_passed_over] = super()._which_lead_on(ids[leads_on])
-        return leads_on, is_passed_over
+        leads_on, is_passed_over = super()._which_lead_on(ids)
+        # What is not tracked is nobody's but of those who refer to it: an array, say, over a tensor's memory.
+        is_wanted = self._only.holds(ids) | ~are_tracked(ids)
+        return leads_on & is_wanted, is_passed_over & is_wanted
 
 
 def walk_from(roots: list[Root]) -> Walk:

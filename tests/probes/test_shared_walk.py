@@ -12,8 +12,10 @@ import numpy
 import pytest
 
 from lowtide.probes.heap import holders as heap
-from lowtide.probes.heap.graph import Graph
+from lowtide.probes.heap.graph import Graph, NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
+from lowtide.probes.objects.identities import Identities, identities
+from lowtide.probes.objects.listed import collector_paused
 
 
 class Thing:
@@ -113,3 +115,41 @@ def test_what_each_of_many_cuts_frees_is_what_it_frees_alone(helper: Any) -> Non
     assert together == alone
     assert together[0] == [frozenset({0, 1}), frozenset({0, 1}), frozenset({0})]
     assert together[2] == [frozenset(), frozenset(), frozenset({2})]
+
+
+class Memory(bytearray):
+    """Over which an array may lie, and which the collector tracks, other than that."""
+
+
+def new_behind_known(helper: Any) -> tuple[NewBehindKnown, Memory]:
+    """Keep memory behind an array, in an instance of a class of its own; return a walk, and the memory."""
+    helper.registry = {"old": Thing()}
+    known = {id(helper), id(vars(helper)), id(helper.registry)}
+    helper.registry["new"] = kept = type("Own", (Thing,), {})()
+    kept.array = numpy.frombuffer(Memory(8), numpy.uint8)
+    memory = kept.array.base.obj
+    assert (type(memory), gc.is_tracked(memory), gc.is_tracked(kept.array)) == (Memory, True, False)
+    cls: Any = type(kept)
+    cls.last = kept
+    view = kept.array.base
+    born = [kept, vars(kept), view, *gc.get_referents(view), memory, cls, *gc.get_referents(cls)]
+    born = [item for item in born if type(item) is not str and item not in (Thing, object)]
+    with collector_paused():
+        graph = NewBehindKnown(known, Identities(identities(born)))
+    return graph, memory
+
+
+def test_what_an_array_holds_is_found_behind_known_ways(helper: Any) -> None:
+    graph, memory = new_behind_known(helper)
+    try:
+        # As long as this function has it, it is not held there alone.
+        assert not graph.holds_alone([id(memory)])
+        identity = id(memory)
+        del memory
+        assert graph.holds_alone([identity])
+        also = helper.registry["new"].array
+        assert not graph.holds_alone([identity])
+        del also
+        assert graph.holds_alone([identity])
+    finally:
+        graph.close()
