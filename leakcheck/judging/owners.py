@@ -141,6 +141,14 @@ class OwnerHistory:
             count = now.get(key, Count(0, 0))
             self._levels.setdefault(key, [count.now - count.came] * (self.turns + 1))[-1] = count.now
 
+    def forget(self, gone: Collection[Key]) -> None:
+        """Forget storages in whose place others lie."""
+        self.storages = {key: lying for key, lying in self.storages.items() if key not in gone}
+
+    def take(self, key: Key, size: int) -> None:
+        """Take down a storage that lies in the place of one that is gone: the levels stay as they are."""
+        self.storages[key] = Lying(size, self.turns)
+
     def _turn_of(self, key: Key, size: int, fresh: Collection[Key]) -> int:
         known = self.storages.get(key)
         if key in fresh or (known is not None and known.bytes != size):

@@ -6,7 +6,7 @@ What tests leave under owners that live is noted beside.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
@@ -21,11 +21,11 @@ from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
 from lowtide.leakcheck.watching.watched import Verdict, Watched
-from lowtide.probes.heap.births import Newborn
+from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.reach import BoundSince
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
+from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import loaded
@@ -68,56 +68,133 @@ _MOST_KNOWN = 10_000
 """Objects on known ways that are remembered."""
 
 
+@dataclass(frozen=True)
+class Renewal:
+    """What took the place of what under the owners that are alive.
+
+    Attributes:
+        gone: storages that lay there.
+        fresh: those that do now, with their owner and their bytes.
+    """
+
+    gone: frozenset[Key] = frozenset()
+    fresh: Mapping[Key, tuple[Owner, int]] = field(default_factory=dict)
+
+
 class Renewals:
     """Tells that what a test left under owners that live only took the place of what lay there before.
 
     A full reading notes over which storages of an owner the test's tensors lie, and the ways there. A later test has
     added nothing where each of its tensors is reached from an owner now, by known objects and by those that it made,
-    and lies over as long a storage there as then: the same, or another one at the address of one that is gone.
+    and lies over as long a storage there as then (the same, or another one at the address of one that is gone), or over
+    a new one, for which one is gone that tests had made.
 
     Holds identities only.
+
+    Args:
+        births: what was born.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, births: Births) -> None:
+        self._births = births
         self._known: dict[int, None] = {}
         self._sizes: dict[str, dict[Key, int]] = {}
+        # Of the storages that tests have made, the tensors that lay over each of them when a test was over.
+        self._over: dict[Key, set[int]] = {}
+        self._frozen = 0
         self._bound = BoundSince()
 
-    def note(self, claims: Claims, tensors: Sequence[Any], alive: Collection[Key]) -> None:
+    def note(self, claims: Claims, tensors: Sequence[Any], heap: HeapReading) -> None:
         """Take down what lies under the owners, in a full reading.
 
         Args:
             claims: what these hold.
             tensors: what the test has made, and is there.
-            alive: all storages.
+            heap: the storages.
         """
+        self._keep({owner.label for owner in claims.owners}, heap.alive)
+        if self._births.frozen_before != self._frozen:
+            # What is frozen is not looked for.
+            self._frozen = self._births.frozen_before
+            self._over.clear()
         owned = [(item, owner) for item in tensors if (owner := claims.owner_of(item)) is not None]
-        self._sizes = {
-            owner.label: {key: size for key, size in self._sizes.get(owner.label, {}).items() if key in alive}
-            for owner in claims.owners
-        }
+        for item, owner in owned:
+            for key, size in _sizes([item]).items():
+                self._take(key, size, owner, {id(item)}, is_made=key in heap.claimed)
+        for item, keys in zip(tensors, keys_of_each(tensors), strict=True):
+            for key in keys & self._over.keys():
+                self._over[key].add(id(item))
         if owned:
-            for item, owner in owned:
-                self._sizes[owner.label].update(_sizes([item]))
             self._known.update(dict.fromkeys(claims.ways([id(item) for item, _ in owned])))
             for identity in list(self._known)[: max(0, len(self._known) - _MOST_KNOWN)]:
                 del self._known[identity]
             self._bound.note()
 
-    def explain(self, tensors: Sequence[Any], owners: Sequence[Owner], born: Collection[int] | None) -> bool:
-        """Return whether all that a test has left lies under owners as what lay there before.
+    def _keep(self, labels: Collection[str], alive: Collection[Key]) -> None:
+        """Forget what is gone, and what belonged to others."""
+        self._sizes = {
+            label: {key: size for key, size in self._sizes.get(label, {}).items() if key in alive} for label in labels
+        }
+        self._over = {key: over for key, over in self._over.items() if key in alive}
+
+    def _take(self, key: Key, size: int, owner: Owner, over: set[int], *, is_made: bool) -> None:
+        """Take down a storage under an owner, with the tensors over it."""
+        self._sizes[owner.label][key] = size
+        if is_made or key in self._over:
+            self._over[key] = self._over.get(key, set()) | over
+
+    def explain(
+        self, tensors: Sequence[Any], owners: Sequence[Owner], born: Collection[int] | None, seen: Collection[Key]
+    ) -> Renewal | None:
+        """Return what took the place of what, if that is all that a test has left; else None.
 
         Args:
             tensors: what it has left.
             owners: those that are alive.
             born: the identities of what was born in the test.
+            seen: the storages that there were before, as far as tests have made them.
         """
         if not self._known or not tensors or not isinstance(born, Identities) or _any_with_gradient(tensors):
-            return False
+            return None
         claims = Claims(owners, born.and_also(self._known), self._bound.stops())
+        there: dict[Key, tuple[Owner, int, set[int]]] = {}
         for item in tensors:
             owner, sizes = claims.owner_of(item), _sizes([item])
-            if owner is None or not sizes or not sizes.items() <= self._sizes.get(owner.label, {}).items():
+            if owner is None or owner.label not in self._sizes or not sizes:
+                return None
+            for key, size in sizes.items():
+                there.setdefault(key, (owner, size, set()))[2].add(id(item))
+        fresh = {key: of for key, of in there.items() if self._sizes[of[0].label].get(key) != of[1]}
+        gone = self._gone(there, set(map(id, tensors))) if fresh else frozenset()
+        owned = {key for owner in owners for key in owner.storages}
+        if any(key in seen or key in owned for key in fresh) or not self._are_no_more(fresh, gone):
+            return None
+        for known in self._sizes.values():
+            for key in gone & known.keys():
+                del known[key], self._over[key]
+        for key, (owner, size, over) in there.items():
+            self._take(key, size, owner, over, is_made=key in fresh)
+        return Renewal(gone, {key: (owner, size) for key, (owner, size, _) in fresh.items()})
+
+    def _gone(self, there: Collection[Key], new: Collection[int]) -> frozenset[Key]:
+        """Return the storages that tests have made and over which no tensor lies any more that one of them left.
+
+        Args:
+            there: the storages under what the test has left.
+            new: the identities of that: who had them before is gone.
+        """
+        waiting = {key: over - set(new) for key, over in self._over.items() if key not in there}
+        if not waiting or self._births.frozen_before != self._frozen:
+            return frozenset()
+        alive = self._births.unfrozen_among(set().union(*waiting.values()))
+        return frozenset(key for key, over in waiting.items() if over.isdisjoint(alive))
+
+    def _are_no_more(self, fresh: Mapping[Key, tuple[Owner, int, set[int]]], gone: Collection[Key]) -> bool:
+        """Return whether no owner has got more storages, or more bytes, on any device than are gone there."""
+        for owner, device in {(owner.label, key[0]) for key, (owner, *_) in fresh.items()}:
+            came = [size for key, (of, size, _) in fresh.items() if (of.label, key[0]) == (owner, device)]
+            went = [size for key, size in self._sizes[owner].items() if key in gone and key[0] == device]
+            if len(came) > len(went) or sum(came) > sum(went):
                 return False
         return True
 
@@ -153,7 +230,7 @@ class OwnersInUse:
         self._watched = watched
         self.tolerance = 0
         self.any_used = False
-        self.renewals = Renewals()
+        self.renewals = Renewals(watched.births)
         self._users: dict[int, Owner] = {}
         self._grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
@@ -207,7 +284,7 @@ class OwnersInUse:
 
     def note(self, claims: Claims, heap: HeapReading, born: Sequence[Newborn], now: Counters) -> None:
         """Write down what lies under the owners that the test used, or under which it left something."""
-        self.renewals.note(claims, [each.item for each in born if is_tensor(each.item)], heap.alive)
+        self.renewals.note(claims, [each.item for each in born if is_tensor(each.item)], heap)
         before = self._watched.ownership.baseline
         claimed = set(map(id, heap.claimed.values()))
         changed = [
@@ -220,6 +297,15 @@ class OwnersInUse:
         known = [owner for owner in self._users.values() if not owner.ledger.is_empty]
         wanted = {id(owner): owner for owner in (*changed, *known)}
         note_growth(wanted.values(), claims, heap.claimed.keys(), now, before)
+
+    def renew(self, found: Renewal) -> None:
+        """Write down what took the place of what under owners, in the middle of no reading."""
+        for owner in self._watched.ownership.live:
+            owner.storages = {key: text for key, text in owner.storages.items() if key not in found.gone}
+            owner.ledger.forget(found.gone)
+        for key, (owner, size) in found.fresh.items():
+            owner.storages.setdefault(key, owner.stage)
+            owner.ledger.take(key, size)
 
     def report_limits(self) -> None:
         """Report the owners that the test used and that have grown past the limit."""

@@ -7,7 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -283,11 +283,7 @@ class Watch(Attribution):
         suspects = self._suspects.find(now, ended, self.tolerance)
         # Whether the tensors explain what the process has more, their full reading shows.
         are_tensors = not any(owner.storages for owner in ended) and {*suspects} - {"host-memory"} == {"tensors"}
-        if (
-            are_tensors
-            and "host-memory" not in suspects
-            and self._in_use.renewals.explain(self._suspects.living_tensors(), watched.ownership.live, born)
-        ):
+        if final and are_tensors and "host-memory" not in suspects and self._are_renewed(born):
             return clean()
         known = self._judge.ways.to([*map(id, self._suspects.living_tensors())], born) if are_tensors else None
         if known is None:
@@ -312,6 +308,15 @@ class Watch(Attribution):
         case = Case(ended, final, stage, self.tolerance, self._seen, context, known)
         back = collected()
         return replace(self._concluded(case, unmeasured, share), collected=back)
+
+    def _are_renewed(self, born: Collection[int] | None) -> bool:
+        """Return whether the tensors that seem to be left have only taken the place of others under owners."""
+        left, live = self._suspects.living_tensors(), self._watched.ownership.live
+        found = self._in_use.renewals.explain(left, live, born, self._seen)
+        if found is not None and found.fresh:
+            self._in_use.renew(found)
+            self._seen -= found.gone
+        return found is not None
 
     def _suspects_of(self, now: Counters, ended: Sequence[Owner]) -> tuple[Counters, list[str]]:
         """Return the counters, and what is suspect by them; read again where that is nothing but may have changed.

@@ -10,7 +10,7 @@ import contextlib
 import operator
 from _io import _IOBase
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -480,6 +480,11 @@ class Births:
             self._noted = {key: noted for key, noted in self._noted.items() if key in alive}
 
     @property
+    def frozen_before(self) -> int:
+        """Return how many objects were frozen at the mark."""
+        return self._frozen
+
+    @property
     def froze(self) -> bool:
         """Whether the program froze objects since the mark: their generation says nothing any more.
 
@@ -533,6 +538,21 @@ class Births:
             found = _instances_beside(self._first[0], _watched_kinds().tobytes())
             found.extend(_watched(young))
             return Census(found)
+
+    def unfrozen_among(self, ids: Collection[int]) -> set[int]:
+        """Return those identities that an object has which the collector lists, whenever it was born.
+
+        The old generation is gone through where it lies.
+        """
+        with collector_paused():
+            # In no comprehension: see `end_aside`.
+            young = identities(_young())
+            wanted = np.fromiter(ids, np.int64, len(ids))
+            found = set(wanted[np.isin(wanted, young)].tolist())
+            if _followers_among is None or np.any(young == id(self._first[0])):
+                old = identities(gc.get_objects(generation=2))
+                return found.union(wanted[np.isin(wanted, old)].tolist())
+            return found.union(map(id, _followers_among(self._first[0], wanted.tobytes(), -1)))
 
     def add(self, item: object, like: Newborn) -> Newborn:
         """Takes in an object that asking for it has only now made, with the label of the one that holds it.

@@ -536,3 +536,25 @@ def test_a_collection_near_the_end_of_the_stack_is_recorded_and_prints_nothing(
     finally:
         sys.setrecursionlimit(limit)
     assert (len(failed), births._record.made - made) == (0, 2)
+
+
+@pytest.mark.parametrize("is_in_c", [True, False])
+@pytest.mark.parametrize("is_young", [True, False])
+@pytest.mark.usefixtures("thaw")
+def test_what_the_collector_lists_is_told_from_what_is_gone_or_frozen(
+    births: Births, monkeypatch: pytest.MonkeyPatch, *, is_in_c: bool, is_young: bool
+) -> None:
+    if not is_in_c:
+        monkeypatch.setattr(module, "_followers_among", None)
+    frozen: list[object] = []
+    gc.freeze()
+    old: list[object] = []
+    gc.collect()
+    births.mark("test")
+    alive, gone = [[]], [[]]
+    wanted = [id(old), id(alive), id(gone), id(frozen)]
+    del gone
+    if not is_young:
+        gc.collect(1)
+    assert births.unfrozen_among(wanted) == {id(old), id(alive)}
+    assert births.unfrozen_among([]) == set()

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from lowtide.leakcheck.judging.owners import Claims, Owner
+from lowtide.leakcheck.judging.storages import HeapReading
 from lowtide.leakcheck.watching import deep_reading
 from lowtide.leakcheck.watching.full_reading import Renewals
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
+from lowtide.probes.heap.births import Births
 from lowtide.probes.objects.identities import Identities, identities
 from lowtide.reports.schema import Finding
 
@@ -28,6 +30,7 @@ class Batch:
 class Engine:
     def __init__(self) -> None:
         self.buffer = torch.zeros(8)
+        self.old = torch.zeros(8)
         self.batch: Batch | None = None
         self.others: list[object] = []
 
@@ -66,6 +69,12 @@ class Session:
         self.watch.used([self.owner])
         return self.watch.end().findings
 
+    def ending(self) -> list[Finding]:
+        """What has grown under the fixture when it ends."""
+        self.watch.begin(module="test_program.py")
+        self.watch.ending(self.owner)
+        return [*self.watch.end().of_owners.get(self.owner.label, ())]
+
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
@@ -82,10 +91,111 @@ def view(engine: Engine) -> None:
     engine.batch = Batch(engine.buffer[:2])
 
 
+def fresh(engine: Engine) -> None:
+    engine.batch = Batch(torch.ones(16))
+
+
 def test_a_view_in_a_new_object_takes_one_full_reading_for_all_tests(session: Session) -> None:
     assert (session.judge(view), session.readings) == ((), 1)
     for _ in range(3):
         assert (session.judge(view), session.readings) == ((), 0)
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_takes_one_full_reading_for_all_tests(session: Session) -> None:
+    assert (session.judge(fresh), session.readings) == ((), 1)
+    for _ in range(4):
+        assert (session.judge(fresh), session.readings) == ((), 0)
+    assert session.ending() == []
+
+
+@pytest.mark.parametrize("drops_first", [False, True])
+def test_so_it_is_where_two_take_turns(session: Session, *, drops_first: bool) -> None:
+    memories = [bytearray(64), bytearray(64)]
+
+    def alternates(engine: Engine) -> None:
+        if drops_first:
+            # Most likely the next tensor is an object at the same address.
+            engine.batch = None
+        engine.batch = Batch(torch.frombuffer(memories[0], dtype=torch.float32))
+        memories.reverse()
+
+    session.judge(alternates)
+    for _ in range(4):
+        assert (session.judge(alternates), session.readings) == ((), 0)
+
+
+def keep_before(engine: Engine) -> None:
+    engine.others.append(engine.batch)
+    fresh(engine)
+
+
+def two(engine: Engine) -> None:
+    engine.batch = Batch(torch.ones(4))
+    engine.batch.other = torch.ones(4)  # type: ignore[attr-defined]
+
+
+def larger(engine: Engine) -> None:
+    engine.batch = Batch(torch.ones(17))
+
+
+def with_view_of_old(engine: Engine) -> None:
+    engine.batch = Batch(engine.old[:2])
+
+
+@pytest.mark.parametrize("test", [keep_before, two, larger, with_view_of_old])
+def test_where_there_is_more_than_before_it_is_read_in_full(session: Session, test: Callable[[Engine], object]) -> None:
+    session.judge(fresh)
+    assert (session.judge(fresh), session.readings) == ((), 0)
+    assert (session.judge(test), session.readings) == ((), 1)
+
+
+def test_what_grows_while_others_are_renewed_is_found(session: Session) -> None:
+    for _ in range(6):
+        session.judge(fresh)
+        session.judge(keep_before)
+    (found,) = session.ending()
+    assert (found.resource, found.trend, found.bytes) == ("tensors", "growth", 7 * 64)
+
+
+def test_what_lies_under_the_fixture_at_its_end_is_known(session: Session) -> None:
+    session.judge(fresh)
+    session.judge(fresh)
+    session.program.KEPT.append(session.engine)
+    session.watch.begin(module="test_program.py")
+    (found,) = session.watch.end([session.owner]).of_owners[session.owner.label]
+    # What took the place of what its first test left.
+    assert (found.resource, found.bytes, found.count) == ("tensors", 64, 1)
+
+
+def test_a_tensor_that_was_frozen_meanwhile_is_not_taken_for_gone(session: Session) -> None:
+    session.judge(fresh)
+    session.judge(fresh)
+    gc.freeze()
+    try:
+        assert (session.judge(keep_before), session.readings) == ((), 1)
+    finally:
+        gc.unfreeze()
+
+
+def test_a_tensor_that_the_test_before_leaked_is_not_reported_again(session: Session) -> None:
+    def leaks(engine: Engine) -> None:
+        fresh(engine)
+        assert engine.batch is not None
+        session.program.KEPT.append(torch.ones(8))
+        # No view, which would keep the first tensor.
+        session.program.KEPT.append(torch.empty(0).set_(engine.batch.tensor.untyped_storage()))
+
+    session.judge(fresh)
+    assert [finding.bytes for finding in session.judge(leaks)] == [32]
+    assert (session.judge(fresh), session.readings) == ((), 1)
+
+    def freezes(engine: Engine) -> None:
+        gc.freeze()
+
+    try:
+        assert [finding.resource for finding in session.judge(freezes)] == ["gc-frozen"]
+    finally:
+        gc.unfreeze()
 
 
 def test_so_it_is_where_the_heap_was_frozen_before(session: Session) -> None:
@@ -116,10 +226,7 @@ def test_what_lies_in_another_place_is_read_in_full(session: Session) -> None:
 def test_a_new_storage_under_the_fixture_is_read_in_full(session: Session) -> None:
     session.judge(view)
 
-    def adds(engine: Engine) -> None:
-        engine.batch = Batch(torch.ones(16))
-
-    assert (session.judge(adds), session.readings) == ((), 1)
+    assert (session.judge(fresh), session.readings) == ((), 1)
 
 
 def test_what_grows_in_known_places_is_found(session: Session) -> None:
@@ -130,9 +237,7 @@ def test_what_grows_in_known_places_is_found(session: Session) -> None:
     for _ in range(6):
         assert session.judge(grows) == ()
         assert session.readings == 1
-    session.watch.begin(module="test_program.py")
-    session.watch.ending(session.owner)
-    grown = session.watch.end().of_owners[session.owner.label]
+    grown = session.ending()
     assert [(finding.resource, finding.count, finding.trend) for finding in grown] == [("tensors", 6, "growth")]
 
 
@@ -170,68 +275,72 @@ def test_at_the_address_of_what_lay_under_the_fixture_it_is_found_too(session: S
     assert [finding.holder for finding in session.judge(leaks)] == ["program.KEPT[0]"]
 
 
-def explained(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether one tensor in an attribute renews another one."""
-    holder = Batch(before)
-    owner = Owner("fixture", lambda: [holder])
-    renewals = Renewals()
-    renewals.note(Claims([owner]), [before], ())
-    holder.tensor = after
-    return renewals.explain([after], [owner], Identities(identities([after])))
+class Known:
+    """What was known of one tensor in an attribute of what an owner holds."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.holder = Batch(tensor)
+        self.owner = Owner("fixture", lambda: [self.holder])
+        births = Births()
+        births.mark()
+        self.renewals = Renewals(births)
+        self.note([tensor], {("cpu", tensor.data_ptr())})
+
+    def note(self, tensors: list[torch.Tensor], alive: set[tuple[str, int]]) -> None:
+        heap = HeapReading(held=(), claimed={}, alive=frozenset(alive), unreadable={}, new_on_cpu=0)
+        self.renewals.note(Claims([self.owner]), tensors, heap)
+
+    def explains(self, *tensors: torch.Tensor, owner: Owner | None = None, knows_born: bool = True) -> bool:
+        """Whether what is there now has renewed it."""
+        born = Identities(identities(list(tensors))) if knows_born else None
+        return self.renewals.explain(tensors, [owner or self.owner], born, ()) is not None
+
+    def renewed_by(self, tensor: torch.Tensor) -> bool:
+        self.holder.tensor = tensor
+        return self.explains(tensor)
 
 
 def test_only_a_storage_of_the_same_length_renews_another_one() -> None:
     memory = bytearray(64)
     before, same = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
     shorter = torch.frombuffer(memory, dtype=torch.float32, count=8)
-    assert explained(before, same)
-    assert not explained(before, shorter)
-    assert not explained(before, torch.ones(16))
+    assert Known(before).renewed_by(same)
+    assert not Known(before).renewed_by(shorter)
+    assert not Known(before).renewed_by(torch.ones(16))
 
 
 def test_what_may_have_a_gradient_or_a_graph_is_read_in_full() -> None:
     before = torch.ones(16)
-    assert explained(before, before[:2])
-    assert not explained(before, before[:2].requires_grad_())
+    assert Known(before).renewed_by(before[:2])
+    assert not Known(before).renewed_by(before[:2].requires_grad_())
 
 
 def test_what_cannot_be_read_renews_nothing() -> None:
-    unreadable = torch.ones(16).to_mkldnn()
-    assert not explained(unreadable, unreadable)
+    known = Known(torch.ones(16))
+    assert not known.renewed_by(torch.ones(16).to_mkldnn())
 
 
 def test_what_another_owner_holds_renews_nothing() -> None:
     before = torch.ones(16)
-    holder = Batch(before)
-    owner, other = Owner("fixture", lambda: [holder]), Owner("other", lambda: [holder])
-    renewals = Renewals()
-    renewals.note(Claims([owner]), [before], {("cpu", before.data_ptr())})
-    born = Identities(identities([before]))
-    assert renewals.explain([before], [owner], born)
-    assert not renewals.explain([before], [other], born)
-    assert not renewals.explain([], [owner], born)
-    assert not renewals.explain([before], [owner], None)
+    known = Known(before)
+    assert known.explains(before)
+    assert not known.explains(before, owner=Owner("other", lambda: [known.holder]))
+    assert not known.explains()
+    assert not known.explains(before, knows_born=False)
 
 
 def test_what_was_bound_in_a_module_since_is_no_owners(session: Session) -> None:
     before = torch.ones(16)
-    holder = Batch(before)
-    owner = Owner("fixture", lambda: [holder])
-    renewals = Renewals()
-    renewals.note(Claims([owner]), [before], {("cpu", before.data_ptr())})
-    born = Identities(identities([before]))
-    assert renewals.explain([before], [owner], born)
-    session.program.holder = holder
-    assert not renewals.explain([before], [owner], born)
+    known = Known(before)
+    assert known.explains(before)
+    session.program.holder = known.holder
+    assert not known.explains(before)
 
 
 def test_what_is_gone_by_the_next_full_reading_is_not_known_any_more() -> None:
     before = torch.ones(16)
-    holder = Batch(before)
-    owner = Owner("fixture", lambda: [holder])
-    renewals, born = Renewals(), Identities(identities([before]))
-    renewals.note(Claims([owner]), [before], {("cpu", before.data_ptr())})
-    renewals.note(Claims([owner]), [], {("cpu", before.data_ptr())})
-    assert renewals.explain([before], [owner], born)
-    renewals.note(Claims([owner]), [], set())
-    assert not renewals.explain([before], [owner], born)
+    known = Known(before)
+    known.note([], {("cpu", before.data_ptr())})
+    assert known.explains(before)
+    known.note([], set())
+    assert not known.explains(before)
