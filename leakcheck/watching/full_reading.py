@@ -156,7 +156,7 @@ class Renewals:
         """
         if not self._known or not tensors or not isinstance(born, Identities) or _any_with_gradient(tensors):
             return None
-        claims = Claims(owners, born.and_also(self._known), self._bound.stops())
+        claims = self._claims(owners, born)
         there: dict[Key, tuple[Owner, int, set[int]]] = {}
         for item in tensors:
             owner, sizes = claims.owner_of(item), _sizes([item])
@@ -175,6 +175,20 @@ class Renewals:
         for key, (owner, size, over) in there.items():
             self._take(key, size, owner, over, is_made=key in fresh)
         return Renewal(gone, {key: (owner, size) for key, (owner, size, _) in fresh.items()})
+
+    def elsewhere(self, tensors: Sequence[Any], owners: Sequence[Owner], born: Collection[int] | None) -> list[int]:
+        """Return the identities of those of some tensors that are not reached from an owner by known ways.
+
+        Arguments are those of `explain`.
+        """
+        if not self._known or not isinstance(born, Identities):
+            return [*map(id, tensors)]
+        claims = self._claims(owners, born)
+        return [id(item) for item in tensors if claims.owner_of(item) is None]
+
+    def _claims(self, owners: Sequence[Owner], born: Identities) -> Claims:
+        """Return what owners hold by known objects and by those that a test has made."""
+        return Claims(owners, born.and_also(self._known), self._bound.stops())
 
     def _gone(self, there: Collection[Key], new: Collection[int]) -> frozenset[Key]:
         """Return the storages that tests have made and over which no tensor lies any more that one of them left.

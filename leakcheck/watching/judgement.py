@@ -35,7 +35,7 @@ from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.graph import NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.identities import Identities
-from lowtide.probes.objects.listed import any_frozen, collector_paused
+from lowtide.probes.objects.listed import collector_paused
 from lowtide.reports.schema import Finding, Frame, NotMeasured
 from lowtide.reports.statement import noted
 
@@ -81,8 +81,6 @@ class KnownWays:
             born: the identities of what was born in the test.
         """
         if not self._known or not wanted or not isinstance(born, Identities):
-            return None
-        if any_frozen():
             return None
         with collector_paused():
             graph = NewBehindKnown(self._known, born)

@@ -35,7 +35,7 @@ from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse
 from lowtide.leakcheck.watching.judgement import WatchJudge
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
@@ -285,7 +285,7 @@ class Watch(Attribution):
         are_tensors = not any(owner.storages for owner in ended) and {*suspects} - {"host-memory"} == {"tensors"}
         if final and are_tensors and "host-memory" not in suspects and self._are_renewed(born):
             return clean()
-        known = self._judge.ways.to([*map(id, self._suspects.living_tensors())], born) if are_tensors else None
+        known = self._known_ways(born) if are_tensors else None
         if known is None:
             collect(is_clean)
             if is_clean():
@@ -317,6 +317,14 @@ class Watch(Attribution):
             self._in_use.renew(found)
             self._seen -= found.gone
         return found is not None
+
+    def _known_ways(self, born: Collection[int] | None) -> SharedWalk | None:
+        """Return a walk of the ways to what was explained, if all hangs on their ends that no owner holds."""
+        left, live = self._suspects.living_tensors(), self._watched.ownership.live
+        wanted = self._in_use.renewals.elsewhere(left, live, born)
+        # Whoever holds one of them here would be one holder more.
+        left.clear()
+        return self._judge.ways.to(wanted, born)
 
     def _suspects_of(self, now: Counters, ended: Sequence[Owner]) -> tuple[Counters, list[str]]:
         """Return the counters, and what is suspect by them; read again where that is nothing but may have changed.

@@ -17,7 +17,7 @@ from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class
 from lowtide.probes.objects.identities import Identities, are_tracked, identities
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects, any_frozen
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys
 from lowtide.probes.references.edges import GENERATORS
@@ -213,7 +213,7 @@ class Graph:
 
 
 class NewBehindKnown(Graph):
-    """What is new behind objects that are known, as far as modules lead there through both alone; nothing is frozen.
+    """What is new behind objects that are known, as far as modules lead there through both alone.
 
     Args:
         known: the identities of the objects on the ways there; what is none of them now is not found.
@@ -227,13 +227,23 @@ class NewBehindKnown(Graph):
         self._own = {id(self.objects)}
         self._new = new
         self._asked: Indices = np.zeros(0, np.int32)
-        self._unfrozen = sys.maxsize
         self._read()
-        self._listed = len(self.objects)
+        self._listed = self._unfrozen = len(self.objects)
+        self._frozen: Ints = np.zeros(0, np.int64)
+        if any_frozen():
+            self._frozen = np.flatnonzero(~np.isin(identities(self.objects), identities(gc.get_objects())))
 
     def all_objects(self) -> Iterable[object]:
         """See `Graph`; listed only when somebody goes through them."""
         yield from all_objects()
+
+    def is_frozen(self, node: int) -> bool:
+        """See `Graph`."""
+        return bool(np.any(self._frozen == node)) and gc.is_tracked(self.objects[node])
+
+    def is_listed(self, node: int) -> bool:
+        """See `Graph`."""
+        return super().is_listed(node) and not self.is_frozen(node)
 
     def census(self) -> Census:
         """See `Graph`; what was asked for last comes first, in the order in which it was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import types
@@ -105,6 +106,19 @@ def test_a_leak_whose_holder_is_known_takes_no_walk_and_no_full_collection(sessi
     assert one.fingerprint == other.fingerprint
     assert [hop.retains_bytes for hop in other.path] == [hop.retains_bytes for hop in one.path] == [None, None, 16]
     assert one.message.replace("[0]", "[1]") == other.message
+
+
+def test_so_it_is_in_a_frozen_heap_with_a_frozen_holder(session: Session) -> None:
+    gc.freeze()
+    try:
+        first, later = session.judge(keep), session.judge(keep)
+    finally:
+        gc.unfreeze()
+    assert (first.walks > 0, later.walks, later.collections) == (True, 0, 0)
+    (one,), (other,) = first.findings, later.findings
+    assert one.message.replace("[0]", "[1]") == other.message
+    assert (one.verdict, other.verdict) == ("frozen-holder", "frozen-holder")
+    assert (one.cause, one.fingerprint) == (other.cause, other.fingerprint)
 
 
 def test_it_is_reported_with_what_is_new_on_the_way_and_with_its_own_bytes(session: Session) -> None:

@@ -17,6 +17,7 @@ from lowtide.leakcheck.watching import deep_reading
 from lowtide.leakcheck.watching.full_reading import Renewals
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
+from lowtide.probes.heap import holders
 from lowtide.probes.heap.births import Births
 from lowtide.probes.objects.identities import Identities, identities
 from lowtide.reports.schema import Finding
@@ -344,3 +345,24 @@ def test_what_is_gone_by_the_next_full_reading_is_not_known_any_more() -> None:
     assert known.explains(before)
     known.note([], set())
     assert not known.explains(before)
+
+
+def test_what_lies_under_an_owner_by_known_ways_is_told_from_the_rest() -> None:
+    before, other = torch.ones(16), torch.ones(16)
+    known = Known(before)
+    born = Identities(identities([before, other]))
+    assert known.renewals.elsewhere([before, other], [known.owner], born) == [id(other)]
+    assert known.renewals.elsewhere([before, other], [], born) == [id(before), id(other)]
+    assert known.renewals.elsewhere([before], [known.owner], None) == [id(before)]
+
+
+def test_a_leak_that_was_seen_before_takes_no_walk_beside_what_is_renewed(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaks(engine: Engine) -> None:
+        view(engine)
+        session.program.KEPT.append(torch.ones(32))
+
+    session.judge(leaks)
+    monkeypatch.setattr(holders, "Graph", None)
+    assert [finding.holder for finding in session.judge(leaks)] == ["program.KEPT[1]"]
