@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.growth.host_levels import read_levels
-from lowtide.leakcheck.watching.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.pytest_plugin.items import FixtureOwner
 from lowtide.reports.schema import Finding

@@ -57,6 +57,15 @@ _Calibration = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
 ]
+_Turns = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Infer N times more in a row, 12 or more, and judge what grows [default: 0, no more]."
+    ),
+]
+_UntilDecided = Annotated[
+    bool, typer.Option("--until-decided", help="Infer on, up to ten times as often, until it is known what grows.")
+]
 
 
 class Preset(str, Enum):
@@ -89,6 +98,8 @@ def run(
     suppressions: KnownLeaks = None,
     tenant: _Tenant = False,
     calibration: _Calibration = None,
+    turns: _Turns = 0,
+    until_decided: _UntilDecided = False,
     wide: Wide = False,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
@@ -98,6 +109,7 @@ def run(
     """
     if cycles < 1:
         refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    _check_turns(turns, until_decided=until_decided)
     if preset is not None and model is not None:
         refuse("--preset and --model exclude each other: give one of them")
     if twin and defect is None:
@@ -140,6 +152,8 @@ def run(
                 tenant=tenant_of(config.device) if tenant else None,
                 tolerances=tolerances,
                 snapshots=snapshots_in(report),
+                turns=turns,
+                until_decided=until_decided,
             )
 
         with ExitStack() as stack:
@@ -147,6 +161,16 @@ def run(
                 stack.enter_context(active.trigger() if twin else active.switched_on())
             code = live(make_run, report, known, wide=wide)
     raise typer.Exit(code)
+
+
+def _check_turns(turns: int, *, until_decided: bool) -> None:
+    if until_decided and not turns:
+        refuse("--until-decided needs --turns N: as many inferences are made in any case")
+    if turns:
+        from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
+
+        if turns < FEWEST_TURNS:
+            refuse(f"--turns {turns} is not possible: what grows shows from {FEWEST_TURNS} turns on")
 
 
 def _configure(settings: Mapping[str, Any], defect: Defect | None, *, twin: bool) -> tuple[EngineConfig, int]:
@@ -321,6 +345,8 @@ def check(
     suppressions: KnownLeaks = None,
     tenant: _Tenant = False,
     calibration: _Calibration = None,
+    turns: _Turns = 0,
+    until_decided: _UntilDecided = False,
     wide: Wide = False,
 ) -> None:
     """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
@@ -329,6 +355,7 @@ def check(
     """
     if cycles < 1:
         refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    _check_turns(turns, until_decided=until_decided)
     known = load_suppressions(suppressions)
     if report is not None:
         check_writable(report)
@@ -348,6 +375,8 @@ def check(
                     tenant=tenant,
                     tolerances_on=partial(load_tolerances, calibration),
                     snapshots=snapshots_in(report),
+                    turns=turns,
+                    until_decided=until_decided,
                 )
 
             code = live(make_run, report, known, wide=wide)

@@ -89,8 +89,8 @@ def growth_of_containers(
     module_of: Callable[[Course], str],
     roots: Sequence[tuple[str, object]] = (),
     by_frames: bool = False,
-) -> list[Finding]:
-    """Return a finding on each container that grows and that the program holds, by one walk over the heap.
+) -> dict[int, Finding]:
+    """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
 
     Args:
         courses: how they have grown.
@@ -106,18 +106,20 @@ def growth_of_containers(
         if course.identity in containers and is_worth_a_look(course, containers[course.identity])
     ]
     if not wanted:
-        return []
+        return {}
     caches = _caches_by_table()
     wanted = [(course, table) for course, table in wanted if _may_grow_for_ever(caches.get(id(table)))]
     # Of a cache's table no expression is known.
     targets = [caches.get(id(container), container) for _, container in wanted]
     ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
     explained = explain(targets, ignore=ignore, roots=roots, living=True)
-    return [
-        _finding(course, container, explanation, turns, module_of(course), is_cache=id(container) in caches)
+    return {
+        course.identity: _finding(
+            course, container, explanation, turns, module_of(course), is_cache=id(container) in caches
+        )
         for (course, container), explanation in zip(wanted, explained, strict=True)
         if _is_of_program(explanation, by_frames=by_frames)
-    ]
+    }
 
 
 def _caches_by_table() -> dict[int, Any]:

@@ -52,8 +52,15 @@ class Course:
     @property
     def goes_on(self) -> bool:
         """Whether it was read often enough, and does not slow down."""
-        if len(self.turns) < FEWEST_READINGS:
-            return False
+        return len(self.turns) >= FEWEST_READINGS and self._keeps_on
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it does not slow down, and was not read often enough to say that it goes on."""
+        return len(self.turns) < FEWEST_READINGS and self._keeps_on
+
+    @property
+    def _keeps_on(self) -> bool:
         steps = zip(itertools.pairwise(self.turns), itertools.pairwise(self.lengths), strict=True)
         rates = [(more - less) / (later - earlier) for (earlier, later), (less, more) in steps]
         half = len(rates) // 2
@@ -101,20 +108,22 @@ class ContainerCourses:
         return {identity: course for identity, course in self._courses.items() if len(course.turns) > 2}
 
     def drop(self, identity: int) -> None:
-        """What a container takes is of no interest until it has rested."""
+        """What a container has taken is known, or of no interest: its course begins anew."""
         self._courses.pop(identity, None)
 
     def break_off(self) -> None:
         """What comes until the next reading is not judged."""
         self._last, self._courses = None, {}
 
+    def undecided(self, turn: int) -> list[Course]:
+        """Return those that may grow, and were not seen to for long enough; `turn` as that of `growing`."""
+        return [course for course in self.candidates().values() if course.turns[-1] == turn and course.may_go_on]
+
     def growing(self, turn: int) -> list[Course]:
-        """Return those that have taken something in every turn, the longest first; each is returned once.
+        """Return those that have taken something in every turn, the longest first.
 
         Args:
             turn: the last one: where it was not read after that, it is not known that they go on.
         """
         found = [course for course in self._courses.values() if course.goes_on and course.turns[-1] == turn]
-        for course in found:
-            del self._courses[course.identity]
         return sorted(found, key=lambda course: -course.items)

@@ -61,6 +61,13 @@ class HostLevels:
         """Whether one of them grows as far as can be seen before anything is collected."""
         return any(self._rising())
 
+    def undecided(self) -> int:
+        """Return how many more turns may tell whether it grows; 0 where that is known."""
+        found = [series.growth_at_end() for series in (self._resident, self._malloc)]
+        # What is too little to speak of in any case need not be known.
+        matter = (each for each in found if each.slope is None or each.slope.high >= LEAST_A_TURN)
+        return max((each.more for each in matter), default=0)
+
     def grown(self) -> HostGrowth | None:
         """Say by how much it has grown; to be asked when what can go back has gone."""
         now = read_levels()

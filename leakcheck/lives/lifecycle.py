@@ -6,12 +6,14 @@ its shutdown it may give all of them back, and a server is not shut down for wee
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
+from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
@@ -71,6 +73,10 @@ MORE_INFERENCES = 2
 """Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
 
 
+_MOST_TIMES = 10
+"""How many times as many turns as were asked for there are at most until it is known what grows."""
+
+
 class LifecycleRun:
     """One run of `cycles` lives, one after the other in this process; keeps what it has when it is interrupted.
 
@@ -92,6 +98,9 @@ class LifecycleRun:
             what several lives leave together is judged by the table.
         tenant: takes what each sleep has freed, in a second process; None if nobody does.
         snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
+        turns: inferences in a row at the end of each life, by which it is judged what grows; 0: only as many as tell
+            of tensors, and of other processes.
+        until_decided: whether more of them follow, up to ten times as many, until it is known what grows.
     """
 
     def __init__(
@@ -109,8 +118,11 @@ class LifecycleRun:
         tolerances: Mapping[str, int] | None = None,
         tenant: Tenant | None = None,
         snapshots: AllocatorSnapshots | None = None,
+        turns: int = 0,
+        until_decided: bool = False,
     ) -> None:
         self._make = make
+        self._turns, self._until_decided = turns, until_decided
         self._device = device
         self._driver = driver
         self._cycles = cycles
@@ -146,6 +158,7 @@ class LifecycleRun:
         self._own_growth = OwnGrowth(self._leftovers)
         self._update_growth = OwnGrowth(self._leftovers, UPDATE)
         self._named_growth = NamedGrowth(UPDATE, lambda: self._probes.counters.read().items)
+        self._of_turns: dict[str, Finding] = {}
         self._cycle = 0
         self._failure = ""
         self.keep: Callable[[Subject], None] | None = None
@@ -186,6 +199,9 @@ class LifecycleRun:
             self._record.findings += self._leftovers.earlier
         for growth in (self._own_growth, self._update_growth):
             self._record.findings += growth.findings(self._record.findings)
+        # A container of tensors is told by these.
+        holders = {finding.holder for finding in self._record.findings}
+        self._record.findings += [each for each in self._of_turns.values() if each.holder not in holders]
         compared = self._judgement.not_compared(self._emptying if self._indices else ())
         more = (*compared, *self._metrics.once_so_far, *self._unseen())
         return self._record.subject(self._failure, more, self._metrics.used_before)
@@ -316,9 +332,14 @@ class LifecycleRun:
         # Of an engine in this process one life shows it.
         is_looked_at = may_grow and cycle == self._cycles and self._own_growth.keeps_any(cycle, engine)
         wanted = MORE_INFERENCES if self._processes.has_answered else 0
-        self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0))
+        turns = InferenceTurns(self._turns, engine, until_decided=self._until_decided)
+        self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0), turns)
         if is_looked_at:
             self._own_growth.look(cycle, engine)
+        if turns.count:
+            found, missing = turns.end(self._own_growth.bytes)
+            self._of_turns |= {finding.fingerprint: finding for finding in found}
+            self._record.not_measured |= {each.what: each for each in missing}
         if self._update_growth.has_turns and cycle == self._cycles:
             self._update_again(life, cycle, engine)
 
@@ -336,9 +357,9 @@ class LifecycleRun:
         holders = slept.explain_kept(stage, self._leftovers.context(engine))
         return [*collected, explain_kept(stage, self._device, sizes, None, {}, holders)]
 
-    def _infer_again(self, life: Life, cycle: int, times: int) -> None:
+    def _infer_again(self, life: Life, cycle: int, times: int, turns: InferenceTurns) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show."""
-        for _ in range(times):
+        while turns.count < times or turns.go_on:
             self._leftovers.stage("infer", cycle)
             self._processes.begin_stage("infer", cycle)
             try:
@@ -348,6 +369,7 @@ class LifecycleRun:
                 return
             self._processes.end_stage("infer")
             self._own_growth.after("infer")
+            turns.after()
 
     def _update_again(self, life: Life, cycle: int, engine: object) -> None:
         """Update the weights some times more, for growth, and look for it."""
@@ -614,10 +636,67 @@ class OwnGrowth:
         trim_heap()
         return left
 
+    @property
+    def bytes(self) -> int:
+        """Bytes in this process that were found to have grown."""
+        return sum(finding.bytes for finding in self._found if finding.device == "cpu")
+
     def findings(self, known: Sequence[Finding]) -> list[Finding]:
         """Return what has grown under the engine, and is not known as what it has kept asleep or left."""
         holders = {finding.holder for finding in known}
         return [finding for finding in self._found if finding.holder not in holders]
+
+
+class InferenceTurns:
+    """Follows what grows in this process with each of the inferences in a row that end a life.
+
+    Args:
+        wanted: how many were asked for; 0: nothing is read.
+        engine: which paths begin at.
+        until_decided: whether there are more, until it is known what grows.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self, wanted: int, engine: object, *, until_decided: bool) -> None:
+        self._growth = TurnGrowth(INFERENCES, lambda: [(ENGINE, engine)], most=math.inf)
+        self._wanted, self._most = wanted, wanted * _MOST_TIMES if until_decided else wanted
+        self._readings = OpenEnd()
+        self.count = 0
+
+    @property
+    def go_on(self) -> bool:
+        """Whether another one is to follow."""
+        return self.count < self._wanted
+
+    def after(self) -> None:
+        """Read what there is after one of them."""
+        self.count += 1
+        if not self._wanted:
+            return
+        self._growth.note(INFERENCES)
+        is_last = self.count == self._wanted
+        if self._readings.is_read(self.count) or is_last:
+            self._growth.read(self.count, begins=self._readings.begins)
+        if is_last:
+            self._wanted = min(self.count + self._growth.undecided(INFERENCES), self._most)
+
+    def end(self, explained: int) -> tuple[list[Finding], list[NotMeasured]]:
+        """Return what grows, and whether that is not known.
+
+        Args:
+            explained: bytes of what else is known to have grown.
+        """
+        if not self._wanted:
+            return [], []
+        more = self._growth.undecided(INFERENCES)
+        grown = self._growth.end(INFERENCES, "", lambda: explained)
+        found = [*grown.containers, *([] if grown.host is None else [grown.host])]
+        if not more or found:
+            return found, []
+        why = f"not decided after {self.count}: {more} more may tell (--until-decided)"
+        return [], [NotMeasured(what="whether host memory grows with each inference", why=why)]
 
 
 def leaves_more(before: Snapshot, after: Snapshot) -> bool:
@@ -648,6 +727,8 @@ def check_run(
     tenant: bool = False,
     tolerances_on: Callable[[str], Mapping[str, int]] = lambda device: {},
     snapshots: AllocatorSnapshots | None = None,
+    turns: int = 0,
+    until_decided: bool = False,
 ) -> LifecycleRun:
     """Return the run of `cycles` fixed lives of a factory's targets.
 
@@ -660,6 +741,8 @@ def check_run(
         tenant: whether a second process takes what each sleep has freed on a card.
         tolerances_on: gives what one life on a device may leave in place of the table's tolerances.
         snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
+        turns: inferences in a row by which it is judged what grows, as those of `LifecycleRun`.
+        until_decided: whether more of them follow until that is known.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -681,6 +764,8 @@ def check_run(
         tenant=tenant_of(able.device) if tenant else None,
         tolerances=tolerances_on(able.device),
         snapshots=snapshots,
+        turns=turns,
+        until_decided=until_decided,
     )
 
 

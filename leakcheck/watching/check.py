@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Literal
 
 import lowtide
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
-from lowtide.leakcheck.watching.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.heap.births import young_generations_tell

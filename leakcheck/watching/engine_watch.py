@@ -13,6 +13,8 @@ from lowtide.leakcheck.explaining.explain import explain
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
+from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS
 from lowtide.leakcheck.processes.process_growth import Turns, grown_under
@@ -200,6 +202,11 @@ class EngineGrowth:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._stages = (_StageGrowth(watch, "infer"), _StageGrowth(watch, UPDATE))
+        # One for all tests: what it may cost is that of the session.
+        self._containers = TurnGrowth(INFERENCES, self._named_engine)
+        self._engine: object = None
+        self._inferences, self._readings = 0, OpenEnd()
+        self._of_containers: tuple[Finding, ...] = ()
         counters = CounterReader(None, card=False, warnings_filters=False, resources=read_items)
         self._named = NamedGrowth(UPDATE, lambda: counters.read_in_part(settings="none").items)
 
@@ -222,6 +229,23 @@ class EngineGrowth:
             self._named.end()
         for each in self._stages:
             each.after(stage, engine, label)
+        if stage == "infer":
+            self._read_containers(engine)
+
+    def _read_containers(self, engine: object) -> None:
+        self._inferences += 1
+        if not self._readings.is_read(self._inferences):
+            return
+        self._engine = engine
+        try:
+            self._containers.read(self._inferences, begins=self._readings.begins)
+            if self._inferences >= FEWEST_TO_GROW:
+                self._of_containers = self._containers.so_far()
+        finally:
+            self._engine = None
+
+    def _named_engine(self) -> list[tuple[str, object]]:
+        return [(ENGINE, self._engine)]
 
     def take(self, known: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return what was found since the last call.
@@ -234,6 +258,10 @@ class EngineGrowth:
         found = [each for growth in self._stages for each in growth.take() if each.device not in of_tensors]
         found += [each for each in self._named.findings() if each.resource not in of_items]
         self._named.forget()
+        # A container of tensors is told by these.
+        holders = {finding.holder for finding in (*known, *found)}
+        found += [each for each in self._of_containers if each.holder not in holders]
+        self._inferences, self._readings, self._of_containers = 0, OpenEnd(), ()
         return tuple(found)
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jsonschema
@@ -28,6 +28,7 @@ from lowtide.leakcheck.lives.fuzz import Found
 from lowtide.leakcheck.lives.script import Coverage
 from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
+from tests.leakcheck.small_target import SmallTarget
 from tests.reports.terminals import lines_of, sent_to_terminal
 from tests.waiting import HANG_S, wait_until
 
@@ -606,6 +607,8 @@ def test_a_real_leak_is_suppressed_from_its_report(
         (("builtins:dict",), "made a dict without `capabilities`"),
         (("json:loads",), "made no target: it raised TypeError"),
         (("json:loads", "--cycles", "0"), "--cycles 0 is not possible: use 1 or more"),
+        (("json:loads", "--turns", "11"), "--turns 11 is not possible: what grows shows from 12 turns on"),
+        (("json:loads", "--until-decided"), "--until-decided needs --turns N"),
         (("json:loads", "--suppressions", "nowhere.toml"), "--suppressions nowhere.toml"),
     ],
 )
@@ -629,6 +632,31 @@ def test_what_a_users_engine_leaves_fails_its_check(tmp_path: Path) -> None:
     done = lowtide("check", "tests.leakcheck.lives.test_target_life:Keeps", "--cycles", "1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "tests.leakcheck.lives.test_target_life.KEPT" in done.stdout
+
+
+REQUESTS: list[bytes] = []
+
+
+class Remembers(SmallTarget):
+    """Keeps 2 KB of each inference, and not beyond the life."""
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        REQUESTS.append(bytes(2000 + len(REQUESTS)))
+        return super().infer(prompt_lengths, max_tokens)
+
+    def shutdown(self) -> None:
+        REQUESTS.clear()
+        super().shutdown()
+
+
+@pytest.mark.parametrize(
+    ("target", "code"), [(f"{__name__}:Remembers", 1), (f"{SmallTarget.__module__}:SmallTarget", 0)]
+)
+def test_what_grows_with_each_of_many_inferences_fails_it(target: str, code: int) -> None:
+    done = lowtide("check", target, "--cycles", "1", "--turns", "12")
+    assert done.returncode == code, done.stdout + done.stderr
+    told = f"{__name__}.REQUESTS takes 1 item (2.0 KiB) in each of 7 inferences"
+    assert (told in done.stdout) == bool(code)
 
 
 KILLED = """

@@ -182,6 +182,31 @@ EXCUSED = """
 """
 
 
+INFERENCES = """
+    class Engine:
+        def __init__(self, keeps):
+            self.requests, self.keeps, self.turn = [], keeps, 0
+
+        def generate(self):
+            self.turn += 1
+            if not self.keeps:
+                self.requests.clear()
+            self.requests.append(bytes(2000 + self.turn))
+
+    def live(engine, leakcheck):
+        engine, results = leakcheck.engine(engine, infer="generate"), []
+        for _ in range(24):
+            engine.generate()
+            results.append(bytes(3000))
+
+    def test_keeps(leakcheck):
+        live(Engine(keeps=True), leakcheck)
+
+    def test_gives_back(leakcheck):
+        live(Engine(keeps=False), leakcheck)
+"""
+
+
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
     files = {
@@ -287,3 +312,11 @@ def test_what_fills_is_freed_or_is_excused_is_no_growth(run: InnerRun) -> None:
     ]
     # The last test of each of three modules has an error of its teardown.
     assert run.totals["error"] == 4
+
+
+def test_marked_inferences_are_turns_of_their_engine(run_inner: RunInner) -> None:
+    run = run_inner({"test_inferences.py": INFERENCES})
+    assert run.blamed == ["test_inferences.py::test_keeps"]
+    (finding,) = run.subject("test_inferences.py::test_keeps").findings
+    assert (finding.holder, finding.trend, finding.stage) == ("engine.requests", "growth", "inferences")
+    assert finding.message.startswith("engine.requests takes 1 item (2.0 KiB) in each of ")

@@ -41,10 +41,11 @@ def courses(by_turn: Mapping[int, int]) -> Read:
     return noted
 
 
-def test_one_thing_in_every_turn_is_growth_and_is_told_once() -> None:
+def test_one_thing_in_every_turn_is_growth_until_it_is_dropped() -> None:
     noted = courses({2: 2, 8: 8, 16: 16, 24: 24, 40: 40})
     (course,) = noted.found()
     assert (course.identity, course.items, course.span) == (100, 38, 38)
+    noted.drop(100)
     assert noted.found() == []
 
 

@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 
 from lowtide import LeakCheck
+from lowtide.leakcheck.findings.turn_growth import SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.check import LeakCheckError
-from lowtide.leakcheck.watching.turn_growth import SECOND, TurnGrowth, is_read
 from lowtide.reports.schema import Finding
 
 REQUESTS: dict[str, bytes] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.findings.growing_containers import growth_of_containers, is_worth_a_look
 from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
-from lowtide.leakcheck.growth.containers import ContainerCourses
+from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
@@ -23,6 +24,9 @@ _READ_IN_ANY_CASE = 8
 _EACH_SECOND = 20_000
 """The same for each second since the first turn: a hundredth of the time."""
 
+INFERENCES = "inferences"
+"""What turns of an engine are called."""
+
 FEWEST_TURNS = 12
 """Of fewer turns it is not said whether something grows with each."""
 
@@ -31,6 +35,15 @@ _STRETCHES = 5
 
 SECOND = 2
 """The turn after which it is read first: the first one fills what is filled once."""
+
+_FIRST = 5
+"""The turn after which it is read first where nobody knows how many will follow: most lives have fewer."""
+
+_WIDER = 1.2
+"""How many times as many turns there are at a reading as at the one before, where nobody knows how many will follow."""
+
+_ANEW = 4
+"""The same for the beginning of the next stretch: what rested in this one may grow in that."""
 
 _ENOUGH = 3
 """Readings of a stretch after which it shows whether any container may grow in it."""
@@ -49,6 +62,27 @@ class Grown:
     containers: tuple[Finding, ...] = ()
     host: Finding | None = None
     levels: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class OpenEnd:
+    """Says after which turns it is read what there is, where it is not known how many there will be.
+
+    Attributes:
+        begins: whether the last of these has begun a stretch.
+    """
+
+    begins: bool = False
+    _last: int = 0
+    _began: int = 0
+
+    def is_read(self, turn: int) -> bool:
+        """Return whether it is read what there is after a turn; to be asked once for each, in their order."""
+        if turn < max(_FIRST, self._last * _WIDER):
+            return False
+        self.begins = turn >= _ANEW * self._began
+        self._last, self._began = turn, turn if self.begins else self._began
+        return True
 
 
 class TurnGrowth:
@@ -79,6 +113,8 @@ class TurnGrowth:
         self._gone_through = self._largest = 0
         self._readings = 0
         self._turn = 0
+        # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
+        self._told: dict[int, tuple[int, Finding | None]] = {}
 
     def note(self, *stretches: str) -> None:
         """Read the process's own memory after a turn of some stretches, which are known by their names."""
@@ -89,17 +125,21 @@ class TurnGrowth:
             self._levels[stretch].note(now)
 
     def read(self, turn: int, *, begins: bool = False) -> None:
-        """Read the containers after a turn; not where that has cost too much, and where none of them may grow.
+        """Read the containers after a turn; not where that has cost too much, or where none of them may grow by now.
 
         Args:
             turn: its number.
             begins: whether it is the first that is read of a stretch.
         """
+        if begins and turn <= self._turn:
+            # Another life, whose turns are counted from 1.
+            self.break_off()
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
         candidates = self._containers.candidates()
         may_cost = max(self._most, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
-        if self._gone_through > may_cost or (self._readings > _ENOUGH and not candidates):
+        is_asked = math.isinf(self._most)
+        if self._gone_through > may_cost or (self._readings > _ENOUGH and not candidates and not is_asked):
             return
         read, found = read_lengths(candidates)
         self._gone_through += read.objects
@@ -140,12 +180,35 @@ class TurnGrowth:
             return Grown(containers)
         return Grown(containers, growth_of_host_memory(grown, self._turns, module), grown.levels)
 
+    def undecided(self, stretch: str) -> int:
+        """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""
+        courses = {course.identity: course for course in self._containers.undecided(self._turn)}
+        there = read_lengths(courses)[1] if courses else {}
+        spans = [courses[each].span for each, held in there.items() if is_worth_a_look(courses[each], held)]
+        levels = self._levels.get(stretch)
+        return max([*spans, 0 if levels is None else levels.undecided()])
+
+    def so_far(self) -> tuple[Finding, ...]:
+        """Return a finding on each container that grows, while it goes on: looked at anew after twice the turns."""
+        growing = {course.identity: course for course in self._containers.growing(self._turn)}
+        self._told = {identity: told for identity, told in self._told.items() if identity in growing}
+        anew = [course for course in growing.values() if course.span >= 2 * self._told.get(course.identity, (0,))[0]]
+        found = self._findings_on(anew, "", 0)
+        self._told |= {course.identity: (course.span, found.get(course.identity)) for course in anew}
+        return tuple(finding for _, finding in self._told.values() if finding is not None)
+
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
+        found = self._findings_on(growing, module, since)
+        for course in growing:
+            self._containers.drop(course.identity)
+        return tuple(found.values())
+
+    def _findings_on(self, growing: Sequence[Course], module: str, since: int) -> dict[int, Finding]:
         if not growing:
-            return ()
+            return {}
         _, containers = read_lengths({course.identity for course in growing})
-        found = growth_of_containers(
+        return growth_of_containers(
             growing,
             containers,
             turns=self._turns,
@@ -153,7 +216,6 @@ class TurnGrowth:
             roots=tuple(self._roots()),
             by_frames=self._by_frames,
         )
-        return tuple(found)
 
 
 def is_read(turn: int, count: int, *, is_last: bool) -> bool:
