@@ -218,7 +218,7 @@ class _MarkedLife:
     def added_to(self, end: TreeEnd) -> TreeEnd:
         """Return what its tree has left, with what the life has shown."""
         findings = (*self.found, *self.engine.findings_at_end(), *end.findings)
-        unknown = (*self.engine.not_measured.values(), *self.engine.not_judged_asleep)
+        unknown = (*self.engine.not_measured.values(), *self.engine.not_judged)
         return replace(end, findings=findings, not_measured=(*end.not_measured, *unknown))
 
 

@@ -143,9 +143,10 @@ def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
 
 
 def _name_of(explanation: Explanation) -> str:
-    """Return the container's name: a variable is named by its function alone."""
+    """Return the container's name: the holder alone names a variable's function, or a thread."""
     root, *hops = explanation.path
-    below = "".join(hop.edge for hop in hops[1:]) if root.type == "frame" else ""
+    unsaid = {"frame": hops[1:], "thread": hops}.get(root.type, ())
+    below = "".join(hop.edge for hop in unsaid)
     return f"{below} of {explanation.holder}" if below else explanation.holder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.originals import gc, time
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 
 _FREE = 1_500_000
 """Objects that all readings of containers together may go through in any case, at half a microsecond each."""
@@ -70,15 +69,17 @@ class OpenEnd:
 
     Attributes:
         begins: whether the last of these has begun a stretch.
+        first: the first of them.
     """
 
     begins: bool = False
+    first: int = _FIRST
     _last: int = 0
     _began: int = 0
 
     def is_read(self, turn: int) -> bool:
         """Return whether it is read what there is after a turn; to be asked once for each, in their order."""
-        if turn < max(_FIRST, self._last * _WIDER):
+        if turn < max(self.first, self._last * _WIDER):
             return False
         self.begins = turn >= _ANEW * self._began
         self._last, self._began = turn, turn if self.begins else self._began
@@ -92,7 +93,8 @@ class TurnGrowth:
         turns: what a turn is, in the plural: `tests`.
         roots: gives what is held, by name, where no path can see it.
         by_frames: whether what running functions hold is the program's; else it is a test runner's.
-        most: objects that all readings together may go through in any case; inf where somebody has asked for them.
+        asked: whether somebody has asked for it: then it is read at every turn that it should be, at any cost.
+        most: objects that all readings together may go through in any case, where nobody has.
     """
 
     def __init__(
@@ -101,11 +103,12 @@ class TurnGrowth:
         roots: Callable[[], Iterable[tuple[str, object]]] = lambda: (),
         *,
         by_frames: bool = False,
-        most: float = _FREE,
+        asked: bool = False,
+        most: int = _FREE,
     ) -> None:
         self._turns = turns
         self._by_frames = by_frames
-        self._most = most
+        self._asked, self._most = asked, most
         self._roots = roots
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
@@ -131,15 +134,10 @@ class TurnGrowth:
             turn: its number.
             begins: whether it is the first that is read of a stretch.
         """
-        if begins and turn <= self._turn:
-            # Another life, whose turns are counted from 1.
-            self.break_off()
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
         candidates = self._containers.candidates()
-        may_cost = max(self._most, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
-        is_asked = math.isinf(self._most)
-        if self._gone_through > may_cost or (self._readings > _ENOUGH and not candidates and not is_asked):
+        if not self._asked and (self._costs_too_much or (self._readings > _ENOUGH and not candidates)):
             return
         read, found = read_lengths(candidates)
         self._gone_through += read.objects
@@ -148,6 +146,14 @@ class TurnGrowth:
         for identity, container in found.items():
             if not is_worth_a_look(candidates[identity], container):
                 self._containers.drop(identity)
+        if self._asked:
+            # What the reading has taken and freed would be in the next level.
+            trim_heap()
+
+    @property
+    def _costs_too_much(self) -> bool:
+        may_cost = max(self._most, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
+        return self._gone_through > may_cost
 
     def break_off(self) -> None:
         """What has come since the last reading, and comes until the next one, is not judged."""
@@ -189,10 +195,11 @@ class TurnGrowth:
         return max([*spans, 0 if levels is None else levels.undecided()])
 
     def so_far(self) -> tuple[Finding, ...]:
-        """Return a finding on each container that grows, while it goes on: looked at anew after twice the turns."""
+        """Return a finding on each container that grows, while it goes on; its holder is looked for now and then."""
         growing = {course.identity: course for course in self._containers.growing(self._turn)}
         self._told = {identity: told for identity, told in self._told.items() if identity in growing}
-        anew = [course for course in growing.values() if course.span >= 2 * self._told.get(course.identity, (0,))[0]]
+        times = 1 if self._asked else 2
+        anew = [each for each in growing.values() if each.span >= times * self._told.get(each.identity, (0,))[0]]
         found = self._findings_on(anew, "", 0)
         self._told |= {course.identity: (course.span, found.get(course.identity)) for course in anew}
         return tuple(finding for _, finding in self._told.values() if finding is not None)
@@ -229,3 +236,18 @@ def is_read(turn: int, count: int, *, is_last: bool) -> bool:
     if count < FEWEST_TURNS or turn < SECOND:
         return False
     return is_last or turn == SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count
+
+
+def not_decided(turns: int, more: int, process: str = "") -> NotMeasured:
+    """Return that it is not known whether anything grows with each inference.
+
+    Args:
+        turns: how many there were.
+        more: how many more may tell.
+        process: in which; empty for this one.
+    """
+    where = f" in {process}" if process else ""
+    return NotMeasured(
+        what=f"whether host memory grows with each inference{where}",
+        why=f"not decided after {turns}: {more} more may tell (--until-decided)",
+    )

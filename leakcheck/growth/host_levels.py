@@ -65,7 +65,7 @@ class HostLevels:
         """Return how many more turns may tell whether it grows; 0 where that is known."""
         found = [series.growth_at_end() for series in (self._resident, self._malloc)]
         # What is too little to speak of in any case need not be known.
-        matter = (each for each in found if each.slope is None or each.slope.high >= LEAST_A_TURN)
+        matter = (each for each in found if each.slope is None or each.slope.rate >= LEAST_A_TURN)
         return max((each.more for each in matter), default=0)
 
     def grown(self) -> HostGrowth | None:

@@ -6,14 +6,13 @@ its shutdown it may give all of them back, and a server is not shut down for wee
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
-from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
+from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
@@ -153,6 +152,7 @@ class LifecycleRun:
             tolerances,
         )
         self._processes = self._probes.engine_processes(device)
+        self._processes.asks_turns = turns > 0
         self._preserved_state = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._own_growth = OwnGrowth(self._leftovers)
@@ -210,7 +210,7 @@ class LifecycleRun:
         """Return what other processes and the tenant could not be judged by."""
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
         unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
-        return (*unseen, *untaken, *self._processes.not_measured.values(), *self._processes.not_judged_asleep)
+        return (*unseen, *untaken, *self._processes.not_measured.values(), *self._processes.not_judged)
 
     def _open_device(self) -> None:
         """Make the card's context before the first reading, so that it is a line of its own in the ledger."""
@@ -332,7 +332,7 @@ class LifecycleRun:
         # Of an engine in this process one life shows it.
         is_looked_at = may_grow and cycle == self._cycles and self._own_growth.keeps_any(cycle, engine)
         wanted = MORE_INFERENCES if self._processes.has_answered else 0
-        turns = InferenceTurns(self._turns, engine, until_decided=self._until_decided)
+        turns = InferenceTurns(self._turns, engine, self._processes.look_at_turns, until_decided=self._until_decided)
         self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0), turns)
         if is_looked_at:
             self._own_growth.look(cycle, engine)
@@ -653,16 +653,18 @@ class InferenceTurns:
     Args:
         wanted: how many were asked for; 0: nothing is read.
         engine: which paths begin at.
+        elsewhere: looks for the same in other processes; gives how many more turns may tell there.
         until_decided: whether there are more, until it is known what grows.
 
     Attributes:
         count: how many there were.
     """
 
-    def __init__(self, wanted: int, engine: object, *, until_decided: bool) -> None:
-        self._growth = TurnGrowth(INFERENCES, lambda: [(ENGINE, engine)], most=math.inf)
+    def __init__(self, wanted: int, engine: object, elsewhere: Callable[[], int], *, until_decided: bool) -> None:
+        self._growth = TurnGrowth(INFERENCES, lambda: [(ENGINE, engine)], asked=True)
         self._wanted, self._most = wanted, wanted * _MOST_TIMES if until_decided else wanted
         self._readings = OpenEnd()
+        self._elsewhere = elsewhere
         self.count = 0
 
     @property
@@ -680,7 +682,8 @@ class InferenceTurns:
         if self._readings.is_read(self.count) or is_last:
             self._growth.read(self.count, begins=self._readings.begins)
         if is_last:
-            self._wanted = min(self.count + self._growth.undecided(INFERENCES), self._most)
+            more = max(self._growth.undecided(INFERENCES), self._elsewhere())
+            self._wanted = min(self.count + more, self._most)
 
     def end(self, explained: int) -> tuple[list[Finding], list[NotMeasured]]:
         """Return what grows, and whether that is not known.
@@ -695,8 +698,7 @@ class InferenceTurns:
         found = [*grown.containers, *([] if grown.host is None else [grown.host])]
         if not more or found:
             return found, []
-        why = f"not decided after {self.count}: {more} more may tell (--until-decided)"
-        return [], [NotMeasured(what="whether host memory grows with each inference", why=why)]
+        return [], [not_decided(self.count, more)]
 
 
 def leaves_more(before: Snapshot, after: Snapshot) -> bool:

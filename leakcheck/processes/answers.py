@@ -17,10 +17,14 @@ from lowtide.probes.originals import contents, gc, loaded, os
 from lowtide.probes.processes.roles import RANK_VARIABLES
 
 if TYPE_CHECKING:
+    from lowtide.leakcheck.findings.turn_growth import TurnGrowth
     from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
 
 _own: OwnTensors | None = None
 _own_preserved: OwnPreserved | None = None
+
+_turns: dict[str, TurnGrowth] = {}
+"""What is followed, by what a turn is."""
 
 _OWN = "lowtide.leakcheck.processes.own_tensors"
 """What a process without torch does not import."""
@@ -28,6 +32,8 @@ _OWN = "lowtide.leakcheck.processes.own_tensors"
 _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 """What a process without suspicion does not import."""
 
+_GROWTH = "lowtide.leakcheck.findings.turn_growth"
+"""What a process imports in which it is read what grows."""
 
 Importing = Callable[[str], AbstractContextManager[object]]
 """Makes the block in which a module is imported: the agent's makes sure that nobody else imports anything."""
@@ -77,6 +83,9 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         return messages.encode(messages.HostHolder(facts=None if by_arrays is None else by_arrays[0]))
     if isinstance(question, messages.RememberPreserved | messages.ComparePreserved):
         return messages.encode(_preserved(question, importing))
+    if isinstance(question, messages.ReadTurn):
+        is_read = own is not None or question.asked
+        return messages.encode(_grown(question, importing) if is_read else messages.Grown())
     if question.collects:
         gc.collect()
     levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
@@ -99,6 +108,24 @@ def _preserved(
         return messages.PreservedAnswer(tensors=_own_preserved.tensors)
     preserved, _own_preserved = _own_preserved, None
     return messages.Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
+
+
+def _grown(question: messages.ReadTurn, importing: Importing) -> messages.Grown:
+    """Read the containers of this process after a turn, and return which of them grow."""
+    with importing(_GROWTH):
+        from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+
+    # What a running function holds is the program's: no test runner is in here.
+    growth = _turns.setdefault(question.turns, TurnGrowth(question.turns, by_frames=True, asked=question.asked))
+    if question.anew:
+        growth.break_off()
+    growth.read(question.turn, begins=question.begins)
+    if not question.tells:
+        return messages.Grown()
+    more = growth.undecided("")
+    if question.ends:
+        return messages.Grown(findings=growth.end("", question.module, since=question.since).containers, more=more)
+    return messages.Grown(findings=growth.so_far(), more=more)
 
 
 def _rank_variables() -> dict[str, str]:

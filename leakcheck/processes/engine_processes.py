@@ -12,6 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached, not_judged
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
+from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, not_decided
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
     SHARED,
@@ -21,6 +23,7 @@ from lowtide.leakcheck.processes.process_growth import (
     held_by,
     levels_of,
     mappings_of,
+    one_of_each,
     shared_bytes,
 )
 from lowtide.leakcheck.processes.tree_end import EndedHolders
@@ -56,6 +59,7 @@ class EngineProcesses:
         context: gives the bytes of a context alone on a card; None where that is not known.
         passed_over: those that are findings already, as what an earlier life has left running.
         drivers: those that use the engine and are not it: what they keep of its results is theirs.
+        asks_turns: whether somebody has asked what grows with each inference, at any cost.
     """
 
     tree: ProcessTree
@@ -67,6 +71,7 @@ class EngineProcesses:
     context: Callable[[str], int | None] = lambda device: None
     passed_over: Collection[int] = ()
     drivers: set[int] = field(default_factory=set)
+    asks_turns: bool = False
     _now: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
     # What each held when it went to sleep.
@@ -91,6 +96,12 @@ class EngineProcesses:
     _slept_unwatched: set[int] = field(default_factory=set)
     # By role and stage, the sleeps that gave back little, and of which nobody says what they should.
     _undeclared: dict[tuple[str, str], NotMeasured] = field(default_factory=dict)
+    # Of this life: how many inferences there were, after which of them containers are read, and what grows by process.
+    _cycle: int = 0
+    _turn: int = 0
+    _readings: OpenEnd = field(default_factory=OpenEnd)
+    _in_turns: dict[int, tuple[Finding, ...]] = field(default_factory=dict)
+    _undecided: dict[int, NotMeasured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -116,7 +127,10 @@ class EngineProcesses:
     def findings_at_end(self) -> list[Finding]:
         """Return what grows from inference to inference, and is not reported as what a sleep has kept."""
         found = [self._with_holder(each) for growth in self._growths for each in growth.findings()]
-        return [finding for finding in found if not self._is_kept_asleep(finding)]
+        containers = {each.fingerprint: each for grown in self._in_turns.values() for each in grown}
+        return one_of_each(
+            [finding for finding in found if not self._is_kept_asleep(finding)], list(containers.values())
+        )
 
     def _is_kept_asleep(self, finding: Finding) -> bool:
         if finding.resource != "tensors" or finding.process is None:
@@ -136,6 +150,8 @@ class EngineProcesses:
 
     def begin_stage(self, stage: str, cycle: int) -> None:
         """Attribute what appears in any of them from here on to this stage."""
+        if cycle != self._cycle:
+            self._cycle, self._turn, self._readings = cycle, 0, OpenEnd()
         watching = self.announce(self._pids(), stage, cycle)
         if stage == "infer":
             self._watched_inference = watching
@@ -240,8 +256,33 @@ class EngineProcesses:
                 # After the question, whose own memory is in the first level then, too.
                 self._growth.note(now.process, self._levels(pid, self._collected(now)), again=self._inferences.follows)
             self._find_holders()
+            self._turn += 1
+            if self._readings.is_read(self._turn):
+                self._read_turn(begins=self._readings.begins)
         if self._updates.count and not stage.startswith("sleep"):
             self._note_update(stage)
+
+    def look_at_turns(self) -> int:
+        """Look after the last inference for what has grown with each; return how many more may tell, at most."""
+        return self._read_turn(begins=False)
+
+    def _read_turn(self, *, begins: bool) -> int:
+        question = messages.ReadTurn(
+            turns=INFERENCES,
+            turn=self._turn,
+            begins=begins,
+            anew=self._turn == self._readings.first,
+            asked=self.asks_turns,
+            tells=self._turn >= FEWEST_TO_GROW,
+        )
+        more = 0
+        for pid, answer in self._each(list(self._now), question, messages.Grown).items():
+            process, more = self._now[pid].process, max(more, answer.more)
+            self._in_turns[pid] = tuple(in_process(each, process) for each in answer.findings)
+            self._undecided.pop(pid, None)
+            if answer.more and self.asks_turns:
+                self._undecided[pid] = not_decided(self._turn, answer.more, process.text)
+        return more
 
     def _note_update(self, stage: str) -> None:
         """Note what each process holds after an update, or after another stage, for what the next update adds."""
@@ -268,14 +309,14 @@ class EngineProcesses:
                 self._unwatched.setdefault(pid, now.process)
 
     @property
-    def not_judged_asleep(self) -> tuple[NotMeasured, ...]:
-        """Return what is not known of sleeps: what inferring has left in a process, and whether enough came back."""
+    def not_judged(self) -> tuple[NotMeasured, ...]:
+        """Return what is not known: what inferring left in a process asleep, whether enough came back, what grows."""
         why = "it was not ready when the first inference began: let create return once it is"
         unwatched = [
             NotMeasured(what=f"what inferring has left asleep in {self._unwatched[pid].text}", why=why)
             for pid in self._slept_unwatched
         ]
-        return (*unwatched, *self._undeclared.values())
+        return (*unwatched, *self._undeclared.values(), *self._undecided.values())
 
     def _collected(self, now: process_levels.ProcessLevels) -> messages.Levels:
         """Return the levels after a turn, without garbage where tensors have become more since the one before."""

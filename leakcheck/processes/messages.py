@@ -135,6 +135,32 @@ class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
     """
 
 
+class ReadTurn(_Message, frozen=True, kw_only=True, tag="read-turn"):
+    """How much each container holds after a turn, for what grows; answered by `Grown`.
+
+    Attributes:
+        turns: what a turn is, in the plural: `inferences`; turns of each kind are followed by themselves.
+        turn: its number.
+        begins: whether it is the first that is read of a stretch.
+        anew: whether what came before it is of no interest.
+        asked: whether somebody has asked for it: then it is read in a process without torch, too, and at any cost.
+        tells: whether it is told what grows.
+        ends: whether it is told for the last time: what grows is forgotten, then.
+        module: the module to which the turns belong; empty if to none.
+        since: the turn before the module's first one.
+    """
+
+    turns: str
+    turn: int
+    begins: bool = False
+    anew: bool = False
+    asked: bool = False
+    tells: bool = False
+    ends: bool = False
+    module: str = ""
+    since: int = 0
+
+
 Question: TypeAlias = (
     Begin
     | Read
@@ -147,6 +173,7 @@ Question: TypeAlias = (
     | RememberPreserved
     | ComparePreserved
     | Trim
+    | ReadTurn
 )
 
 
@@ -230,6 +257,16 @@ class Left(Findings, frozen=True, kw_only=True):
     """
 
     by_turn: tuple[dict[int, int], ...] = ()
+
+
+class Grown(Findings, frozen=True, kw_only=True):
+    """The containers that grow.
+
+    Attributes:
+        more: how many more turns may tell whether others do; 0 where that is known, or was not asked.
+    """
+
+    more: int = 0
 
 
 class Trimmed(_Message, frozen=True, kw_only=True):

@@ -309,7 +309,7 @@ class OtherProcesses:
         ]
         listed = {item.process.pid for item in kept if item.process is not None}
         silent_ones = (why for pid, why in silent.items() if pid not in listed)
-        return (*kept, *silent_ones, *self._engine.not_judged_asleep, *self._unexplained)
+        return (*kept, *silent_ones, *self._engine.not_judged, *self._unexplained)
 
     def _is_unknown(self, item: NotMeasured) -> bool:
         """Return whether nobody has judged a process: one that lives within a test may have leaked all along."""

@@ -175,6 +175,30 @@ class ProcessGrowth:
         ]
 
 
+def one_of_each(grown: Sequence[Finding], containers: Sequence[Finding]) -> list[Finding]:
+    """Return what has grown, each cause once: a container that grows is what its process has more.
+
+    Args:
+        grown: of levels of processes.
+        containers: the containers that take something with each turn.
+    """
+    told = {(_role_in(each), each.holder) for each in grown if each.holder}
+    named = [each for each in containers if (_role_in(each), each.holder) not in told]
+    by_role = Counter[str]()
+    for each in named:
+        by_role[_role_in(each)] += each.bytes
+    explained = [
+        each
+        for each in grown
+        if each.resource != "host-memory" or each.holder or by_role[_role_in(each)] * 2 < each.bytes
+    ]
+    return [*explained, *named]
+
+
+def _role_in(finding: Finding) -> str:
+    return "" if finding.process is None else role_of(finding.process.name)
+
+
 def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) -> dict[str, int]:
     """Return the levels by which a process's growth is judged.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from contextlib import ExitStack
@@ -75,7 +74,7 @@ class LeakCheck:
         self._report: Report | None = None
         self._outer: list[str] = []
         self._turns, self._turn = turns, 0
-        self._growth = TurnGrowth("turns", by_frames=True, most=math.inf)
+        self._growth = TurnGrowth("turns", by_frames=True, asked=True)
         self._sleeps = SleepWatch(lambda: bool(self._watch.others.readings))
 
     def __enter__(self) -> LeakCheck:

@@ -262,6 +262,7 @@ class EngineGrowth:
         holders = {finding.holder for finding in (*known, *found)}
         found += [each for each in self._of_containers if each.holder not in holders]
         self._inferences, self._readings, self._of_containers = 0, OpenEnd(), ()
+        self._containers.break_off()
         return tuple(found)
 
 

@@ -44,9 +44,9 @@ def test_what_was_not_ready_when_inferring_began_is_not_judged_asleep(child: Chi
     keeps = what == "keep one"
     assert len(found) == (keeps and ready)
     # Of what was there before, it is not known either whether it should have come back.
-    assert len(child.asked.not_judged_asleep) == 2 * (keeps and not ready)
+    assert len(child.asked.not_judged) == 2 * (keeps and not ready)
     if keeps and not ready:
-        missing, _ = child.asked.not_judged_asleep
+        missing, _ = child.asked.not_judged
         assert missing.what == f"what inferring has left asleep in pid {child.pid} (engine-core)"
         assert "let create return once it is" in missing.why
 
@@ -62,7 +62,7 @@ def test_what_a_wake_makes_beside_what_the_sleep_has_kept_is_told_in_its_process
         child.asked.end_stage(stage)
         if stage == "sleep":
             child.asked.after_sleep(stage, 1, empties=False)
-    assert [each.what for each in child.asked.not_judged_asleep] == [
+    assert [each.what for each in child.asked.not_judged] == [
         f"what sleep gives back on cpu in pid {child.pid} (engine-core): 0 B of 8.0 MiB came back"
     ]
     found = child.asked.more_awake("wake")
