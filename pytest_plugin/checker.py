@@ -94,7 +94,7 @@ class Checker:
         self._checked = CheckedLeaks()
         self._results = Results(config, self.settings)
         self._deferred = DeferredProofs()
-        self._turns = TestTurns(lambda: self._fixtures.living)
+        self._turns = TestTurns(lambda: self._fixtures.living, self._session.watch.others)
 
     # The session.
 

@@ -9,6 +9,7 @@ import pytest
 
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.growth.host_levels import read_levels
+from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.pytest_plugin.items import FixtureOwner
 from lowtide.reports.schema import Finding
@@ -22,17 +23,20 @@ class TestTurns:
 
     Args:
         owners: gives the fixtures of a wider scope that are set up.
+        others: the other processes.
     """
 
     __test__ = False
 
-    def __init__(self, owners: Callable[[], Iterable[FixtureOwner]]) -> None:
+    def __init__(self, owners: Callable[[], Iterable[FixtureOwner]], others: OtherProcesses) -> None:
         self._owners = owners
+        self._others = others
         self._growth = TurnGrowth("tests", self._named)
         self._of_modules: Counter[str] = Counter()
         self._all = 0
         self._turn = 0
         self._turn_of_module = 0
+        self._last_read = 0
         self._stretches: tuple[str, ...] = ()
         self._found: dict[str, list[Finding]] = {}
         self._host: list[tuple[str, Finding, tuple[int, int]]] = []
@@ -51,6 +55,7 @@ class TestTurns:
         """
         if not judged:
             self._growth.break_off()
+            self._others.break_off()
         self._turn += 1
         self._turn_of_module += 1
         module = _module_of(item)
@@ -60,7 +65,10 @@ class TestTurns:
         several = 2 * count < whole
         in_session = several and is_read(self._turn, whole, is_last=nextitem is None)
         if in_session or is_read(self._turn_of_module, count, is_last=is_last):
-            self._growth.read(self._turn, begins=self._turn_of_module <= SECOND or count < FEWEST_TURNS)
+            begins = self._turn_of_module <= SECOND or count < FEWEST_TURNS
+            self._growth.read(self._turn, begins=begins)
+            self._others.read_turn(self._turn, begins=begins)
+            self._last_read = self._turn
         self._stretches = (module, _SESSION) if several else (module,)
         if is_last:
             first, self._turn_of_module = self._turn - self._turn_of_module, 0
@@ -92,21 +100,31 @@ class TestTurns:
             else:
                 self._found.setdefault(name, []).append(finding)
         found, self._found, self._host = self._found, {}, []
-        yield from found.items()
+        # A container of tensors is told by these.
+        told = {finding.holder for findings in verdict.of_owners.values() for finding in findings}
+        for name, findings in found.items():
+            if news := [finding for finding in findings if not (finding.process and finding.holder in told)]:
+                yield name, news
 
     def _end(self, stretch: str, module: str, since: int) -> None:
         subject = f"the tests of {module}" if module else _SESSION
         grown = self._growth.end(stretch, module, self._tensors_of_owners, since=since)
-        places = {owner.name: f"{owner.name} ({owner.where})" for owner in self._owners()}
-        for finding in grown.containers:
-            held_by = places.get(finding.path[0].edge) if finding.path else None
+        elsewhere = self._others.grown_in_turns(self._turn, module, since) if self._last_read == self._turn else []
+        for finding in (*grown.containers, *elsewhere):
             # What has grown since before this module is the session's.
             own = subject if module and finding.stage.endswith(module) else _SESSION
-            self._found.setdefault(held_by or own, []).append(finding)
+            self._found.setdefault(self._place_of(finding) or own, []).append(finding)
         if grown.host is not None:
             # The session's has it in it.
             self._growth.forget_levels()
             self._host.append((subject, grown.host, grown.levels))
+
+    def _place_of(self, finding: Finding) -> str:
+        """Return the fixture that has a container, or the process that this is in; empty if none has."""
+        label = "" if finding.process is None else self._others.owner_of(finding.process.pid)
+        root = finding.path[0].edge if finding.path and finding.process is None else ""
+        holders = (owner for owner in self._owners() if owner.label == label or owner.name == root)
+        return next((f"{owner.name} ({owner.where})" for owner in holders), "")
 
     def _tensors_of_owners(self) -> int:
         """Bytes of the tensors that tests have left under fixtures that live: these are told when they end."""

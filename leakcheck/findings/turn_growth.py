@@ -134,6 +134,8 @@ class TurnGrowth:
             turn: its number.
             begins: whether it is the first that is read of a stretch.
         """
+        if turn == self._turn and not begins:
+            return
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
         candidates = self._containers.candidates()

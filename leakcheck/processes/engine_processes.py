@@ -266,6 +266,15 @@ class EngineProcesses:
         """Look after the last inference for what has grown with each; return how many more may tell, at most."""
         return self._read_turn(begins=False)
 
+    def read_tests(self, pids: Collection[int], question: messages.ReadTurn) -> list[Finding]:
+        """Return which containers grow in some of them, test after test, where that is asked."""
+        answers = self._each([pid for pid in pids if pid not in self.not_measured], question, messages.Grown)
+        return [
+            in_process(finding, process_levels.describe_process(pid))
+            for pid, answer in answers.items()
+            for finding in answer.findings
+        ]
+
     def _read_turn(self, *, begins: bool) -> int:
         question = messages.ReadTurn(
             turns=INFERENCES,

@@ -8,6 +8,7 @@ it holds nothing any more, and may have leaked all along.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ import msgspec
 
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import HOST, ProcessTurns, growing_tensors, left_by_test
 from lowtide.leakcheck.processes.process_levels import describe_process
@@ -106,6 +108,9 @@ class OtherProcesses:
         self._reported_pids: set[int] = set()
         self._judged: set[int] = set()
         self._owned: dict[str, _Owned] = {}
+        # Bytes of the containers that were found to grow, by process.
+        self._in_containers: Counter[int] = Counter()
+        self._reads_anew = False
         self._found: list[Finding] = []
         self._unexplained: list[NotMeasured] = []
 
@@ -215,6 +220,44 @@ class OtherProcesses:
             if self._turn not in turns[-1:]:
                 turns.append(self._turn)
 
+    def break_off(self) -> None:
+        """What has grown since the last reading of containers, and grows until the next one, is not judged."""
+        self._reads_anew = True
+
+    def read_turn(self, turn: int, *, begins: bool) -> None:
+        """Read how much each container holds, in the processes with torch that were there when the test began.
+
+        Args:
+            turn: the test's number, by which its readings are told apart.
+            begins: whether it is the first that is read of a stretch.
+        """
+        self._ask_turn(messages.ReadTurn(turns="tests", turn=turn, begins=begins, anew=self._reads_anew))
+        self._reads_anew = False
+
+    def grown_in_turns(self, turn: int, module: str, since: int) -> list[Finding]:
+        """Return the containers of other processes that have taken something in every test; each once.
+
+        Args:
+            turn: the test's number, after which it was read.
+            module: the module to which the tests belong; empty if to none.
+            since: the turn before its first one.
+        """
+        question = messages.ReadTurn(turns="tests", turn=turn, tells=True, ends=True, module=module, since=since)
+        found = self._ask_turn(question)
+        for finding in found:
+            self._in_containers[0 if finding.process is None else finding.process.pid] += finding.bytes
+        return found
+
+    def _ask_turn(self, question: messages.ReadTurn) -> list[Finding]:
+        if self._is_alone or not self._asks:
+            return []
+        pids = (self._before.keys() & self._followed.keys()) - self._reported_pids
+        return self._engine.read_tests(sorted(pids), question)
+
+    def owner_of(self, pid: int) -> str:
+        """Return the label of the owner whose process it is; empty if nobody's."""
+        return next((label for label, owned in self._owned.items() if pid in owned.levels), "")
+
     def judge(self, owners: Sequence[Owner]) -> tuple[Finding, ...]:
         """Return what the test that is over has left in processes that nobody owns, and what their stages have shown.
 
@@ -261,7 +304,9 @@ class OtherProcesses:
                 if self._clears:
                     tensors = self._engine.with_caches_cleared(pid, tensors)
             found += tensors
-            for finding, step in turns.findings(process, stage, _by_device(tensors)):
+            named = Counter(_by_device(tensors))
+            named["cpu"] += self._in_containers.pop(pid, 0)
+            for finding, step in turns.findings(process, stage, named):
                 if is_trimmed:
                     found.append(self._engine.named_by_arrays(finding, step))
                 else:

@@ -41,6 +41,15 @@ def stops(size):
     if size:
         os.kill(os.getpid(), signal.SIGSTOP)
 
+def remembers_each(size):
+    import torch
+    KEPT.append(bytes(2000 + len(KEPT)))
+
+def remembers_some(size):
+    import torch
+    KEPT.append(bytes(2000 + len(KEPT)))
+    del KEPT[:-3]
+
 def gives_back(size):
     import torch
     return int(torch.ones(size, dtype=torch.uint8).sum())
@@ -417,3 +426,44 @@ def test_what_an_engine_in_the_tests_process_adds_with_each_inference_is_growth(
         (finding,) = run.subject(f"test_it.py::{name}").findings
         assert (finding.resource, finding.holder, finding.count) == ("tensors", "engine.kept", steps)
         assert finding.message.startswith("tensors on cpu grow by 2.0 KiB with each infer")
+
+
+def many_tests(function: str) -> str:
+    return UNDER_A_FIXTURE.format(method="spawn", function=function).replace("range(5)", "range(14)")
+
+
+def test_a_container_that_grows_in_a_fixtures_process_is_named(run_inner: RunInner) -> None:
+    run = ran(run_inner, many_tests("remembers_each"))
+    assert run.blamed == ["module fixture 'engine' (test_it.py)"]
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert (finding.resource, finding.holder, finding.trend) == ("host-memory", "worker.KEPT", "growth")
+    assert finding.process is not None
+    assert finding.message.startswith(f"{finding.process.text}: worker.KEPT takes 1 item (2.0 KiB) in each of ")
+
+
+def test_one_that_is_bounded_is_clean(run_inner: RunInner) -> None:
+    assert ran(run_inner, many_tests("remembers_some")).blamed == []
+
+
+def test_large_things_in_a_container_there_are_told_once(run_inner: RunInner) -> None:
+    run = ran(run_inner, many_tests("keeps_bytes"))
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert finding.holder == "worker.KEPT"
+
+
+MANY_INFERENCES = IN_A_LIFE.replace("range(6)", "range(20)").replace(
+    "torch.ones(2048, dtype=torch.uint8)", "bytes(2000 + len(kept))"
+)
+
+
+def test_a_container_that_grows_with_each_inference_is_named(run_inner: RunInner) -> None:
+    run = run_inner({"test_it.py": MANY_INFERENCES.replace("{keeps}", "True")})
+    for name in ("test_marked", "test_watched"):
+        (finding,) = run.subject(f"test_it.py::{name}").findings
+        assert (finding.resource, finding.trend, finding.stage) == ("host-memory", "growth", "inferences")
+        assert "EngineCore): thread 'MainThread', local 'kept' of core()" in finding.message
+
+
+def test_its_twin_that_keeps_the_last_one_is_clean(run_inner: RunInner) -> None:
+    run = run_inner({"test_it.py": MANY_INFERENCES.replace("{keeps}", "False")})
+    assert run.blamed == []
