@@ -54,7 +54,7 @@ from lowtide.pytest_plugin.session_watch import (
     watch_policy,
 )
 from lowtide.pytest_plugin.settings import Settings
-from lowtide.pytest_plugin.turns import TestTurns
+from lowtide.pytest_plugin.turns import SESSION, TestTurns
 from lowtide.reports.outcomes import judged_as, tries_as_one
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 from lowtide.reports.sizes import first_of
@@ -455,6 +455,8 @@ class Checker:
             self._records.close()
         own = msgspec.structs.replace(own, not_measured=not_measured)
         of_turns = [self._results.subject(name, findings) for name, findings in self._turns.judged(verdict, ended)]
+        unread = self._turns.take_unread()
+        of_turns += [Subject(id=SESSION, outcome="clean", not_measured=unread)] if unread else []
         return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended), *of_turns]
 
     def _not_judged(self, item: pytest.Item) -> Subject:

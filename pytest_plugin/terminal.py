@@ -12,6 +12,7 @@ from lowtide.leakcheck.judging.metrics import HOST_MEMORY_TOLERANCE, plain_metri
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.session_watch import Spent
 from lowtide.pytest_plugin.settings import Settings
+from lowtide.pytest_plugin.turns import SESSION
 from lowtide.reports.causes import Sighting, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import amount, first_line, holder_text, lines_again, terminal_lines
@@ -138,10 +139,12 @@ def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
     yield from _other_processes(subjects)
     known = ((missing, tests) for missing, tests in not_measured(subjects).items() if missing.process is None)
     found = sorted(known, key=lambda item: -item[1])
+    of_session = {missing for subject in subjects if subject.id == SESSION for missing in subject.not_measured}
     for missing, tests in found[:MOST_NOT_MEASURED]:
         # The names of what may be a library's are in a report: here they would be lines of pipes.
         amount_of = missing.what.partition(" did not come back")[0]
-        yield f"not judged in {format_amount(tests, 'tests')}: {amount_of} ({missing.why})"
+        where = "" if missing in of_session else f" in {format_amount(tests, 'tests')}"
+        yield f"not judged{where}: {amount_of} ({missing.why})"
     if len(found) > MOST_NOT_MEASURED:
         yield f"not judged: {len(found) - MOST_NOT_MEASURED} more, which a report (--leakcheck-report) lists"
 

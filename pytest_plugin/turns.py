@@ -12,10 +12,16 @@ from lowtide.leakcheck.growth.host_levels import read_levels
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.pytest_plugin.items import FixtureOwner
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.statement import noted
 
-_SESSION = "the session"
+SESSION = "the session"
+"""What has grown since before the last module."""
+
+_UNREAD = (
+    "reading how much their containers hold would have taken more than a hundredth of the session's time: run one of "
+    "them alone"
+)
 
 
 class TestTurns:
@@ -38,6 +44,9 @@ class TestTurns:
         self._turn_of_module = 0
         self._last_read = 0
         self._stretches: tuple[str, ...] = ()
+        # The modules in which a container may have grown unseen.
+        self._unread: list[str] = []
+        self._is_over = False
         self._found: dict[str, list[Finding]] = {}
         self._host: list[tuple[str, Finding, tuple[int, int]]] = []
 
@@ -58,6 +67,7 @@ class TestTurns:
             self._others.break_off()
         self._turn += 1
         self._turn_of_module += 1
+        self._is_over = nextitem is None
         module = _module_of(item)
         is_last = nextitem is None or _module_of(nextitem) != module
         whole, count = self._all, self._of_modules[module]
@@ -69,13 +79,15 @@ class TestTurns:
             self._growth.read(self._turn, begins=begins)
             self._others.read_turn(self._turn, begins=begins)
             self._last_read = self._turn
-        self._stretches = (module, _SESSION) if several else (module,)
+        self._stretches = (module, SESSION) if several else (module,)
         if is_last:
             first, self._turn_of_module = self._turn - self._turn_of_module, 0
             self._growth.note(*self._stretches)
             self._end(module, module, first)
+            if self._growth.take_unread():
+                self._unread.append(module)
             if nextitem is None and several:
-                self._end(_SESSION, "", 0)
+                self._end(SESSION, "", 0)
             self._stretches = ()
 
     def judged(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> Iterator[tuple[str, Sequence[Finding]]]:
@@ -106,13 +118,21 @@ class TestTurns:
             if news := [finding for finding in findings if not (finding.process and finding.holder in told)]:
                 yield name, news
 
+    def take_unread(self) -> tuple[NotMeasured, ...]:
+        """Return, after the last test, what grows with each test and may not have been seen; nothing before it."""
+        if not (self._is_over and self._unread):
+            return ()
+        modules, self._unread = self._unread, []
+        named = modules[0] if len(modules) == 1 else f"{len(modules)} modules, {modules[0]} the first of them"
+        return (NotMeasured(what=f"what grows with each test of {named}", why=_UNREAD),)
+
     def _end(self, stretch: str, module: str, since: int) -> None:
-        subject = f"the tests of {module}" if module else _SESSION
+        subject = f"the tests of {module}" if module else SESSION
         grown = self._growth.end(stretch, module, self._tensors_of_owners, since=since)
         elsewhere = self._others.grown_in_turns(self._turn, module, since) if self._last_read == self._turn else []
         for finding in (*grown.containers, *elsewhere):
             # What has grown since before this module is the session's.
-            own = subject if module and finding.stage.endswith(module) else _SESSION
+            own = subject if module and finding.stage.endswith(module) else SESSION
             self._found.setdefault(self._place_of(finding) or own, []).append(finding)
         if grown.host is not None:
             # The session's has it in it.

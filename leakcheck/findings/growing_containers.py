@@ -178,7 +178,8 @@ def _finding(
             resource="host-memory", device="", stage=turns, suspects=("growth", *explanation.suspects), module=""
         ),
         verdict=explanation.verdict,
-        holder=explanation.holder,
+        # A thread has many containers.
+        holder=_name_of(explanation) if explanation.path[0].type == "thread" else explanation.holder,
         path=explanation.path,
         advice=ADVICE,
         trend="growth",

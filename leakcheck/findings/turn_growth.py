@@ -115,6 +115,7 @@ class TurnGrowth:
         self._began = time.monotonic()
         self._gone_through = self._largest = 0
         self._readings = 0
+        self._is_unread = False
         self._turn = 0
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
@@ -139,7 +140,10 @@ class TurnGrowth:
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
         candidates = self._containers.candidates()
-        if not self._asked and (self._costs_too_much or (self._readings > _ENOUGH and not candidates)):
+        if not self._asked and self._readings > _ENOUGH and not candidates:
+            return
+        if not self._asked and self._costs_too_much:
+            self._is_unread = True
             return
         read, found = read_lengths(candidates)
         self._gone_through += read.objects
@@ -151,6 +155,11 @@ class TurnGrowth:
         if self._asked:
             # What the reading has taken and freed would be in the next level.
             trim_heap()
+
+    def take_unread(self) -> bool:
+        """Return whether a container may have grown unseen since this was last asked, as reading it would have cost."""
+        unread, self._is_unread = self._is_unread, False
+        return unread
 
     @property
     def _costs_too_much(self) -> bool:

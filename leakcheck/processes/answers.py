@@ -85,7 +85,7 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         return messages.encode(_preserved(question, importing))
     if isinstance(question, messages.ReadTurn):
         is_read = own is not None or question.asked
-        return messages.encode(_grown(question, importing) if is_read else messages.Grown())
+        return messages.encode(_grown(question, importing) if is_read else messages.GrownContainers())
     if question.collects:
         gc.collect()
     levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
@@ -110,7 +110,7 @@ def _preserved(
     return messages.Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
 
 
-def _grown(question: messages.ReadTurn, importing: Importing) -> messages.Grown:
+def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownContainers:
     """Read the containers of this process after a turn, and return which of them grow."""
     with importing(_GROWTH):
         from lowtide.leakcheck.findings.turn_growth import TurnGrowth
@@ -121,11 +121,13 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.Grown:
         growth.break_off()
     growth.read(question.turn, begins=question.begins)
     if not question.tells:
-        return messages.Grown()
+        return messages.GrownContainers()
     more = growth.undecided("")
     if question.ends:
-        return messages.Grown(findings=growth.end("", question.module, since=question.since).containers, more=more)
-    return messages.Grown(findings=growth.so_far(), more=more)
+        return messages.GrownContainers(
+            findings=growth.end("", question.module, since=question.since).containers, more=more
+        )
+    return messages.GrownContainers(findings=growth.so_far(), more=more)
 
 
 def _rank_variables() -> dict[str, str]:

@@ -268,7 +268,7 @@ class EngineProcesses:
 
     def read_tests(self, pids: Collection[int], question: messages.ReadTurn) -> list[Finding]:
         """Return which containers grow in some of them, test after test, where that is asked."""
-        answers = self._each([pid for pid in pids if pid not in self.not_measured], question, messages.Grown)
+        answers = self._each([pid for pid in pids if pid not in self.not_measured], question, messages.GrownContainers)
         return [
             in_process(finding, process_levels.describe_process(pid))
             for pid, answer in answers.items()
@@ -285,7 +285,7 @@ class EngineProcesses:
             tells=self._turn >= FEWEST_TO_GROW,
         )
         more = 0
-        for pid, answer in self._each(list(self._now), question, messages.Grown).items():
+        for pid, answer in self._each(list(self._now), question, messages.GrownContainers).items():
             process, more = self._now[pid].process, max(more, answer.more)
             self._in_turns[pid] = tuple(in_process(each, process) for each in answer.findings)
             self._undecided.pop(pid, None)

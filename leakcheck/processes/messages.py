@@ -136,7 +136,7 @@ class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
 
 
 class ReadTurn(_Message, frozen=True, kw_only=True, tag="read-turn"):
-    """How much each container holds after a turn, for what grows; answered by `Grown`.
+    """How much each container holds after a turn, for what grows; answered by `GrownContainers`.
 
     Attributes:
         turns: what a turn is, in the plural: `inferences`; turns of each kind are followed by themselves.
@@ -259,7 +259,7 @@ class Left(Findings, frozen=True, kw_only=True):
     by_turn: tuple[dict[int, int], ...] = ()
 
 
-class Grown(Findings, frozen=True, kw_only=True):
+class GrownContainers(Findings, frozen=True, kw_only=True):
     """The containers that grow.
 
     Attributes:

@@ -320,3 +320,28 @@ def test_marked_inferences_are_turns_of_their_engine(run_inner: RunInner) -> Non
     (finding,) = run.subject("test_inferences.py::test_keeps").findings
     assert (finding.holder, finding.trend, finding.stage) == ("engine.requests", "growth", "inferences")
     assert finding.message.startswith("engine.requests takes 1 item (2.0 KiB) in each of ")
+
+
+LARGE = """
+    HEAP = [[] for _ in range({objects})]
+"""
+
+MANY = """
+    import pytest
+
+    @pytest.mark.parametrize("turn", range(12))
+    def test_nothing(turn): ...
+"""
+
+
+@pytest.mark.parametrize(("objects", "unread"), [(300_000, True), (0, False)])
+def test_it_is_said_once_where_reading_everything_would_cost_too_much(
+    run_inner: RunInner, objects: int, unread: bool
+) -> None:
+    files = {"conftest.py": LARGE.format(objects=objects), **{f"test_{name}.py": MANY for name in "abcd"}}
+    run = run_inner(files)
+    assert run.blamed == []
+    lines = [line for line in run.out.splitlines() if "what grows with each test" in line]
+    assert len(lines) == unread
+    assert all(line.startswith("not judged: what grows with each test of ") for line in lines)
+    assert all("would have taken more than a hundredth of the session's time" in line for line in lines)
