@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
+from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
+from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
@@ -53,6 +56,20 @@ ALLOWED = 4 << 20
 """Bytes of host memory that an inference may add for good: allocators take memory in pieces of this order."""
 
 
+class _Growing(NamedTuple):
+    """A level of a process that grows.
+
+    Attributes:
+        process: which.
+        steps: what each turn has added for good.
+        allowed: bytes of a step that are no growth.
+    """
+
+    process: ProcessName
+    steps: list[int]
+    allowed: int
+
+
 @dataclass
 class _Role:
     """One level of the processes of one name.
@@ -82,8 +99,8 @@ class _Role:
                 found[self.processes[pid]] = steps
         return found
 
-    def growing(self) -> tuple[ProcessName, list[int]] | None:
-        """Return the process that grows most and its steps; the last one and all steps, if only these show it.
+    def growing(self) -> _Growing | None:
+        """Return the process that grows most; the last one and all steps, if only these show it.
 
         One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
         """
@@ -91,14 +108,34 @@ class _Role:
         alone = {process: own for process, own in steps.items() if self._grows(own)}
         if alone:
             process = max(alone, key=lambda each: sum(alone[each]))
-            return process, alone[process]
+            return _Growing(process, alone[process], self.allowed)
+        rising = {process: own for process, own in steps.items() if self.allowed and self._rises(process.pid)}
+        if rising:
+            process = max(rising, key=lambda each: sum(rising[each]))
+            return _Growing(process, rising[process], 0)
         together = [step for own in steps.values() for step in own]
         # That steps of different processes alternate with others says nothing: what fills once in each does so, too.
         often = sum(step > self.allowed for step in together) * 3 > len(together)
-        return (list(steps)[-1], together) if often and self._grows(together) else None
+        return _Growing(list(steps)[-1], together, self.allowed) if often and self._grows(together) else None
+
+    def _rises(self, pid: int) -> bool:
+        moves = [after - before for before, after in pairwise(self.levels[pid])]
+        in_a_row = [move for move, again in zip(moves, self.again[pid][1:], strict=True) if again]
+        return rises_slowly([0, *accumulate(in_a_row)])
 
     def _grows(self, steps: list[int]) -> bool:
         return grows(steps, [self.allowed] * len(steps))
+
+
+def rises_slowly(levels: Sequence[int]) -> bool:
+    """Return whether host memory rises turn by turn, by less than one of a few turns may add, in bytes."""
+    series = TurnSeries()
+    for level in levels:
+        series.add(level)
+    growth = series.growth_at_end()
+    if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
+        return False
+    return growth.slope.rate * growth.turns >= LEAST_IN_ALL
 
 
 class ProcessGrowth:
@@ -165,10 +202,10 @@ class ProcessGrowth:
         """One for each name whose processes grow, and for each of their levels that does."""
         growing = {place: found for place, role in self._roles.items() if (found := role.growing()) is not None}
         return [
-            _of_turns(self._stage, key, *found, self._roles[name, key].allowed)
+            _of_turns(self._stage, key, *found)
             for (name, key), found in growing.items()
             if not any(
-                sum(growing[name, other][1]) * 2 > sum(found[1])
+                sum(growing[name, other].steps) * 2 > sum(found.steps)
                 for other in _EXPLAINED_BY.get(key, ())
                 if (name, other) in growing
             )
@@ -436,7 +473,9 @@ class ProcessTurns:
             steps = kept_steps(levels)
             allowed = [ALLOWED] * len(steps)
             if not grows(steps, allowed) or not rises(levels):
-                continue
+                if key != HOST or not rises_slowly(levels):
+                    continue
+                allowed = [0] * len(steps)
             sizes = [steps[turn - 1] for turn in adding_turns(steps, allowed)]
             if sum(sizes) <= named.get(_device(key), 0) * 2:
                 continue

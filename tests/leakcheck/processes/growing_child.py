@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from lowtide.probes.processes.agents import Agents
 MIB = 1 << 20
 
 KEPT: list[torch.Tensor] = []
+LIBRARY = ctypes.CDLL(None)
+LIBRARY.malloc.restype = ctypes.c_void_p
 REQUESTS: dict[int, bytes] = {}
 
 
@@ -29,6 +32,10 @@ def serve(requests: Connection) -> None:
         turn += 1
         if asked.startswith("remember"):
             REQUESTS[turn if asked == "remember each" else turn % 3] = bytes(2000 + turn)
+            requests.send("done")
+            continue
+        if asked == "take for C":
+            ctypes.memset(LIBRARY.malloc(MIB), 1, MIB)
             requests.send("done")
             continue
         device = "cuda" if asked.endswith("on a card") else "cpu"

@@ -43,16 +43,24 @@ def test_a_level_that_rises_with_each_test_is_growth() -> None:
     assert (finding.resource, finding.device) == ("driver", "cuda:0")
 
 
+def test_little_in_each_of_many_tests_is_growth_of_host_memory() -> None:
+    ((finding, step),) = turns(*range(100, 116)).findings(CHILD, "tests", {})
+    assert (finding.resource, finding.bytes, step) == ("host-memory", 15 * MIB, MIB)
+    assert "host memory +1.0 MiB in each of 15 tests" in finding.message
+    assert turns(*range(100, 116), cards=True).findings(CHILD, "tests", {}) == []
+
+
 @pytest.mark.parametrize(
     "levels",
     [
         (100, 116, 132),
+        (*range(100, 112), *[112] * 8),
         (100, 160, 161, 162, 163),
         (100, 116, 100, 116, 100, 116),
         (100, 140, 116, 156, 132, 172, 148, 188, 164),
         (100, 116, None, 148, 164),
     ],
-    ids=["two steps", "filled once", "up and down", "replaced by another size", "not always known"],
+    ids=["two steps", "filled slowly", "filled once", "up and down", "replaced by another size", "not always known"],
 )
 def test_other_levels_are_none(levels: tuple[int | None, ...]) -> None:
     assert turns(*levels).findings(CHILD, "tests", {}) == []

@@ -61,6 +61,25 @@ def test_what_each_inference_adds_is_growth(lives: list[tuple[int, ...]]) -> Non
     assert set(growth.judged) == {100 + number for number in range(len(lives))}
 
 
+def test_less_than_an_inference_may_add_is_growth_in_many_of_them() -> None:
+    (finding,) = grown(tuple(range(100, 120))).findings()
+    assert (finding.bytes, finding.count, finding.trend) == (19 * MIB, 19, "growth")
+    assert "grows by 1.0 MiB with each infer, 19.0 MiB in 19 of 19" in finding.message
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param((*range(100, 112), *[112] * 10), id="fills"),
+        pytest.param((100, 103, 101, 102, 100, 103, 102, 101, 103, 100, 102, 103), id="wanders"),
+        pytest.param((*range(100, 106), *range(100, 106), *range(100, 106), *range(100, 106)), id="saw"),
+        pytest.param(tuple(100 + turn // 4 for turn in range(20)), id="too little in all"),
+    ],
+)
+def test_what_does_not_keep_on_rising_is_none(levels: tuple[int, ...]) -> None:
+    assert grown(levels).findings() == []
+
+
 def test_what_fills_once_in_some_of_many_processes_is_no_growth() -> None:
     """A host copy that a first reload takes in lives that have one: 5 of 45 steps add 8 MiB, here and there."""
     growth = grown(*([(100, 100, 100)] * 4 + [(100, 108)]) * 5)

@@ -52,6 +52,12 @@ def test_tensors_that_grow_are_told_by_these_alone(child: Child) -> None:
     assert finding.resource == "tensors"
 
 
+def test_memory_that_c_keeps_there_is_told_by_what_each_adds(child: Child) -> None:
+    (finding,) = remembered(child, 16, "take for C")
+    assert (finding.resource, finding.trend) == ("host-memory", "growth")
+    assert "host memory that is under no tensor grows by 1.0 MiB with each infer" in finding.message
+
+
 def test_each_life_counts_its_own_inferences(child: Child) -> None:
     remembered(child, 8)
     assert remembered(child, 8, cycle=2) == []
