@@ -205,6 +205,10 @@ class TurnGrowth:
         levels = self._levels.get(stretch)
         return max([*spans, 0 if levels is None else levels.undecided()])
 
+    def said(self, stretch: str) -> str:
+        """Say what host memory has done in a stretch, where nothing of it is known to grow."""
+        return self._levels[stretch].said() if stretch in self._levels else ""
+
     def so_far(self) -> tuple[Finding, ...]:
         """Return a finding on each container that grows, while it goes on; its holder is looked for now and then."""
         growing = {course.identity: course for course in self._containers.growing(self._turn)}

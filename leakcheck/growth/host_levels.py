@@ -11,6 +11,7 @@ from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import MemoryParts, malloc_in_use, read_parts
+from lowtide.reports.sizes import format_bytes
 
 LEAST_A_TURN = 128 * 1024
 """Bytes that each turn must add: a runner's notes, tables of libraries and a heap's own moves are below."""
@@ -67,6 +68,15 @@ class HostLevels:
         # What is too little to speak of in any case need not be known.
         matter = (each for each in found if each.slope is None or each.slope.rate >= LEAST_A_TURN)
         return max((each.more for each in matter), default=0)
+
+    def said(self) -> str:
+        """Say what the kernel's count does, where it does not grow by what matters."""
+        growth = self._resident.growth_at_end()
+        if growth.kind == "bounded" or growth.slope is None or growth.slope.high <= 0:
+            return "host memory is bounded"
+        if growth.kind == "sawtooth":
+            return "host memory rises and falls back"
+        return f"host memory rises by {format_bytes(round(growth.slope.high))} with each at most"
 
     def grown(self) -> HostGrowth | None:
         """Say by how much it has grown; to be asked when what can go back has gone."""

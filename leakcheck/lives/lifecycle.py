@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, not_decided
@@ -159,6 +161,7 @@ class LifecycleRun:
         self._update_growth = OwnGrowth(self._leftovers, UPDATE)
         self._named_growth = NamedGrowth(UPDATE, lambda: self._probes.counters.read().items)
         self._of_turns: dict[str, Finding] = {}
+        self._said_of_turns = ""
         self._cycle = 0
         self._failure = ""
         self.keep: Callable[[Subject], None] | None = None
@@ -204,7 +207,10 @@ class LifecycleRun:
         self._record.findings += [each for each in self._of_turns.values() if each.holder not in holders]
         compared = self._judgement.not_compared(self._emptying if self._indices else ())
         more = (*compared, *self._metrics.once_so_far, *self._unseen())
-        return self._record.subject(self._failure, more, self._metrics.used_before)
+        subject = self._record.subject(self._failure, more, self._metrics.used_before)
+        if subject.outcome != "clean" or subject.reason:
+            return subject
+        return msgspec.structs.replace(subject, reason=self._said_of_turns)
 
     def _unseen(self) -> tuple[NotMeasured, ...]:
         """Return what other processes and the tenant could not be judged by."""
@@ -336,8 +342,9 @@ class LifecycleRun:
         self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0), turns)
         if is_looked_at:
             self._own_growth.look(cycle, engine)
-        if turns.count:
+        if turns.are_read:
             found, missing = turns.end(self._own_growth.bytes)
+            self._said_of_turns = turns.said
             self._of_turns |= {finding.fingerprint: finding for finding in found}
             self._record.not_measured |= {each.what: each for each in missing}
         if self._update_growth.has_turns and cycle == self._cycles:
@@ -664,8 +671,13 @@ class InferenceTurns:
         self._growth = TurnGrowth(INFERENCES, lambda: [(ENGINE, engine)], asked=True)
         self._wanted, self._most = wanted, wanted * _MOST_TIMES if until_decided else wanted
         self._readings = OpenEnd()
-        self._elsewhere = elsewhere
-        self.count = 0
+        self._elsewhere, self._more_elsewhere = elsewhere, 0
+        self.count, self.said = 0, ""
+
+    @property
+    def are_read(self) -> bool:
+        """Whether it is read after any of them what there is."""
+        return bool(self._wanted and self.count)
 
     @property
     def go_on(self) -> bool:
@@ -682,7 +694,8 @@ class InferenceTurns:
         if self._readings.is_read(self.count) or is_last:
             self._growth.read(self.count, begins=self._readings.begins)
         if is_last:
-            more = max(self._growth.undecided(INFERENCES), self._elsewhere())
+            self._more_elsewhere = self._elsewhere()
+            more = max(self._growth.undecided(INFERENCES), self._more_elsewhere)
             self._wanted = min(self.count + more, self._most)
 
     def end(self, explained: int) -> tuple[list[Finding], list[NotMeasured]]:
@@ -691,14 +704,12 @@ class InferenceTurns:
         Args:
             explained: bytes of what else is known to have grown.
         """
-        if not self._wanted:
-            return [], []
-        more = self._growth.undecided(INFERENCES)
+        more, said = self._growth.undecided(INFERENCES), self._growth.said(INFERENCES)
         grown = self._growth.end(INFERENCES, "", lambda: explained)
         found = [*grown.containers, *([] if grown.host is None else [grown.host])]
-        if not more or found:
-            return found, []
-        return [], [not_decided(self.count, more)]
+        if not (more or found or self._more_elsewhere):
+            self.said = f"nothing grows over {self.count} inferences in a row: {said}"
+        return found, [not_decided(self.count, more)] if more and not found else []
 
 
 def leaves_more(before: Snapshot, after: Snapshot) -> bool:

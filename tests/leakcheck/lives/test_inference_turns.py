@@ -115,6 +115,7 @@ def test_memory_that_c_keeps_is_told_with_its_part() -> None:
 def test_what_fills_or_is_replaced_is_clean() -> None:
     subject, _ = lived(keeps_some)
     assert (subject.outcome, subject.findings, undecided(subject)) == ("clean", (), [])
+    assert subject.reason.startswith("nothing grows over 16 inferences in a row: host memory ")
 
 
 def test_without_turns_nothing_is_read() -> None:
@@ -126,6 +127,7 @@ def test_what_began_late_is_not_decided() -> None:
     subject, engines = lived(keeps_each_at_last, turns=12)
     assert growth(subject) == []
     assert undecided(subject) == ["not decided after 12: 4 more may tell (--until-decided)"]
+    assert subject.reason == ""
     assert [engine.inferred for engine in engines] == [13]
 
 

@@ -1,0 +1,40 @@
+"""What is said of the process's own memory over some turns, where it does not grow by what matters."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.leakcheck.growth.host_levels import HostLevels
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def after(*levels: int) -> HostLevels:
+    noted = HostLevels()
+    for level in levels:
+        noted.note((level, 0))
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        pytest.param([100 * MIB] * 12, "host memory is bounded", id="flat"),
+        pytest.param([min(turn, 5) * MIB for turn in range(20)], "host memory is bounded", id="full"),
+        pytest.param([turn % 6 * MIB for turn in range(36)], "host memory rises and falls back", id="saw"),
+        pytest.param(
+            [turn * KIB for turn in range(20)], "host memory rises by 1.0 KiB with each at most", id="next to nothing"
+        ),
+    ],
+)
+def test_what_does_not_grow_is_said_in_a_word(levels: list[int], said: str) -> None:
+    assert (after(*levels).said(), after(*levels).undecided()) == (said, 0)
+
+
+def test_too_few_turns_decide_nothing() -> None:
+    assert after(MIB, 2 * MIB, 3 * MIB).undecided() == 5
+
+
+def test_what_may_be_growth_needs_more_turns() -> None:
+    levels = [turn * MIB + turn % 3 * MIB for turn in range(9)]
+    assert 0 < after(*levels).undecided() <= len(levels)
