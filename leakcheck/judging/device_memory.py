@@ -227,6 +227,7 @@ class DeviceMemory:
                 f"native {device}": ("block", blocks.native),
                 f"workspaces {device}": ("workspace", blocks.workspaces),
                 f"in-flight {device}": ("block", blocks.pending),
+                f"cuda-ipc {device}": ("block", blocks.exported),
             }
             for key, (word, found) in named.items():
                 readings[key] = {f"{word} at {address:#x}": size for address, size in found.items()}

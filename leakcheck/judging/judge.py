@@ -77,6 +77,7 @@ CAUSE_OF_RUNG: dict[Rung, Cause] = {
     Rung.SETTLE: "driver",
     Rung.COLLECT: "cycle",
     Rung.UNFREEZE: "frozen-garbage",
+    Rung.IPC_COLLECT: "pending-transfer",
     Rung.EMPTY_CACHE: "allocator-cache",
     Rung.CLEAR_CACHES: "lru-cache",
     Rung.RESET_COMPILED: "compiled-code",
@@ -85,6 +86,7 @@ CAUSE_OF_RUNG: dict[Rung, Cause] = {
 }
 VERDICT_OF_RUNG: dict[Rung, Verdict] = {
     Rung.UNFREEZE: "frozen-garbage",
+    Rung.IPC_COLLECT: "cached",
     Rung.EMPTY_CACHE: "cached",
     Rung.CLEAR_CACHES: "reachable",
     Rung.CLEAR_HOST_CACHE: "cached",
@@ -93,6 +95,7 @@ VERDICT_OF_RUNG: dict[Rung, Verdict] = {
 # Who holds what came back at a rung, where nobody in Python does.
 HOLDER_OF_RUNG: dict[Rung, str] = {
     Rung.UNFREEZE: "the heap frozen by gc.freeze()",
+    Rung.IPC_COLLECT: "torch's list of what it has exported",
     Rung.EMPTY_CACHE: ALLOCATOR_HOLDER,
     Rung.CLEAR_HOST_CACHE: "torch's cache of pinned memory",
 }
@@ -233,6 +236,8 @@ def _finding(
         advice = f"release or deregister it at {stage}, where its owner ends"
     elif (kind := resource_of(metric.key)) is not None:
         advice = kind.advice(new) or None
+        if more := kind.remark(new):
+            notes = (Note(more), *notes)
     things = tuple(described(metric.resource, new)) if new else ()
     mark, former = _fingerprints(metric, stage, cause, new)
     return StatedFinding(

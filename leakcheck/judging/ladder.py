@@ -30,6 +30,7 @@ _LIBRARY = ctypes.CDLL(None)
 ACTIONS = {
     Rung.COLLECT: "gc.collect()",
     Rung.UNFREEZE: "gc.unfreeze(); gc.collect()",
+    Rung.IPC_COLLECT: "torch.cuda.ipc_collect()",
     Rung.EMPTY_CACHE: "torch.cuda.empty_cache()",
     Rung.CLEAR_CACHES: "[c.cache_clear() for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]",
     Rung.RESET_COMPILED: "torch._dynamo.reset()",
@@ -155,6 +156,10 @@ def release(rung: Rung) -> bool:
             return False
         gc.unfreeze()
         collect()
+    elif rung is Rung.IPC_COLLECT:
+        if not on_card:
+            return False
+        torch.cuda.ipc_collect()
     elif rung is Rung.EMPTY_CACHE:
         if not on_card:
             return False

@@ -224,6 +224,13 @@ def awaiting_a_stream(snapshot: Snapshot, device: str) -> int | None:
     return sum(pool.pending for pool in allocator.pools) if allocator.trusted else None
 
 
+def exported_memory(snapshot: Snapshot, device: str) -> dict[str, int]:
+    """Return the bytes of torch's blocks that wait for who has opened them by CUDA IPC, by name."""
+    allocator = snapshot.allocator(device)
+    pools = () if allocator is None or not allocator.trusted else allocator.pools
+    return {f"block at {address:#x}": size for pool in pools for address, size in pool.exported_at}
+
+
 def arena_without_tensors(snapshot: Snapshot, device: str) -> int:
     """Return the bytes mapped by arenas over which no tensor lives: one with a tensor over it is that tensor's leak."""
     tensors = snapshot.tensors.on(device).ranges
@@ -294,6 +301,7 @@ _FROM_SNAPSHOT: Mapping[str, Callable[[str], _FromSnapshot]] = {
     "unreadable": lambda _: _FromSnapshot(lambda snapshot: snapshot.tensors.unreadable),
     "native": lambda device: _FromSnapshot(lambda snapshot: native_held(snapshot, device)),
     "in-flight": lambda device: _FromSnapshot(lambda snapshot: awaiting_a_stream(snapshot, device)),
+    "cuda-ipc": lambda device: _by_name(lambda snapshot: exported_memory(snapshot, device)),
     "arena": lambda device: _FromSnapshot(lambda snapshot: arena_without_tensors(snapshot, device)),
     "empty-segments": lambda device: _FromSnapshot(lambda snapshot: empty_segments(snapshot, device)),
     "reserved": lambda device: _by_name(lambda snapshot: empty_private_pools(snapshot, device)),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.leakcheck.resources.address_space import AddressSpace
+from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
 from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
@@ -27,6 +28,7 @@ RESOURCES: tuple[Resource, ...] = (
     Descriptors(),
     TemporaryFiles(),
     AddressSpace(),
+    CudaIpc(),
 )
 """That which says most of a cause that several share comes first."""
 
@@ -37,8 +39,8 @@ _BY_KEY = {resource.rule.key: resource for resource in RESOURCES}
 
 
 def resource_of(key: str) -> Resource | None:
-    """Return the resource whose reading has this key; None for one that has no module yet."""
-    return _BY_KEY.get(key)
+    """Return the resource whose reading has this key, on whichever card; None for one that has no module yet."""
+    return _BY_KEY.get(key.partition(" ")[0])
 
 
 def read_items() -> Mapping[str, Items]:

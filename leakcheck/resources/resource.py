@@ -27,6 +27,7 @@ class Rung(enum.Enum):
     SETTLE = "settle"
     COLLECT = "collect"
     UNFREEZE = "unfreeze"
+    IPC_COLLECT = "ipc_collect"
     EMPTY_CACHE = "empty_cache"
     CLEAR_CACHES = "clear_caches"
     RESET_COMPILED = "reset_compiled"
@@ -226,6 +227,10 @@ class Resource:
     def identity(self, name: str) -> Name:
         """Return what names a thing for ever, for its fingerprint."""
         return Name(without_numbers(name))
+
+    def remark(self, names: Collection[str]) -> str:
+        """Return what a finding says of these things behind what they are."""
+        return ""
 
     def changes(self, names: Collection[str]) -> list[Change]:
         """Return what may end these things, the smallest first, to be tried when no test follows."""

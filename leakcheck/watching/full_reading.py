@@ -31,7 +31,7 @@ from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Finding, NotMeasured
 
-_RUNGS = (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
+_RUNGS = (Rung.IPC_COLLECT, Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
 """What a plain test may have to climb, once everything is collected; what needs more is a leak in any case."""
 
 

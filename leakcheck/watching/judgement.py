@@ -42,7 +42,7 @@ from lowtide.reports.statement import noted
 _MOST_CLEARINGS = 5
 """How often a process's BLAS workspaces are cleared to find them: the next test allocates them again."""
 
-_OF_BLOCKS = ("native ", "workspaces ", "in-flight ")
+_OF_BLOCKS = ("native ", "workspaces ", "in-flight ", "cuda-ipc ")
 """The beginnings of the keys of blocks of torch's allocator in which no tensor lies."""
 
 _MOST_KNOWN = 10_000
@@ -334,7 +334,7 @@ class WatchJudge:
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:
         """Return where the largest of some blocks was allocated."""
-        if not names or not key.startswith(("native ", "workspaces ")):
+        if not names or not key.startswith(("native ", "workspaces ", "cuda-ipc ")):
             return ()
         largest = int(max(names, key=lambda name: names[name]).rpartition(" ")[2], 16)
         return frames(self._watched.stacks.stacks_at(device, [largest]).get(largest, ()))

@@ -87,6 +87,8 @@ class PoolSegments:
             holds, such as tensors that autograd saved and caches in C++.
         pending: bytes of the blocks that were freed while a stream still worked on them.
         empty_at: address and bytes of each segment in which no block is in use.
+        exported_at: those of each block that was exported by CUDA IPC, that no live storage explains any more, and that
+            waits for its importers; in `unclaimed` it is not.
     """
 
     pool_id: tuple[int, int]
@@ -98,6 +100,7 @@ class PoolSegments:
     unclaimed: int
     pending: int
     empty_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    exported_at: tuple[tuple[int, int], ...] = ()
 
     @property
     def private(self) -> bool:
@@ -207,7 +210,7 @@ def _read_device(
     pools: tuple[PoolSegments, ...] = ()
     workspaces: int | None = None
     if segments is not None:
-        pools = parse_pools(segments, index, claimed, workspace_sizes(torch, index))
+        pools = parse_pools(segments, index, claimed, workspace_sizes(torch, index), _exported())
         workspaces = sum(pool.workspaces for pool in pools)
     return AllocatorReading(
         f"cuda:{index}",
@@ -227,8 +230,20 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def _exported() -> frozenset[int]:
+    """The addresses of what this process has exported by CUDA IPC, and has not freed."""
+    # numpy, which only who has a card needs.
+    from lowtide.probes.device.cuda_ipc import read_exports
+
+    return frozenset(export.address for export in read_exports())
+
+
 def parse_pools(
-    segments: Iterable[Segment], device: int, claimed: Collection[int], workspace_sizes: Collection[int]
+    segments: Iterable[Segment],
+    device: int,
+    claimed: Collection[int],
+    workspace_sizes: Collection[int],
+    exported: Collection[int] = (),
 ) -> tuple[PoolSegments, ...]:
     """Adds up the segments of one device by pool; sorted by pool id.
 
@@ -237,10 +252,12 @@ def parse_pools(
         device: index of the device.
         claimed: addresses of the live storages.
         workspace_sizes: sizes in bytes that a BLAS workspace may have.
+        exported: addresses of what CUDA IPC has exported.
     """
     addresses = sorted(claimed)
     sums: dict[tuple[int, int], list[int]] = {}
     empty_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    exported_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment in segments:
         if segment["device"] != device:
             continue
@@ -256,7 +273,9 @@ def parse_pools(
                 continue
             held[1] += block["size"]
             held[2] += 1
-            if is_workspace(block, addresses, workspace_sizes):
+            if block["address"] in exported and not is_claimed(block, addresses):
+                exported_at.setdefault(pool_id, []).append((block["address"], block["size"]))
+            elif is_workspace(block, addresses, workspace_sizes):
                 held[3] += block["size"]
             elif block["state"] == "active_allocated" and not is_claimed(block, addresses):
                 held[5] += block["size"]
@@ -266,7 +285,7 @@ def parse_pools(
     for pool_id, (reserved, allocated, blocks, workspaces, empty, unclaimed, pending) in sorted(sums.items()):
         places = tuple(sorted(empty_at.get(pool_id, ())))
         amounts = (reserved, allocated, blocks, workspaces, empty, unclaimed, pending)
-        found.append(PoolSegments(pool_id, *amounts, places))
+        found.append(PoolSegments(pool_id, *amounts, places, tuple(sorted(exported_at.get(pool_id, ())))))
     return tuple(found)
 
 
@@ -277,11 +296,13 @@ class UnexplainedBlocks(NamedTuple):
         native: nothing visible to Python explains them.
         workspaces: those of the BLAS libraries.
         pending: freed, but a stream had not finished with them.
+        exported: given up by this process, and kept for those to which CUDA IPC has exported them.
     """
 
     native: dict[int, int]
     workspaces: dict[int, int]
     pending: dict[int, int]
+    exported: dict[int, int]
 
 
 def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlocks | None:
@@ -292,13 +313,15 @@ def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlock
         return None
     addresses = sorted(claimed)
     sizes = workspace_sizes(torch, index)
-    found = UnexplainedBlocks({}, {}, {})
+    exported = _exported()
+    found = UnexplainedBlocks({}, {}, {}, {})
     for segment in segments:
         if segment["device"] != index:
             continue
         for block in segment["blocks"]:
             if block["state"] == "active_allocated" and not is_claimed(block, addresses):
                 kind = found.workspaces if is_workspace(block, addresses, sizes) else found.native
+                kind = found.exported if block["address"] in exported else kind
                 kind[block["address"]] = block["size"]
             elif is_pending(block):
                 found.pending[block["address"]] = block["size"]

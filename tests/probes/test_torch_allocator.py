@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.probes.device import torch_allocator
+from lowtide.probes.device import cuda_ipc, torch_allocator
+from lowtide.probes.device.cuda_ipc import Counter, Export
 from lowtide.probes.device.torch_allocator import (
     PinnedReading,
     PoolSegments,
@@ -275,9 +276,23 @@ def test_blocks_without_a_storage_are_reported_by_kind() -> None:
         {0x1000_0000: 6 * MIB},
         {0x2000_0000: 32 * MIB},
         {0x3000_0000: 2 * MIB},
+        {},
     )
     claimed = unexplained_blocks(0, [0x1000_0000, 0x3000_0000])
-    assert claimed == ({}, {0x2000_0000: 32 * MIB}, {0x3000_0000: 2 * MIB})
+    assert claimed == ({}, {0x2000_0000: 32 * MIB}, {0x3000_0000: 2 * MIB}, {})
+
+
+@pytest.mark.usefixtures("counters")
+def test_an_exported_block_without_a_storage_is_neither_native_nor_unclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = Export(Counter("/torch_1_2_0", 0), 0x1000_0000)
+    monkeypatch.setattr(cuda_ipc, "read_exports", lambda: (export,))
+    found = unexplained_blocks(0, [])
+    assert found is not None
+    assert (found.native, found.exported) == ({}, {0x1000_0000: 6 * MIB})
+    for claimed, waiting, unclaimed in (([], ((0x1000_0000, 6 * MIB),), 0), ([0x1000_0000], (), 0)):
+        (reading,) = read_allocators(claimed)
+        assert [pool.exported_at for pool in reading.pools if not pool.private] == [waiting]
+        assert [pool.unclaimed for pool in reading.pools if not pool.private] == [unclaimed]
 
 
 def test_another_backend_is_not_trusted_and_says_so(counters: type[Counters.cuda]) -> None:

@@ -74,7 +74,7 @@ def read_with_card(read):
 counters.CounterReader.read_in_part = read_with_card(counters.CounterReader.read_in_part)
 cards.read_allocations = lambda index, among=None: None
 cards.read_segments = lambda index: segments()
-cards.unexplained_blocks = lambda index, claimed: UnexplainedBlocks({}, {}, {})
+cards.unexplained_blocks = lambda index, claimed: UnexplainedBlocks({}, {}, {}, {})
 
 class Passes:
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -62,7 +62,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     monkeypatch.setattr(cards, "read_mappings_without_access", fake.mappings)
     monkeypatch.setattr(cards, "range_at", fake.range_at)
     monkeypatch.setattr(cards, "read_segments", lambda index: [])
-    monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({}, {}, {}))
+    monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({}, {}, {}, {}))
     monkeypatch.setattr(cards, "announced_pools", lambda: ())
     return fake
 
@@ -179,7 +179,9 @@ def test_allocations_of_an_owner_are_adopted_by_name_and_blocks_stay_as_they_wer
     card: FakeCard, known: DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card.listed[0x1000] = MIB
-    monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({0x7000: 512}, {}, {}))
+    monkeypatch.setattr(
+        cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({0x7000: 512}, {}, {}, {})
+    )
     assert known.adopt_allocations(card.now(), CARD) == {"allocation at 0x1000": MIB}
     assert new(known, card) == {f"native {CARD}": {"block at 0x7000": 512}}
 

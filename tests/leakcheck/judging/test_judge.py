@@ -33,7 +33,7 @@ def judged(known: Metric[Levels], *readings: int | None, baseline: int | None = 
     return judge([known], {known.resource: baseline}, steps, stage="shutdown", cycle=2)
 
 
-RAW, SETTLE, COLLECT, UNFREEZE, EMPTY_CACHE = 0, 1, 2, 3, 4
+RAW, SETTLE, COLLECT, UNFREEZE, IPC_COLLECT, EMPTY_CACHE = 0, 1, 2, 3, 4, 5
 
 
 def test_what_is_back_at_once_is_clean_and_nothing_is_reported_of_it() -> None:
@@ -71,9 +71,9 @@ def test_what_is_back_at_its_rung_is_clean_with_the_time_that_it_took(back: int,
 
 
 def test_what_is_back_at_a_later_rung_is_a_finding_with_what_brought_it_back() -> None:
-    (found,) = judged(metric(), 10, 10, 10, 8, 2, 1).findings
+    (found,) = judged(metric(), 10, 10, 10, 8, 8, 2, 1).findings
     assert found.remedy is None, "nothing is back as long as some of it stays"
-    judgement = judged(metric(tolerance=2), 10, 10, 9, 8, 2, 0)
+    judgement = judged(metric(tolerance=2), 10, 10, 9, 8, 8, 2, 0)
     (found,) = judgement.findings
     # What counts is what was left when it had to be back.
     assert (found.bytes, found.count) == (9, 1)
@@ -82,7 +82,7 @@ def test_what_is_back_at_a_later_rung_is_a_finding_with_what_brought_it_back() -
         found.message == "9 B of tensors on cuda:0 did not come back at shutdown; torch.cuda.empty_cache() returns 6 B"
     )
     (late,) = judgement.returns
-    assert (late.bytes, late.rung, late.seconds) == (10, "empty_cache", 5.0)
+    assert (late.bytes, late.rung, late.seconds) == (10, "empty_cache", 6.0)
 
 
 def test_what_only_is_counted_has_no_bytes() -> None:

@@ -166,6 +166,7 @@ def test_rungs_are_in_the_order_of_the_design() -> None:
         "settle",
         "collect",
         "unfreeze",
+        "ipc_collect",
         "empty_cache",
         "clear_caches",
         "reset_compiled",
@@ -218,7 +219,9 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool = True, compiled: int = 0) -> None:
         self.asked: list[str] = []
         note = lambda name: lambda *_: self.asked.append(name)  # noqa: E731
-        cuda = SimpleNamespace(is_initialized=lambda: is_initialized, empty_cache=note("empty_cache"))
+        cuda = SimpleNamespace(
+            is_initialized=lambda: is_initialized, empty_cache=note("empty_cache"), ipc_collect=note("ipc_collect")
+        )
         native = SimpleNamespace(
             _cuda_clearCublasWorkspaces=note("clear_workspaces"), _host_emptyCache=note("empty_host_cache")
         )
@@ -232,6 +235,7 @@ class Card:
     ("rung", "asked"),
     [
         (Rung.COLLECT, ["collect"]),
+        (Rung.IPC_COLLECT, ["ipc_collect"]),
         (Rung.EMPTY_CACHE, ["empty_cache"]),
         (Rung.CLEAR_CACHES, ["collect"]),
         (Rung.RESET_COMPILED, ["reset", "collect", "empty_cache"]),
@@ -247,7 +251,13 @@ def test_each_rung_releases_one_kind_on_a_card(rung: Rung, asked: list[str], mon
 
 @pytest.mark.parametrize(
     ("rung", "asked"),
-    [(Rung.EMPTY_CACHE, []), (Rung.CLEAR_WORKSPACES, []), (Rung.RESET_COMPILED, []), (Rung.SETTLE, [])],
+    [
+        (Rung.IPC_COLLECT, []),
+        (Rung.EMPTY_CACHE, []),
+        (Rung.CLEAR_WORKSPACES, []),
+        (Rung.RESET_COMPILED, []),
+        (Rung.SETTLE, []),
+    ],
 )
 def test_a_card_that_nobody_uses_is_not_woken(rung: Rung, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, is_initialized=False)

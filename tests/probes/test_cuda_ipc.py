@@ -1,0 +1,96 @@
+"""What a process has exported and opened by CUDA IPC: read from torch's files and records, in another process too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide.probes.device.cuda_ipc import (
+    HEADER,
+    SLOTS,
+    Counter,
+    Export,
+    Import,
+    counters_in,
+    importers_of,
+    read_exports,
+    read_imports,
+)
+from tests.probes.ipc_records import BLOCK, MAPPING, Records, importer_of
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    made = Records()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def importer() -> Iterator[subprocess.Popen[str]]:
+    with importer_of(os.getpid()) as child:
+        yield child
+
+
+def test_a_file_says_which_counters_are_not_0(records: Records) -> None:
+    records.export(0, 1), records.export(1, 0), records.export(9_999, -1)
+    assert counters_in(str(records.path)) == {0: 1, 9_999: -1}
+
+
+@pytest.mark.parametrize("size", [0, 64, HEADER + 8 * SLOTS - 1, HEADER + 8 * SLOTS + 1])
+def test_a_file_of_another_size_has_no_counters(size: int, records: Records) -> None:
+    records.path.write_bytes(b"\1" * size)
+    assert counters_in(str(records.path)) == {}
+    assert counters_in("/dev/shm/torch_0_0_0") == {}
+
+
+def test_an_export_is_found_with_its_storage_and_its_counter(records: Records) -> None:
+    records.export(5, -1)
+    counter = Counter(records.file, 5)
+    assert read_exports() == (Export(counter, BLOCK),)
+    assert (counter.exporter, counter.value()) == (os.getpid(), -1)
+
+
+def test_each_export_of_one_storage_is_found(records: Records) -> None:
+    records.export(6, 0), records.export(5, 1), records.export(7, 1, BLOCK + 512)
+    assert [(each.counter.slot, each.address) for each in read_exports()] == [(5, BLOCK), (6, BLOCK), (7, BLOCK + 512)]
+
+
+def test_a_record_that_was_freed_is_no_export(records: Records) -> None:
+    records.free(records.export(5, 0))
+    assert read_exports() == ()
+
+
+def test_a_process_that_has_exported_nothing_has_no_exports() -> None:
+    assert read_exports() == ()
+    assert read_exports(2**22 + 1) == ()
+
+
+def test_the_counter_of_a_file_that_is_gone_says_nothing(records: Records) -> None:
+    assert Counter(records.file, 5).value() == 0
+    records.path.unlink()
+    assert Counter(records.file, 5).value() is None
+
+
+@pytest.mark.usefixtures("importer")
+def test_what_this_process_has_exported_is_no_import_of_its_own(records: Records) -> None:
+    records.export(4, 1)
+    assert read_imports() == ()
+
+
+def test_another_process_is_read_from_outside(records: Records, importer: subprocess.Popen[str]) -> None:
+    assert read_exports(importer.pid) == ()
+    assert set(read_imports(importer.pid)) == {
+        Import(Counter("/torch_1_4000000007_0", 3), MAPPING, 0),
+        Import(Counter(records.file, 4), MAPPING, 0),
+        Import(Counter(records.file, 9), MAPPING, 1),
+    }
+
+
+def test_an_export_is_told_with_who_has_it_open(records: Records, importer: subprocess.Popen[str]) -> None:
+    counters = {Counter(records.file, slot) for slot in (4, 5, 9)}
+    assert importers_of(counters, [importer.pid, os.getpid()]) == {importer.pid: 2}
+    assert importers_of({Counter(records.file, 5)}, [importer.pid]) == {}
