@@ -209,6 +209,24 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 devices=("cpu",),
             ),
             Defect(
+                "ipc-counter",
+                "vllm#51258, pytorch#149187",
+                "the process that loads a bucket of weights opens and closes it twice: its counter falls below 0, and "
+                "torch never frees it",
+                weight_updates.ipc_counter,
+                (("cuda-ipc", "pending-transfer"),),
+                settings={"engine_process": True},
+                devices=("cuda",),
+            ),
+            Defect(
+                "stranded-streams",
+                "vllm#52950",
+                "each update takes the memory of its buckets on a new stream: torch keeps it for that stream alone",
+                weight_updates.stranded_streams,
+                (("reserved", "allocator-cache"),),
+                devices=("cuda",),
+            ),
+            Defect(
                 "orphan-core",
                 "vllm#55510, vllm#55846",
                 "the core's process takes no notice of its client's end, runs on and keeps all its memory",

@@ -14,7 +14,14 @@ from lowtide.engine.defects.defect import replaced
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.weight_transfer import buckets
-from lowtide.engine.weight_transfer.bucket_memory import Export, FileExport, opened
+from lowtide.engine.weight_transfer.bucket_memory import (
+    BucketMemory,
+    CudaExport,
+    Export,
+    FileExport,
+    bucket_memory,
+    opened,
+)
 from lowtide.engine.weight_transfer.buckets import Bucket
 from lowtide.engine.worker import Worker
 
@@ -51,6 +58,32 @@ def ipc_double_open() -> Iterator[None]:
 
     with replaced(buckets, "opened", opened_twice):
         yield
+
+
+@contextmanager
+def ipc_counter() -> Iterator[None]:
+    """Each process opens and closes a bucket twice, to look at it and to copy, and it was exported to it once."""
+
+    @contextmanager
+    def opened_in_turn(export: Export) -> Iterator[torch.Tensor]:
+        assert isinstance(export, CudaExport)
+        with opened(export):
+            pass
+        with opened(export) as data:
+            yield data
+
+    with replaced(buckets, "opened", opened_in_turn):
+        yield
+
+
+def stranded_streams() -> AbstractContextManager[None]:
+    """Each update takes its buckets on a stream of its own, which no later one uses."""
+
+    def on_new_stream(size: int, device: str) -> BucketMemory:
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            return bucket_memory(size, device)
+
+    return replaced(buckets, "bucket_memory", on_new_stream)
 
 
 class LoraAdapters:

@@ -14,10 +14,11 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_i
 from lowtide.leakcheck.judging.growth import grows
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
+from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Change, Items, Rung
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, advice, describe_change, sentences
-from lowtide.probes.device.torch_allocator import any_graph_alive
+from lowtide.probes.device.torch_allocator import any_graph_alive, stranded_segments
 from lowtide.probes.host.counters import SettingReader
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
@@ -256,6 +257,9 @@ _COUNTED: tuple[ResourceName, ...] = ("threads", "processes", "file-descriptors"
 _MAPPED: ResourceName = "shared-memory"
 """What this process maps of those, or of files without a name."""
 
+_STRANDED: ResourceName = "reserved"
+"""What torch's allocator keeps for streams that are gone: each segment's name is its device, stream and address."""
+
 
 class NamedGrowth:
     """Follows what is counted by name through the turns of one stage.
@@ -301,7 +305,8 @@ class NamedGrowth:
             if grows([len(turn) for turn in turns], [0] * len(turns)):
                 grown = {name: items[name] for turn in turns for name in turn}
                 mapped |= {name.partition(", inode ")[0] for name in grown}
-                found.append(_growth_of(self._stage, key, grown, len(turns)))
+                growth_of = _stranding_of if key == _STRANDED else _growth_of
+                found.append(growth_of(self._stage, key, grown, len(turns)))
         return found
 
     def _now(self) -> Mapping[ResourceName, Items]:
@@ -309,6 +314,7 @@ class NamedGrowth:
         mapped = mapped_shared_memory(os.getpid()) or ()
         return {
             _MAPPED: {f"{each.path}, inode {each.file[1]}": each.bytes for each in mapped},
+            _STRANDED: {f"{at.device} {at.stream:#x} {at.address:#x}": at.bytes for at in stranded_segments()},
             **{key: items.get(key, {}) for key in _COUNTED},
         }
 
@@ -332,4 +338,27 @@ def _growth_of(stage: str, resource: ResourceName, grown: Items, turns: int) -> 
         holder=told or None,
         trend="growth",
         advice=f"close in {stage} what it has opened",
+    )
+
+
+def _stranding_of(stage: str, resource: ResourceName, grown: Items, turns: int) -> Finding:
+    places = [name.split() for name in grown]
+    devices, streams = sorted({device for device, _, _ in places}), {(device, stream) for device, stream, _ in places}
+    return Finding(
+        resource=resource,
+        cause="allocator-cache",
+        bytes=sum(grown.values()),
+        count=len(streams),
+        device=", ".join(devices),
+        stage=stage,
+        message=f"{format_bytes(sum(grown.values()))} reserved on {', '.join(devices)} for "
+        f"{format_amount(len(streams), 'streams')} that no longer exist, which {turns} calls of {stage} in a row have "
+        "left: no other stream gets what was freed on one",
+        fingerprint=fingerprint(
+            resource=resource, device=devices[0], stage=stage, suspects=("growth", "streams", stage)
+        ),
+        verdict="cached",
+        holder=ALLOCATOR_HOLDER,
+        trend="growth",
+        advice=f"use one stream for all calls of {stage}, or call torch.cuda.empty_cache() when it ends",
     )

@@ -182,11 +182,13 @@ def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
     (An entry that is neither may be another process's: nobody can be blamed for it from here.)
     """
     pid = str(os.getpid())
-    return {
+    own = {
         entry.name: entry.bytes
         for entry in snapshot.host.shared_memory
         if entry.mapped_here or entry.left_here or pid in re.findall(r"\d+", entry.name)
     }
+    stays = exempt("shared-memory", own, as_read=True)
+    return {name: size for name, size in own.items() if name not in stays}
 
 
 def host_pools(snapshot: Snapshot) -> dict[str, int]:

@@ -28,6 +28,16 @@ class SharedMemory(Resource):
         life=Bound(),
     )
 
+    def staying(self, names: Collection[str]) -> Collection[str]:
+        """Return the files in which torch counts the importers of what is exported still: that is judged itself."""
+        own = re.compile(rf"torch_{os.getpid()}_\d+(_\d+)?")
+        if not any(map(own.fullmatch, names)):
+            return ()
+        # numpy, which only who has torch needs.
+        from lowtide.probes.device.cuda_ipc import read_exports
+
+        return {export.counter.file.lstrip("/") for export in read_exports()} & set(names)
+
     def identity(self, name: str) -> Name:
         """Return the name if somebody gave it; else what its maker puts before a number."""
         return name_of_segment(name)

@@ -132,8 +132,8 @@ class Trainer:
 
         engine.update_weights(checked())
         self.sent = sent
-        if self._config.device != "cpu":
-            # What a trainer has cached is none of the engine's.
+        if self._config.device != "cpu" and self._config.engine_process:
+            # What a trainer has cached is none of the engine's, whose sleep and shutdown do not reach this process.
             torch.cuda.empty_cache()
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -346,6 +346,42 @@ def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | 
     ]
 
 
+class StrandedSegment(NamedTuple):
+    """A segment of the default pool with nothing in use, of a stream for which no object of Python's stands any more.
+
+    A free block serves its own stream alone, so that nothing takes it again but what empties the cache (vllm#52950).
+    torch takes streams from a pool of 32 for each card: after as many others one may come round again.
+
+    Attributes:
+        device: `cuda:0`.
+        stream: its handle.
+        address: of the segment.
+        bytes: of the segment.
+    """
+
+    device: str
+    stream: int
+    address: int
+    bytes: int
+
+
+def stranded_segments() -> tuple[StrandedSegment, ...]:
+    """The segments that wait for streams that are gone, sorted; goes through the heap where there may be any."""
+    torch = initialized_torch()
+    segments = None if torch is None else _segments(torch)[0]
+    found = [
+        StrandedSegment(f"cuda:{segment['device']}", segment["stream"], segment["address"], segment["total_size"])
+        for segment in segments or ()
+        if segment.get("stream")
+        and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+        and all(block["state"] == "inactive" for block in segment["blocks"])
+    ]
+    if torch is None or not found:
+        return ()
+    living = {stream.cuda_stream for stream in Census(all_objects()).instances_of(torch.cuda.Stream)}
+    return tuple(sorted(segment for segment in found if segment.stream not in living))
+
+
 class AllocatedRanges(NamedTuple):
     """Where torch's allocator has memory on a card.
 

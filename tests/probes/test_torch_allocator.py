@@ -14,6 +14,7 @@ from lowtide.probes.device.cuda_ipc import Counter, Export
 from lowtide.probes.device.torch_allocator import (
     PinnedReading,
     PoolSegments,
+    StrandedSegment,
     allocated_ranges,
     blas_lt_workspace_bytes,
     blas_workspace_bytes,
@@ -24,6 +25,7 @@ from lowtide.probes.device.torch_allocator import (
     parse_pools,
     read_allocators,
     read_pinned,
+    stranded_segments,
     unexplained_blocks,
 )
 from lowtide.probes.memory.ranges import common, total, without
@@ -293,6 +295,36 @@ def test_an_exported_block_without_a_storage_is_neither_native_nor_unclaimed(mon
         (reading,) = read_allocators(claimed)
         assert [pool.exported_at for pool in reading.pools if not pool.private] == [waiting]
         assert [pool.unclaimed for pool in reading.pools if not pool.private] == [unclaimed]
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
+def test_a_segment_with_nothing_in_use_is_stranded_once_its_stream_is_gone(
+    counters: type[Counters.cuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def segment(at: int, stream: int, state: str = "inactive", pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+        block = {"address": at, "size": 2 * MIB, "state": state}
+        row = {"device": 0, "address": at, "total_size": 2 * MIB, "stream": stream}
+        return {**row, "segment_pool_id": pool, "blocks": [block]}
+
+    living = Stream(0x77)
+    segments = [
+        segment(0x1000, 0),
+        segment(0x2000, 0x55),
+        segment(0x3000, 0x55, "active_allocated"),
+        segment(0x4000, 0x55, pool=(0, 1)),
+        segment(0x5000, 0x77),
+    ]
+    monkeypatch.setattr(counters, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(counters, "Stream", Stream, raising=False)
+    assert stranded_segments() == (StrandedSegment("cuda:0", 0x55, 0x2000, 2 * MIB),)
+    del living
+    assert [each.stream for each in stranded_segments()] == [0x55, 0x77]
 
 
 def test_another_backend_is_not_trusted_and_says_so(counters: type[Counters.cuda]) -> None:

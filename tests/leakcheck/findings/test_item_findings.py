@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
+from lowtide.probes.device.torch_allocator import StrandedSegment
 from lowtide.reports.schema import Finding
 
 
@@ -45,3 +47,36 @@ def test_what_each_turn_leaves_is_growth() -> None:
 )
 def test_what_is_replaced_or_fills_is_none(turns: list[list[str]]) -> None:
     assert grown(turns) == []
+
+
+def stranded(turns: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """What is found where these streams, which are gone, have a segment of 64 MiB each after each turn."""
+    now: list[StrandedSegment] = []
+    monkeypatch.setattr(item_findings, "stranded_segments", lambda: tuple(now))
+    growth = NamedGrowth("update_weights", dict)
+    for streams in turns:
+        growth.begin()
+        now[:] = [StrandedSegment("cuda:0", stream, stream << 30, 64 << 20) for stream in streams]
+        growth.end()
+    return growth.findings()
+
+
+def test_what_each_turn_leaves_on_another_stream_is_told_with_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = stranded([range(1, turn + 1) for turn in range(1, 6)], monkeypatch)
+    assert (finding.resource, finding.cause, finding.bytes, finding.count) == (
+        "reserved",
+        "allocator-cache",
+        256 << 20,
+        4,
+    )
+    assert finding.message == (
+        "256.0 MiB reserved on cuda:0 for 4 streams that no longer exist, which 4 calls of update_weights in a row "
+        "have left: no other stream gets what was freed on one"
+    )
+
+
+@pytest.mark.parametrize("turns", [[[7]] * 6, [[7 + turn % 2] for turn in range(12)], [[1], [1, 2], [1], [1, 2], [1]]])
+def test_what_is_reserved_for_the_same_streams_again_is_none(
+    turns: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stranded(turns, monkeypatch) == []
