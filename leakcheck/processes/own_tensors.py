@@ -16,11 +16,13 @@ import msgspec
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.contract import PreservedState
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import Levels
+from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.device.allocations import sleeping_bytes
-from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
+from lowtide.probes.device.torch_allocator import AllocatorReading, any_exported, read_allocators, read_pinned
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
@@ -28,6 +30,7 @@ from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
 from lowtide.reports.schema import Finding
+from lowtide.reports.sizes import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +43,8 @@ class OwnTensors:
         self._leftovers: LeftoverTensors | None = None
         self._slept = SleptTensors(beside_arenas=False)
         self._imported: dict[str, int] = {}
+        # What waits for importers, by device and address: its bytes, and the cycle in which that began.
+        self._waiting: dict[tuple[str, int], tuple[int, int]] = {}
         self._cycle = 0
 
     def begin(self, stage: str, cycle: int) -> None:
@@ -48,6 +53,7 @@ class OwnTensors:
             self._leftovers = LeftoverTensors(card=_uses_cards())
             self._leftovers.open()
         self._note_imports()
+        self._note_waiting()
         self._cycle = cycle
         self._leftovers.stage(stage, cycle)
         self._slept.begin(stage)
@@ -88,7 +94,48 @@ class OwnTensors:
             left = {turn: size for turn, size in sizes.items() if turn != imported_in}
             if left:
                 found.append((msgspec.structs.replace(finding, bytes=sum(left.values())), left))
+        return found if stage else [*found, *self._left_waiting(cycle)]
+
+    def _left_waiting(self, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
+        """Return what was exported and given up in one cycle, or in any, and is kept for importers, by card."""
+        self._note_waiting()
+        found = []
+        for device in sorted({device for device, _ in self._waiting}):
+            sizes: dict[int, int] = {}
+            names = []
+            for (where, address), (size, since) in self._waiting.items():
+                if where == device and since and cycle in (None, since):
+                    sizes[since] = sizes.get(since, 0) + size
+                    names.append(f"block at {address:#x}")
+            if names:
+                kind, left = CudaIpc(), sum(sizes.values())
+                finding = finding_of(
+                    kind.rule.resource,
+                    cause="pending-transfer",
+                    bytes=left,
+                    count=len(names),
+                    device=device,
+                    stage="test",
+                    message=f"{format_bytes(left)} of memory exported by CUDA IPC on {device}{kind.remark(names)}",
+                    suspects=("memory exported by CUDA IPC", "pending-transfer"),
+                    verdict=kind.rule.verdict,
+                    advice=kind.advice(names),
+                )
+                found.append((finding, sizes))
         return found
+
+    def _note_waiting(self) -> None:
+        """Note what waits for importers, and that it began in the cycle that goes on; 0 before the first."""
+        known, self._waiting = self._waiting, {}
+        if not any_exported():
+            return
+        with collector_paused():
+            claimed = {storage.address for storage in survey_storages(Census(all_objects())).storages}
+        for allocator in read_allocators(claimed):
+            for pool in allocator.pools:
+                for address, size in pool.exported_at:
+                    key = allocator.device, address
+                    self._waiting[key] = known.get(key, (size, self._cycle))
 
     def clear_caches(self, holders: Collection[str]) -> list[Finding]:
         """Return what some `lru_cache`s hold of what appeared, each cleared, with what that gave back."""

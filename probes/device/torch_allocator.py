@@ -230,8 +230,15 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def any_exported() -> bool:
+    """Whether this process has exported anything by CUDA IPC that it has not freed."""
+    return bool(_exported())
+
+
 def _exported() -> frozenset[int]:
-    """The addresses of what this process has exported by CUDA IPC, and has not freed."""
+    """The addresses of what this process has exported by CUDA IPC, and has not freed; none before CUDA is in use."""
+    if initialized_torch() is None:
+        return frozenset()
     # numpy, which only who has a card needs.
     from lowtide.probes.device.cuda_ipc import read_exports
 

@@ -12,9 +12,10 @@ import torch
 
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.processes import answers
+from lowtide.leakcheck.processes import answers, own_tensors
 from lowtide.leakcheck.processes.messages import ComparePreserved, Findings, PreservedAnswer, RememberPreserved, encode
 from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
+from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments
 from lowtide.probes.stages import PoolReading, announce, withdraw
 
 SIZE = 4 << 20
@@ -146,3 +147,49 @@ def test_an_agent_remembers_from_one_question_to_the_next(engine: Engine) -> Non
 def test_a_process_that_announces_nothing_preserves_nothing() -> None:
     assert asked(RememberPreserved(kind="cpu"), PreservedAnswer) == PreservedAnswer()
     assert asked(ComparePreserved(stage="wake"), Findings) == Findings()
+
+
+def waiting(own: OwnTensors, cycle: int | None) -> list[tuple[int, dict[int, int]]]:
+    found = [each for each in own.left(cycle) if each[0].resource == "cuda-ipc"]
+    return [(finding.bytes, sizes) for finding, sizes in found]
+
+
+def test_what_waits_for_importers_is_told_by_the_cycle_in_which_it_was_given_up(
+    own: OwnTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[tuple[int, int]] = [(0x1000, 512)]
+    monkeypatch.setattr(own_tensors, "any_exported", lambda: bool(exported))
+    monkeypatch.setattr(own_tensors, "read_allocators", lambda claimed: (allocator(exported),))
+    # What waits before the first stage is nobody's.
+    own.begin("test", 1)
+    exported += [(0x2000, 2048), (0x3000, 4096)]
+    assert waiting(own, 1) == [(6144, {1: 6144})]
+    own.begin("test", 2)
+    exported[1:2] = [(0x4000, 1024)]
+    assert waiting(own, 2) == [(1024, {2: 1024})]
+    assert waiting(own, None) == [(5120, {1: 4096, 2: 1024})]
+    exported.clear()
+    assert waiting(own, None) == []
+
+
+def allocator(exported: list[tuple[int, int]]) -> AllocatorReading:
+    pool = PoolSegments((0, 0), 0, 0, 0, 0, 0, 0, 0, exported_at=tuple(exported))
+    return AllocatorReading("cuda:0", 0, 0, 0, 0, (pool,), 0, "native", True, "")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none")
+def test_what_a_process_has_exported_and_given_up_is_told_with_its_counter(own: OwnTensors) -> None:
+    torch.ones(8, device="cuda")
+    own.begin("test", 1)
+    tensor = torch.ones(8 << 20, dtype=torch.uint8, device="cuda")
+    kept = torch.ones(8 << 20, dtype=torch.uint8, device="cuda")
+    exports = [each.untyped_storage()._share_cuda_() for each in (tensor, kept)]  # type: ignore[no-untyped-call]
+    del tensor
+    ((finding, sizes),) = [each for each in own.left(1) if each[0].resource == "cuda-ipc"]
+    assert sizes == {1: 8 << 20}
+    assert finding.message.endswith("; counter 1: opened by nobody who lives")
+    for export in exports:
+        torch.UntypedStorage._release_ipc_counter_cuda(*export[4:6])  # type: ignore[no-untyped-call]
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+    assert waiting(own, 1) == []
