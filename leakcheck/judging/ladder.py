@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lowtide.leakcheck.resources.resource import MIB, Rung
+from lowtide.probes.device.torch_allocator import any_exported
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, time, torch_with_cuda
 
@@ -157,7 +158,7 @@ def release(rung: Rung) -> bool:
         gc.unfreeze()
         collect()
     elif rung is Rung.IPC_COLLECT:
-        if not on_card:
+        if not on_card or not any_exported():
             return False
         torch.cuda.ipc_collect()
     elif rung is Rung.EMPTY_CACHE:

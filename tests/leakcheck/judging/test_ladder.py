@@ -245,6 +245,7 @@ class Card:
 )
 def test_each_rung_releases_one_kind_on_a_card(rung: Rung, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, compiled=1)
+    monkeypatch.setattr(ladder, "any_exported", lambda: True)
     assert release(rung)
     assert card.asked == asked
 
@@ -263,6 +264,13 @@ def test_a_card_that_nobody_uses_is_not_woken(rung: Rung, asked: list[str], monk
     card = Card(monkeypatch, is_initialized=False)
     assert not release(rung)
     assert card.asked == asked
+
+
+def test_a_process_that_has_exported_nothing_has_nothing_to_collect_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    monkeypatch.setattr(ladder, "any_exported", lambda: False)
+    assert not release(Rung.IPC_COLLECT)
+    assert card.asked == []
 
 
 def test_what_was_compiled_is_dropped_without_a_card_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,4 +221,4 @@ def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.Monkey
     finally:
         watched.close()
         done.set()
-    assert asked == ["empty_cache", "libraries", "clear_host_cache"]
+    assert asked == ["ipc_collect", "empty_cache", "libraries", "clear_host_cache"]
