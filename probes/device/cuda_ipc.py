@@ -48,9 +48,6 @@ _LENGTH, _SLOT, _NEXT = 1, 4, 5
 _RECORD = (_NEXT + 2) * _WORD
 """Bytes of a record that are looked at."""
 
-_LONGEST = 64
-"""Bytes that the name of a file has at most."""
-
 # No allocation of a card begins at any other address.
 _ALIGNMENT = 512
 
@@ -150,7 +147,7 @@ def read_exports(pid: int | None = None) -> tuple[Export, ...]:
             slot = (pointer - at - HEADER) // _WORD
             name = files[at]
             # One that was freed has lost its beginning to the heap's own list.
-            if words[_LENGTH : _SLOT + 1 : _SLOT - _LENGTH] == [len(name), slot] and heap.text(words[0]) == name:
+            if words[_LENGTH : _SLOT + 1 : _SLOT - _LENGTH] == [len(name), slot]:
                 found.add(Export(Counter(name, slot), address))
     return tuple(sorted(found, key=lambda export: export.counter))
 
@@ -252,14 +249,6 @@ class _Heap:
         """End it."""
         if self._file >= 0:
             os.close(self._file)
-
-    def text(self, address: int) -> str:
-        """Return the name of a file of counters that lies at an address; empty where none does."""
-        try:
-            found = _FILE.match(os.pread(self._file, _LONGEST, address))
-        except (OSError, OverflowError):
-            return ""
-        return "" if found is None else found[0][:-1].decode()
 
     def names_of_files(self) -> Mapping[int, str]:
         """Return the names of files of counters, by their addresses."""

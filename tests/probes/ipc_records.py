@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from lowtide.probes.device.cuda_ipc import HEADER, SLOTS
@@ -54,7 +54,8 @@ class Records:
     def close(self) -> None:
         for block in list(self._blocks):
             self.free(block)
-        self.path.unlink(missing_ok=True)
+        if self.map is not None:
+            self.path.unlink(missing_ok=True)
 
     def _record(self, slot: int, pointer: int, address: int) -> int:
         name = self.file.encode()
@@ -70,15 +71,29 @@ class Records:
         return self._blocks[-1]
 
 
-@contextmanager
-def importer_of(exporter: int) -> Iterator[subprocess.Popen[str]]:
+def importer_of(exporter: int) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run a process that has opened exports 4 and 9 of another one, and export 3 of process 1, until the block ends."""
+    return _running(
+        f"own, other = Records({exporter}), Records(1)\nmade = own.opened(4), own.opened(9, device=1), other.opened(3)"
+    )
+
+
+def exporter_of(living: int, freed: int) -> AbstractContextManager[subprocess.Popen[str]]:
+    """Run a process that has so many exports, and has freed others, until the block ends."""
+    return _running(
+        f"own = Records()\nmade = [own.export(slot, 0) for slot in range({living + freed})]\n"
+        f"for record in made[{living}:]: own.free(record)"
+    )
+
+
+@contextmanager
+def _running(code: str) -> Iterator[subprocess.Popen[str]]:
     program = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.probes.ipc_records import Records
-own, other = Records({exporter}), Records(1)
-own.opened(4), own.opened(9, device=1), other.opened(3)
+{code}
 print("ready", flush=True); sys.stdin.readline()
+own.close()
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -19,7 +19,7 @@ from lowtide.probes.device.cuda_ipc import (
     read_exports,
     read_imports,
 )
-from tests.probes.ipc_records import BLOCK, MAPPING, Records, importer_of
+from tests.probes.ipc_records import BLOCK, MAPPING, Records, exporter_of, importer_of
 
 
 @pytest.fixture
@@ -60,10 +60,14 @@ def test_each_export_of_one_storage_is_found(records: Records) -> None:
 
 
 def test_a_record_that_was_freed_is_no_export(records: Records) -> None:
-    # More than the heap keeps for each thread: of the others it changes the first word alone.
-    for record in [records.export(slot, 0) for slot in range(20)]:
-        records.free(record)
+    records.free(records.export(5, 0))
     assert read_exports() == ()
+
+
+def test_the_exports_of_another_process_are_read_from_outside() -> None:
+    with exporter_of(living=3, freed=20) as exporter:
+        found = read_exports(exporter.pid)
+        assert [(each.counter.exporter, each.counter.slot) for each in found] == [(exporter.pid, at) for at in range(3)]
 
 
 def test_a_process_that_has_exported_nothing_has_no_exports() -> None:
