@@ -36,7 +36,8 @@ def checksum(tensor: torch.Tensor, shard: Shard | None = None) -> int:
     for start in range(0, rows.shape[0], step):
         some = rows[start : start + step].to(torch.int64)
         places = torch.arange(first_row + start, first_row + start + some.shape[0], device=tensor.device)
-        total += int((some * _factors(places[:, None] * width + columns)).sum())
+        # Not from the card at once: torch would keep page-locked memory for the number.
+        total += int((some * _factors(places[:, None] * width + columns)).sum().cpu())
     return _signed(total)
 
 

@@ -304,7 +304,9 @@ def judge(folder: Path, text: str, hidden: str) -> Report:
         command += ["-p", "lowtide.pytest_plugin.plugin"]
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=1200
+    )
     assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
     return read(report)
 

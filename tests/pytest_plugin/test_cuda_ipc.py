@@ -26,7 +26,9 @@ KEPT = []
 
 def importer(questions, answers):
     opened = []
-    for name, export in iter(questions.get, None):
+    def follow(name, export):
+        # As `rebuild_cuda_tensor` does.
+        torch.cuda._lazy_init()
         if name == "keep":
             opened.append(torch.UntypedStorage._new_shared_cuda(*export))
         elif name == "close":
@@ -34,7 +36,12 @@ def importer(questions, answers):
         else:
             for _ in range(int(name)):
                 torch.UntypedStorage._new_shared_cuda(*export)
-        answers.put("done")
+        return "done"
+    for question in iter(questions.get, None):
+        try:
+            answers.put(follow(*question))
+        except Exception as error:
+            answers.put(repr(error))
 
 @pytest.fixture(scope="module")
 def ask():
@@ -44,10 +51,11 @@ def ask():
     process.start()
     def ask(name, export=None):
         questions.put((name, export))
-        assert answers.get(timeout=300) == "done"
+        assert answers.get(timeout=60) == "done"
     yield ask
     questions.put(None)
-    process.join()
+    process.join(60)
+    assert process.exitcode == 0
 
 def weights():
     return torch.ones(8 << 20, dtype=torch.uint8, device="cuda")

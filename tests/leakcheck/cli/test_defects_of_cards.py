@@ -27,6 +27,7 @@ def verified() -> dict[str, Verified]:
 def finding_of(item: Verified) -> Finding:
     assert item.bug is not None
     assert item.bug.subject is not None, item.note
+    assert len(item.bug.subject.findings) == 1, [found.message for found in item.bug.subject.findings]
     (finding,) = item.bug.subject.findings
     return finding
 
