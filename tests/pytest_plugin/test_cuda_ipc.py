@@ -64,7 +64,8 @@ def export(tensor):
     return tensor.untyped_storage()._share_cuda_()
 
 def test_first_use(ask):
-    ask("1", export(weights()))
+    tensor = weights()
+    ask("1", export(tensor))
 
 def test_closed_once(ask):
     tensor = weights()
@@ -126,7 +127,7 @@ def test_what_is_closed_once_for_each_export_is_clean(name: str, report: Report)
         ("test_closed_twice", "counter -1: freed by nobody"),
         ("test_opened_by_nobody", "counter 1: opened by nobody who lives"),
         ("test_kept_open", "counter 1: not closed by all"),
-        ("test_not_collected", "counter 0: closed by all, and not collected"),
+        ("test_not_collected", "torch.cuda.ipc_collect() returns 8.0 MiB"),
     ],
 )
 def test_what_waits_for_importers_is_one_finding_with_its_counter(name: str, told: str, report: Report) -> None:
@@ -153,9 +154,7 @@ def test_what_the_ladder_returns_is_said(report: Report) -> None:
 
 @pytest.mark.parametrize("name", ["test_closed_twice", "test_opened_by_nobody"])
 def test_what_nobody_has_open_is_given_back_by_its_counter(name: str, report: Report) -> None:
-    remedy = finding_of(report, name).remedy
-    assert remedy is not None
-    assert remedy.returns_bytes == 8 * MIB
+    assert (finding_of(report, name).advice or "").endswith("tried, it returns 8.0 MiB")
 
 
 def test_a_report_names_where_it_was_made(report: Report, tmp_path: Path) -> None:
