@@ -14,13 +14,13 @@ from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.originals import gc, time
 from lowtide.reports.schema import Finding, NotMeasured
 
-_FREE = 1_500_000
-"""Objects that all readings of containers together may go through in any case, at half a microsecond each."""
+_FREE = 4_000_000
+"""Objects that all readings of containers together may go through in any case, at a fifth of a microsecond each."""
 
 _READ_IN_ANY_CASE = 8
 """Readings that are made however large the heap is: those of one stretch, and what is read for its findings."""
 
-_EACH_SECOND = 20_000
+_EACH_SECOND = 50_000
 """The same for each second since the first turn: a hundredth of the time."""
 
 INFERENCES = "inferences"

@@ -18,9 +18,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from lowtide.probes.memory.ranges import Range
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import lines_of, os
 
 SLOTS = 10_000
