@@ -100,18 +100,38 @@ def catches(pid: int, number: int) -> bool | None:
 
     False, too, where the process has ended or may not be read.
     """
-    found: dict[str, int] = {}
-    try:
-        for line in lines_of(f"/proc/{pid}/status"):
-            name, _, value = line.partition(":")
-            if name in ("SigBlk", "SigCgt"):
-                found[name] = int(value, 16)
-    except OSError:  # it ended
-        return False
+    fields = _status(f"/proc/{pid}/status")
     bit = 1 << (number - 1)
-    if not found.get("SigCgt", 0) & bit:
+    if not int(fields.get("SigCgt", "0"), 16) & bit:
         return False
-    return None if found["SigBlk"] & bit else True
+    return None if int(fields["SigBlk"], 16) & bit else True
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process's main thread computes, or waits for a processor to."""
+    process = stat(pid)
+    return process is not None and process.state == "R"
+
+
+def resting_threads(pid: int, number: int) -> list[int]:
+    """The threads of a process, without the main one, that wait in the kernel and let a signal in; by their numbers."""
+    resting = []
+    with contextlib.suppress(OSError):  # it ended
+        for name in os.listdir(f"/proc/{pid}/task"):
+            fields = _status(f"/proc/{pid}/task/{name}/status")
+            blocks = int(fields.get("SigBlk", "0"), 16) & 1 << (number - 1)
+            if int(name) != pid and fields.get("State", "")[:1] == "S" and not blocks:
+                resting.append(int(name))
+    return resting
+
+
+def _status(path: str) -> dict[str, str]:
+    """The lines of a process's or thread's status, by their names; empty where it has ended or may not be read."""
+    try:
+        lines = [line.partition(":") for line in lines_of(path)]
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in lines}
 
 
 def waits_for_a_signal(pid: int) -> bool:

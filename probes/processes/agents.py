@@ -29,7 +29,9 @@ from lowtide.probes.host.process_files import (
     began_at,
     catches,
     environment,
+    is_running,
     parents_of,
+    resting_threads,
     stat,
     waits_for_a_signal,
 )
@@ -65,6 +67,12 @@ _AWAKENS_S = 0.002
 
 _AGAIN_S = 0.1
 """Seconds after which a process is woken again, and twice as many each time."""
+
+_GENTLY = 3
+"""How often a process that computes is woken by way of a thread that rests, before its main thread is interrupted."""
+
+_RESTS_S = 0.1
+"""Seconds for which a process without such a thread may compute before it is interrupted."""
 
 _BLOCKS_S = 0.5
 """Seconds for which a process may block the signal, as it does while its agent's thread starts."""
@@ -248,7 +256,7 @@ class Agents:
         assert self.folder is not None
         path, until = f"{self.folder}/{pid}{_agent().SOCKET}", time.monotonic() + patience
         pause = _AGAIN_S
-        again = 0.0
+        again, woken = 0.0, 0
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(patience)
         try:
@@ -259,15 +267,15 @@ class Agents:
                 if time.monotonic() > until:
                     raise TimeoutError
                 if not again or (time.monotonic() > again and self._is_asleep(pid)):
-                    self._wake(pid)
-                    again, pause = time.monotonic() + pause, 2 * pause
+                    self._wake(pid, gently=woken < _GENTLY)
+                    again, pause, woken = time.monotonic() + pause, 2 * pause, woken + 1
                 self._raise_if_broken(pid)
                 time.sleep(_AWAKENS_S)
         except BaseException:
             connection.close()
             raise
 
-    def _wake(self, pid: int) -> None:
+    def _wake(self, pid: int, *, gently: bool) -> None:
         assert self.folder is not None
         if not self.has_agent(pid):
             raise NoAgentError(f"pid {pid} has no agent: no Python, or started without this process's environment")
@@ -284,7 +292,7 @@ class Agents:
             os.unlink(f"{self.folder}/{pid}{_agent().ERROR}")
         os.close(os.open(f"{self.folder}/{pid}{_agent().ASK}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with contextlib.suppress(ProcessLookupError):  # it has ended, which is noticed next
-            os.kill(pid, AGENTS_SIGNAL)
+            _send_signal(pid, gently=gently)
 
     def _is_asleep(self, pid: int) -> bool:
         """Whether a process has not noticed the signal: Python forgets those that come before a fork is done."""
@@ -355,6 +363,36 @@ def _agent() -> Any:
 
 _FORKS = [_NOWHERE]
 """What the number of a fork is put into for the name of its note; the last one counts."""
+
+
+def _send_signal(pid: int, *, gently: bool) -> None:
+    """Send a process the signal by which it is asked.
+
+    Not every computation outlives a handler that interrupts it: vLLM's attention for CPUs keeps a configuration of the
+    processor's matrix unit, which is gone after one, and ends with SIGILL at its next instruction. So while the main
+    thread computes, another one takes the signal, one that waits in the kernel: Python runs the handler in the main
+    thread all the same, between two of its own instructions.
+
+    Args:
+        pid: the process.
+        gently: whether to spare a main thread that computes.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
+    until = time.monotonic() + _RESTS_S
+    while gently and is_running(pid):
+        for thread in resting_threads(pid, AGENTS_SIGNAL):
+            if _SEND_TO_THREAD is not None and _SEND_TO_THREAD(pid, thread, AGENTS_SIGNAL) == 0:
+                return
+        if time.monotonic() > until:
+            break
+        time.sleep(_AWAKENS_S)
+    os.kill(pid, AGENTS_SIGNAL)
+
+
+_SEND_TO_THREAD: Any = getattr(ctypes.CDLL(None), "tgkill", None)
+"""Of glibc from 2.30 on."""
 
 
 def _note_of_fork(folder: Path) -> bytes:

@@ -615,3 +615,60 @@ def test_a_process_that_has_ended_is_asked_about_once(agents: Agents, monkeypatc
     asked.clear()
     assert agents.elsewhere(()) == []
     assert asked == []
+
+
+COMPUTES = """
+import os, signal, threading, time
+ends = os.pipe()
+blocking = threading.Event()
+
+def blocks():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+    blocking.set()
+    os.read(ends[0], 1)
+
+threading.Thread(target=blocks, daemon=True).start()
+blocking.wait()
+resting = threading.Thread(target=os.read, args=(ends[0], 1), daemon=True)
+if RESTS:
+    resting.start()
+print(resting.native_id or 0, flush=True)
+while os.path.exists(GOES_ON):
+    pass
+"""
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_a_thread_that_rests_takes_the_signal_of_a_main_thread_that_computes(
+    agents: Agents, tmp_path: Path, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = tmp_path / "goes_on"
+    goes_on.touch()
+    names = {"SIGNAL": str(AGENTS_SIGNAL), "RESTS": str(rests), "GOES_ON": repr(str(goes_on))}
+    text = COMPUTES
+    for name, value in names.items():
+        text = text.replace(name, value)
+    sent: list[int] = []
+    to_thread, to_process = module._SEND_TO_THREAD, module.os.kill
+
+    def note_thread(pid: int, thread: int, number: int) -> int:
+        sent.append(thread)
+        return int(to_thread(pid, thread, number))
+
+    def note_process(pid: int, number: int) -> None:
+        sent.append(pid)
+        to_process(pid, number)
+
+    monkeypatch.setattr(module, "_SEND_TO_THREAD", note_thread)
+    monkeypatch.setattr(module.os, "kill", note_process)
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        resting = int(process.stdout.readline())
+        wait_until(lambda: module.is_running(process.pid))
+        assert agents.ask(process.pid, encode(Read()))
+        # Where none rests, there is nobody else to ask.
+        assert sent[0] == (resting if rests else process.pid)
+    finally:
+        goes_on.unlink()
+        process.communicate()
