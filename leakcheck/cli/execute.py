@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from lowtide.leakcheck.cli.console import (
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+    from lowtide.leakcheck.processes.timed_growth import TimedGrowth
     from lowtide.leakcheck.processes.tree_end import TreeEnd
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
@@ -66,14 +68,30 @@ def execute(
     settle: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long its processes and the driver have to let go at the end.")
     ] = 5.0,
+    growth: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Watch so long what grows in its processes while it runs: 30s, 5m, 8h."),
+    ] = None,
+    warm_up: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="When that begins, after the start [default: once its processes rest, or are there for 30s].",
+        ),
+    ] = None,
+    max_growth: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What a process may grow by meanwhile and be told as known [default: 0]."),
+    ] = None,
 ) -> None:
     """Run a command with agents in all its processes, and judge what they leave when it has ended.
 
     Signals are passed on to it. What it leaves: orphans, files in /dev/shm that no living process uses, sockets and
     temporary files of ended processes, semaphores, memory on cards that the driver counts for ended processes. Where it
     marks its stages, what grows in its processes with each `infer`, and what a `sleep` keeps there, is judged, too.
+    With --growth, what grows in them as time goes on, while it runs.
 
-    Exit codes: 1 something stays, 2 it could not be measured or bad input; else the command's own.
+    Exit codes: 1 something stays or grows, 2 it could not be measured or bad input; else the command's own.
     """
     if not command:
         refuse("there is no command: give one, as in `lowtide exec -- python serve.py`")
@@ -82,16 +100,66 @@ def execute(
     known = load_suppressions(suppressions)
     if report is not None:
         check_writable(report)
-    raise typer.Exit(_execute(command, report, as_json, known, settle))
+    asked = _asked(growth, warm_up, max_growth)
+    raise typer.Exit(_execute(command, report, as_json, known, settle, asked))
 
 
-def _execute(command: list[str], report: Path | None, as_json: bool, known: Suppressions, settle: float) -> int:
+@dataclass(frozen=True)
+class GrowthAsked:
+    """What is asked about growth.
+
+    Attributes:
+        seconds: for how long it is watched.
+        warm_up: seconds until that begins; None: see `TimedGrowth`.
+        allowed: bytes by which a process may grow meanwhile.
+    """
+
+    seconds: float
+    warm_up: float | None
+    allowed: int
+
+
+def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> GrowthAsked | None:
+    if growth is None:
+        if warm_up is not None or max_growth is not None:
+            refuse(
+                f"{'--max-growth' if warm_up is None else '--warm-up'} needs --growth TIME: that is what it is about"
+            )
+        return None
+    from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
+    from lowtide.reports.sizes import parse_bytes
+
+    seconds = _seconds("--growth", growth)
+    if seconds < SHORTEST_S:
+        refuse(f"--growth {growth} is not possible: what grows shows after {SHORTEST_S:g} s or more")
+    try:
+        allowed = 0 if max_growth is None else parse_bytes(max_growth)
+    except ValueError as error:
+        refuse(f"--max-growth: {error}")
+    return GrowthAsked(seconds, None if warm_up is None else _seconds("--warm-up", warm_up), allowed)
+
+
+def _seconds(option: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text.strip())
+    if found is None:
+        refuse(f"{option} {text!r} is no time: use seconds such as 30, or a unit such as 30s, 5m, 8h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _execute(
+    command: list[str],
+    report: Path | None,
+    as_json: bool,
+    known: Suppressions,
+    settle: float,
+    asked: GrowthAsked | None,
+) -> int:
     from lowtide.probes.device.driver import find_driver
 
     driver = find_driver()
     try:
         with begin_report(report, driver):
-            ended = run_command(command, driver, settle=settle, to_stderr=as_json)
+            ended = run_command(command, driver, settle=settle, to_stderr=as_json, asked=asked)
         return _report(_subject(command[0], ended), ended.status, driver, report, as_json, known)
     except CommandError as error:
         refuse(str(error))
@@ -103,7 +171,13 @@ def _subject(program: str, ended: CommandEnd) -> Subject:
     from lowtide.reports.schema import Subject
 
     end = ended.end
-    outcome = "leak" if end.findings else "unsupported" if end.not_measured else "clean"
+    outcome = (
+        "leak"
+        if any(finding.suppressed_by is None for finding in end.findings)
+        else "unsupported"
+        if end.not_measured
+        else "clean"
+    )
     reason = f"the command ended with exit code {ended.status}" if ended.status else ""
     return Subject(
         id=f"exec[{os.path.basename(program)}]",  # noqa: PTH119 - it need not be a path
@@ -222,6 +296,36 @@ class _MarkedLife:
         return replace(end, findings=findings, not_measured=(*end.not_measured, *unknown))
 
 
+def _with_growth(end: TreeEnd, growth: TimedGrowth, allowed: int) -> TreeEnd:
+    """Return what a tree has left, with what has grown in it meanwhile; what may grow is known."""
+    import msgspec
+
+    from lowtide.leakcheck.processes.timed_growth import grown_above
+    from lowtide.reports.sizes import format_bytes
+
+    found = growth.findings()
+    above = grown_above(found, allowed)
+    known = f"--max-growth {format_bytes(allowed)}"
+    told = [
+        finding
+        if finding.process is None or finding.process.pid in above
+        else msgspec.structs.replace(finding, suppressed_by=known)
+        for finding in found
+    ]
+    return replace(
+        end,
+        findings=(*told, *end.findings),
+        not_measured=(*end.not_measured, *growth.not_measured),
+        not_judged=(*end.not_judged, *growth.not_judged),
+    )
+
+
+def _tell(text: str) -> None:
+    from lowtide.reports.hanging_text import HangingText
+
+    find_console(sys.stderr).print(HangingText(f"lowtide: {text}", style="dim"))
+
+
 def _is_in_foreground() -> bool:
     """Return whether a terminal sends its signals to this process's group, and so to the command in it."""
     try:
@@ -231,7 +335,14 @@ def _is_in_foreground() -> bool:
         return False
 
 
-def run_command(command: Sequence[str], driver: Driver, *, settle: float, to_stderr: bool = False) -> CommandEnd:
+def run_command(
+    command: Sequence[str],
+    driver: Driver,
+    *,
+    settle: float,
+    to_stderr: bool = False,
+    asked: GrowthAsked | None = None,
+) -> CommandEnd:
     """Run a command to its end and judge what its tree leaves.
 
     Args:
@@ -239,11 +350,13 @@ def run_command(command: Sequence[str], driver: Driver, *, settle: float, to_std
         driver: reports what processes hold on cards.
         settle: seconds that what it has left has to end, and the driver to give back.
         to_stderr: whether what it writes to standard output goes to standard error.
+        asked: what is asked about growth while it runs; None: nothing.
 
     Raises:
         CommandError: it cannot be started.
     """
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+    from lowtide.leakcheck.processes.timed_growth import TimedGrowth
     from lowtide.leakcheck.processes.tree_end import EndJudgement
     from lowtide.probes.host.process_tree import ProcessTree
     from lowtide.probes.processes.agents import Agents
@@ -268,10 +381,13 @@ def run_command(command: Sequence[str], driver: Driver, *, settle: float, to_std
             process = _started(command, to_stderr)
             traces.note_root(process.pid)
             signals.started(process)
-            _wait(process, traces, reports)
+            growth = None if asked is None else TimedGrowth(life.engine, asked.seconds, asked.warm_up, _tell)
+            _wait(process, traces, reports, growth)
             reports.stop()
             judgement = EndJudgement(tree, traces, agents, settle, lambda: signals.is_cut)
             end = life.added_to(judgement.judge())
+            if growth is not None and asked is not None:
+                end = _with_growth(end, growth, asked.allowed)
     status = process.returncode
     return CommandEnd(128 - status if status < 0 else status, end)
 
@@ -287,7 +403,9 @@ def _started(command: Sequence[str], to_stderr: bool) -> subprocess.Popen[bytes]
         raise CommandError(f"{command[0]} cannot be started: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _wait(process: subprocess.Popen[bytes], traces: TreeTraces, reports: StageReports) -> None:
+def _wait(
+    process: subprocess.Popen[bytes], traces: TreeTraces, reports: StageReports, growth: TimedGrowth | None
+) -> None:
     # A thread, so that the end is seen at once and the tree is looked at meanwhile.
     ended, end = os.pipe()
 
@@ -300,6 +418,10 @@ def _wait(process: subprocess.Popen[bytes], traces: TreeTraces, reports: StageRe
     try:
         while waiting.is_alive():
             traces.look()
+            if growth is not None:
+                growth.look()
             reports.serve(LOOK_S, ended)
     finally:
         os.close(ended)
+    if growth is not None:
+        growth.end()

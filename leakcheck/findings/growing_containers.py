@@ -89,6 +89,7 @@ def growth_of_containers(
     module_of: Callable[[Course], str],
     roots: Sequence[tuple[str, object]] = (),
     by_frames: bool = False,
+    seconds: float = 0.0,
 ) -> dict[int, Finding]:
     """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
 
@@ -99,6 +100,7 @@ def growth_of_containers(
         module_of: gives the module to which a container's turns belong; empty if to none.
         roots: what is held, by name, where no path can see it.
         by_frames: whether what a running function of this thread holds is the program's.
+        seconds: how long a turn takes; 0 where it may take any time.
     """
     wanted = [
         (course, containers[course.identity])
@@ -115,7 +117,7 @@ def growth_of_containers(
     explained = explain(targets, ignore=ignore, roots=roots, living=True)
     return {
         course.identity: _finding(
-            course, container, explanation, turns, module_of(course), is_cache=id(container) in caches
+            course, container, explanation, turns, module_of(course), seconds, is_cache=id(container) in caches
         )
         for (course, container), explanation in zip(wanted, explained, strict=True)
         if _is_of_program(explanation, by_frames=by_frames)
@@ -150,17 +152,30 @@ def _name_of(explanation: Explanation) -> str:
     return f"{below} of {explanation.holder}" if below else explanation.holder
 
 
+def _said(rate: float, size: float) -> str:
+    """Return how many items something takes, and their bytes."""
+    said = f"{rate:.0f}" if rate >= 10 or abs(rate - round(rate)) < 0.05 else f"{rate:.1f}"
+    unit = format_amount(1 if said == "1" else 2, "items").split()[1]
+    return f"{said} {unit} ({format_bytes(round(size))})"
+
+
 def _finding(
-    course: Course, container: Any, explanation: Explanation, turns: str, module: str, *, is_cache: bool
+    course: Course,
+    container: Any,
+    explanation: Explanation,
+    turns: str,
+    module: str,
+    seconds: float,
+    *,
+    is_cache: bool,
 ) -> Finding:
     entries = last_entries(container, _SAMPLE)
     each = _bytes_a_turn(course, entries)
     kinds = Counter(type_name(type(item)) for *_, item in entries)
     ((kind, _),) = kinds.most_common(1)
     rate = course.items / course.span
-    said = f"{rate:.0f}" if rate >= 10 or abs(rate - round(rate)) < 0.05 else f"{rate:.1f}"
-    unit = format_amount(1 if said == "1" else 2, "items").split()[1]
-    size = f"{said} {unit} ({format_bytes(each)})"
+    size = _said(rate, each)
+    in_time = (Note(f"; that is {_said(rate / seconds, each / seconds)} a second"),) if seconds else ()
     stage = turns if not module else f"{turns} of {module}"
     return StatedFinding(
         resource="host-memory",
@@ -172,7 +187,7 @@ def _finding(
         statement=Statement(
             amount=f"{_name_of(explanation)} takes {size} in each of {course.span} {turns}",
             came=None,
-            notes=(Note(f", {format_bytes(each * course.span)} in all: {course.lengths[-1]} of {kind}"),),
+            notes=(Note(f", {format_bytes(each * course.span)} in all: {course.lengths[-1]} of {kind}"), *in_time),
         ),
         fingerprint=fingerprint(
             resource="host-memory", device="", stage=turns, suspects=("growth", *explanation.suspects), module=""

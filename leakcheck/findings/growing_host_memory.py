@@ -24,16 +24,18 @@ _ADVICE = {
 }
 
 
-def growth_of_host_memory(grown: HostGrowth, turns: str, module: str) -> Finding:
+def growth_of_host_memory(grown: HostGrowth, turns: str, module: str, seconds: float = 0.0) -> Finding:
     """Return the finding on host memory that grows.
 
     Args:
         grown: by how much.
         turns: what a turn is, in the plural: `tests`.
         module: the module to which the turns belong; empty if to none.
+        seconds: how long a turn takes; 0 where it may take any time.
     """
     rate, low, high = (format_bytes(round(size)) for size in (grown.slope.rate, grown.slope.low, grown.slope.high))
     each = f"{rate} with each" if low == high else f"{rate} with each ({low} to {high})"
+    each += f" ({format_bytes(round(grown.slope.rate / seconds))} a second)" if seconds else ""
     said = f"host memory grew by {format_bytes(grown.bytes)} over {grown.turns} {turns}, {each}"
     return StatedFinding(
         resource="host-memory",

@@ -95,6 +95,7 @@ class TurnGrowth:
         by_frames: whether what running functions hold is the program's; else it is a test runner's.
         asked: whether somebody has asked for it: then it is read at every turn that it should be, at any cost.
         most: objects that all readings together may go through in any case, where nobody has.
+        seconds: how long a turn takes; 0 where it may take any time.
     """
 
     def __init__(
@@ -105,10 +106,11 @@ class TurnGrowth:
         by_frames: bool = False,
         asked: bool = False,
         most: int = _FREE,
+        seconds: float = 0.0,
     ) -> None:
         self._turns = turns
         self._by_frames = by_frames
-        self._asked, self._most = asked, most
+        self._asked, self._most, self._seconds = asked, most, seconds
         self._roots = roots
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
@@ -195,7 +197,7 @@ class TurnGrowth:
         known = explained() + sum(finding.bytes for finding in containers)
         if grown is None or 2 * known >= grown.bytes:
             return Grown(containers)
-        return Grown(containers, growth_of_host_memory(grown, self._turns, module), grown.levels)
+        return Grown(containers, growth_of_host_memory(grown, self._turns, module, self._seconds), grown.levels)
 
     def undecided(self, stretch: str) -> int:
         """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""
@@ -237,6 +239,7 @@ class TurnGrowth:
             module_of=lambda course: module if course.turns[0] >= since else "",
             roots=tuple(self._roots()),
             by_frames=self._by_frames,
+            seconds=self._seconds,
         )
 
 
@@ -253,16 +256,20 @@ def is_read(turn: int, count: int, *, is_last: bool) -> bool:
     return is_last or turn == SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count
 
 
-def not_decided(turns: int, more: int, process: str = "") -> NotMeasured:
-    """Return that it is not known whether anything grows with each inference.
+def not_decided(
+    turns: int, more: int, process: str = "", turn: str = "inference", remedy: str = "--until-decided"
+) -> NotMeasured:
+    """Return that it is not known whether anything grows with each turn.
 
     Args:
         turns: how many there were.
         more: how many more may tell.
         process: in which; empty for this one.
+        turn: what one is called.
+        remedy: what makes more.
     """
     where = f" in {process}" if process else ""
     return NotMeasured(
-        what=f"whether host memory grows with each inference{where}",
-        why=f"not decided after {turns}: {more} more may tell (--until-decided)",
+        what=f"whether host memory grows with each {turn}{where}",
+        why=f"not decided after {turns}: {more} more may tell ({remedy})",
     )

@@ -116,17 +116,22 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
         from lowtide.leakcheck.findings.turn_growth import TurnGrowth
 
     # What a running function holds is the program's: no test runner is in here.
-    growth = _turns.setdefault(question.turns, TurnGrowth(question.turns, by_frames=True, asked=question.asked))
+    growth = _turns.setdefault(
+        question.turns,
+        TurnGrowth(question.turns, by_frames=True, asked=question.asked, seconds=question.seconds),
+    )
     if question.anew:
         growth.break_off()
+    if question.seconds and not question.ends:
+        growth.note("")
     growth.read(question.turn, begins=question.begins)
     if not question.tells:
         return messages.GrownContainers()
     more = growth.undecided("")
     if question.ends:
-        return messages.GrownContainers(
-            findings=growth.end("", question.module, since=question.since).containers, more=more
-        )
+        grown = growth.end("", question.module, since=question.since)
+        found = grown.containers if grown.host is None else (*grown.containers, grown.host)
+        return messages.GrownContainers(findings=found, more=more)
     return messages.GrownContainers(findings=growth.so_far(), more=more)
 
 

@@ -266,14 +266,15 @@ class EngineProcesses:
         """Look after the last inference for what has grown with each; return how many more may tell, at most."""
         return self._read_turn(begins=False)
 
-    def read_tests(self, pids: Collection[int], question: messages.ReadTurn) -> list[Finding]:
-        """Return which containers grow in some of them, test after test, where that is asked."""
-        answers = self._each([pid for pid in pids if pid not in self.not_measured], question, messages.GrownContainers)
-        return [
-            in_process(finding, process_levels.describe_process(pid))
-            for pid, answer in answers.items()
-            for finding in answer.findings
-        ]
+    def read_turn(self, pids: Collection[int], question: messages.ReadTurn) -> dict[int, messages.GrownContainers]:
+        """Return what grows in some of them with turns that are no inferences, where that is asked."""
+        return self._each([pid for pid in pids if pid not in self.not_measured], question, messages.GrownContainers)
+
+    def read_levels(self, pids: Collection[int]) -> dict[int, process_levels.ProcessLevels]:
+        """Return what some of them hold now, without a stage, and without what the driver says."""
+        asked = [pid for pid in pids if pid not in self.not_measured]
+        answers = self._each(asked, messages.Read(), messages.Levels)
+        return {pid: process_levels.ProcessLevels.of(pid, levels, {}) for pid, levels in answers.items()}
 
     def _read_turn(self, *, begins: bool) -> int:
         question = messages.ReadTurn(

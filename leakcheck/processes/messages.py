@@ -148,6 +148,8 @@ class ReadTurn(_Message, frozen=True, kw_only=True, tag="read-turn"):
         ends: whether it is told for the last time: what grows is forgotten, then.
         module: the module to which the turns belong; empty if to none.
         since: the turn before the module's first one.
+        seconds: how long a turn takes, where turns are parts of the time; then the process's own memory is read after
+            each, too.
     """
 
     turns: str
@@ -159,6 +161,7 @@ class ReadTurn(_Message, frozen=True, kw_only=True, tag="read-turn"):
     ends: bool = False
     module: str = ""
     since: int = 0
+    seconds: float = 0.0
 
 
 Question: TypeAlias = (
@@ -260,7 +263,7 @@ class Left(Findings, frozen=True, kw_only=True):
 
 
 class GrownContainers(Findings, frozen=True, kw_only=True):
-    """The containers that grow.
+    """The containers that grow; and host memory beside them, where that was read.
 
     Attributes:
         more: how many more turns may tell whether others do; 0 where that is known, or was not asked.

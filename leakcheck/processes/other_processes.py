@@ -32,6 +32,7 @@ from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import EnteredStage
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, OtherProcess
+from lowtide.reports.statement import in_process
 
 _TORCH = "libtorch"
 """Part of the names of the libraries that a process with torch maps: only such a one is asked for tensors."""
@@ -252,7 +253,10 @@ class OtherProcesses:
         if self._is_alone or not self._asks:
             return []
         pids = (self._before.keys() & self._followed.keys()) - self._reported_pids
-        return self._engine.read_tests(sorted(pids), question)
+        answers = self._engine.read_turn(sorted(pids), question)
+        return [
+            in_process(finding, describe_process(pid)) for pid, answer in answers.items() for finding in answer.findings
+        ]
 
     def owner_of(self, pid: int) -> str:
         """Return the label of the owner whose process it is; empty if nobody's."""

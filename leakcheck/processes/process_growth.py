@@ -19,6 +19,7 @@ import msgspec
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import TurnSeries
+from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
@@ -270,6 +271,27 @@ def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], 
         trend="growth",
         advice=looking if key == HOST else _ADVICE[stage],
     )
+
+
+def tensors_by_time(process: ProcessName, device: str, slope: Slope, turns: int, seconds: float) -> Finding:
+    """Return the finding on tensors of a process that become more with time.
+
+    Args:
+        process: which.
+        device: where they are.
+        slope: by how many bytes they become more in an interval.
+        turns: in how many intervals.
+        seconds: of one.
+    """
+    each, in_time = (format_bytes(round(size)) for size in (slope.rate, slope.rate / seconds))
+    size = round(slope.rate * turns)
+    said = (
+        f"tensors on {device} grow by {format_bytes(size)} over {turns} intervals, "
+        f"{each} with each ({in_time} a second)"
+    )
+    advice = "look in that process for what keeps tensors of each request, in no list, dict, set or deque that grows"
+    key = f"{_TENSORS}{device}"
+    return _finding(process, key, "intervals", size, said, count=turns, trend="growth", advice=advice)
 
 
 FILLING = ("create", "sleep", "wake", "reload", "shutdown")

@@ -77,6 +77,9 @@ _RESTS_S = 0.1
 _BLOCKS_S = 0.5
 """Seconds for which a process may block the signal, as it does while its agent's thread starts."""
 
+_ENDS_S = 0.5
+"""Seconds within which a process that has closed its sockets has ended, if it does."""
+
 _CLOCK_S = 1.0
 """Seconds by which the system's clock may have been set since a process began."""
 
@@ -226,9 +229,9 @@ class Agents:
             if answer is None:
                 answer = self._asked(pid, question, limit, patience)
         except OSError as error:
-            raise AgentError(f"the agent of pid {pid} broke off: {error.strerror or error}") from error
+            raise _broken_off(pid, error.strerror or str(error)) from error
         if answer is None:
-            raise AgentError(f"the agent of pid {pid} broke off: it took no question")
+            raise _broken_off(pid, "it took no question")
         if answer[:1] != b"=":
             raise AgentError(f"the agent of pid {pid} failed: {answer[1:].decode(errors='replace')}")
         return answer[1:]
@@ -458,6 +461,16 @@ def _has_ended(pid: int) -> bool:
     """Whether a process has ended, if its parent has not taken note of that: its socket stays where it was killed."""
     process = stat(pid)
     return process is None or process.state in ("Z", "X")
+
+
+def _broken_off(pid: int, why: str) -> AgentError:
+    """Why there is no answer; the kernel closes the sockets of a process that ends before it says that it has ended."""
+    until = time.monotonic() + _ENDS_S
+    while not _has_ended(pid):
+        if time.monotonic() > until:
+            return AgentError(f"the agent of pid {pid} broke off: {why}")
+        time.sleep(_AWAKENS_S)
+    return NoAgentError(f"pid {pid} has ended")
 
 
 def _has_made(pid: int, folder: str) -> bool:

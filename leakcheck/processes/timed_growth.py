@@ -1,0 +1,260 @@
+"""What grows in the processes of a running program, by time: a turn is an interval, whatever happens in it.
+
+A server has no turns that are seen from outside. So the time after its start is cut into intervals of equal length, and
+what each process holds after these is judged as after any turns: containers and host memory by its own agent, the
+bytes under tensors by the same series.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
+from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN
+from lowtide.leakcheck.growth.series import TurnSeries
+from lowtide.leakcheck.processes import messages
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+from lowtide.leakcheck.processes.process_growth import tensors_by_time
+from lowtide.probes.host.process_files import stat
+from lowtide.probes.originals import time
+from lowtide.reports.processes.stage_processes import ProcessName
+from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.sizes import format_amount
+from lowtide.reports.statement import in_process
+
+INTERVALS = "intervals"
+"""What turns of a running program are called."""
+
+SHORTEST_S = 12.0
+"""Seconds for which it can be watched: fewer readings than `FEWEST_TURNS` tell nothing, and none follows within 1 s."""
+
+_READINGS = 20
+"""Intervals into which the time is cut, where each has a second or more."""
+
+_RESTS_S = 3.0
+"""Seconds for which all processes must be at rest, so that the program has started."""
+
+_RESTING_PAGES = 256
+"""Pages of new memory that all processes together may touch in a second at rest: one that imports touches thousands."""
+
+_SETTLED_S = 30.0
+"""Seconds without a new process after which a program that never rests has started."""
+
+
+@dataclass
+class _Start:
+    """Sees from outside when a program has started: its processes are there, and rest or have been there for long.
+
+    Attributes:
+        warm_up: seconds after which it has started in any case; None: to be seen.
+        began: when it was looked at first, in seconds, as the others.
+    """
+
+    warm_up: float | None
+    began: float
+    _pids: Collection[int] = ()
+    _since: float = 0.0
+    _rests_since: float = 0.0
+    _faults: int = 0
+    _looked: float = 0.0
+
+    def is_over(self, pids: Collection[int], now: float) -> bool:
+        """Return whether it has started.
+
+        Args:
+            pids: its processes that can be asked.
+            now: the time.
+        """
+        if self.warm_up is not None:
+            return bool(pids) and now - self.began >= self.warm_up
+        faults = sum(process.faults for pid in pids if (process := stat(pid)) is not None)
+        if set(pids) != set(self._pids):
+            self._pids, self._since, self._rests_since = pids, now, now
+        elif faults - self._faults > _RESTING_PAGES * (now - self._looked):
+            self._rests_since = now
+        self._faults, self._looked = faults, now
+        return bool(pids) and (now - self._rests_since >= _RESTS_S or now - self._since >= _SETTLED_S)
+
+
+@dataclass
+class TimedGrowth:
+    """Reads the processes of a tree at intervals, once the program has started, until it is known what grows.
+
+    Attributes:
+        engine: asks the processes.
+        seconds: for how long, `SHORTEST_S` or more.
+        warm_up: seconds from the start of the program to the first reading; None: as soon as its processes are there,
+            and have been at rest, or have been there for half a minute.
+        tell: takes what is to be said while the program goes on.
+    """
+
+    engine: EngineProcesses
+    seconds: float
+    warm_up: float | None
+    tell: Callable[[str], object]
+    _start: _Start = field(init=False)
+    _began: float | None = None
+    _turn: int = 0
+    _readings: int = 0
+    _is_over: bool = False
+    _named: dict[int, ProcessName] = field(default_factory=dict)
+    _grown: dict[int, messages.GrownContainers] = field(default_factory=dict)
+    _tensors: dict[tuple[int, str], TurnSeries] = field(default_factory=dict)
+    _of_tensors: list[Finding] = field(default_factory=list)
+    # Who did not answer at the last reading.
+    _silent: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        """Begin: the program is started now."""
+        self._start = _Start(self.warm_up, time.monotonic())
+
+    @property
+    def interval(self) -> float:
+        """Return the seconds of one interval."""
+        return max(1.0, self.seconds / _READINGS)
+
+    def look(self) -> None:
+        """Read what grows, if that is due; to be called a few times a second."""
+        now = time.monotonic()
+        if self._is_over:
+            return
+        if self._began is None:
+            pids = self._pids()
+            if not self._start.is_over(pids, now):
+                return
+            self._began = now
+            self.tell(f"growth of {_processes(pids)} is watched for {self.seconds:g} s")
+        # Each reading takes its time: the next one is where it is due, not an interval later.
+        turn = 1 + int((now - self._began) / self.interval)
+        if turn > self._turn:
+            self._read(turn)
+
+    def _pids(self) -> list[int]:
+        engine = self.engine
+        engine.tree.adopt(engine.agents.elsewhere(engine.tree.descendants()))
+        return [pid for pid in engine.tree.descendants() if engine.agents.has_agent(pid)]
+
+    def _read(self, turn: int) -> None:
+        is_first, self._turn = not self._turn, turn
+        self._readings += 1
+        known = set(self.engine.not_measured)
+        pids = self._pids()
+        for pid, now in self.engine.read_levels(pids).items():
+            self._named[pid] = now.process
+            for device, size in now.levels.tensors.items():
+                self._tensors.setdefault((pid, device), TurnSeries()).add(size)
+        grown = self.engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
+        self._silent = self.engine.not_measured.keys() - known
+        self._grown |= grown
+        is_last = turn > round(self.seconds / self.interval)
+        is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
+        if self._tells and (is_last or is_known):
+            self._grown |= self.engine.read_turn(list(grown), self._question(ends=True))
+            self._of_tensors = [
+                finding
+                for (pid, device), series in self._tensors.items()
+                if pid in grown and (finding := self._tensors_of(pid, device, series)) is not None
+            ]
+            self._is_over = True
+            self._tell_end(grown)
+
+    @property
+    def _tells(self) -> bool:
+        return self._readings >= FEWEST_TURNS
+
+    def _question(self, *, begins: bool = False, anew: bool = False, ends: bool = False) -> messages.ReadTurn:
+        return messages.ReadTurn(
+            turns=INTERVALS,
+            turn=self._turn,
+            begins=begins,
+            anew=anew,
+            asked=True,
+            tells=self._tells,
+            ends=ends,
+            seconds=self.interval,
+        )
+
+    def _tensors_of(self, pid: int, device: str, series: TurnSeries) -> Finding | None:
+        growth = series.growth_at_end()
+        if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
+            return None
+        return tensors_by_time(self._named[pid], device, growth.slope, growth.turns - 1, self.interval)
+
+    def _tell_end(self, pids: Collection[int]) -> None:
+        found = self.findings()
+        for finding in found:
+            self.tell(finding.message)
+        if not found:
+            where = _processes(pids)
+            self.tell(f"nothing grows over {self._turn - 1} intervals of {self.interval:g} s in {where}")
+
+    def findings(self) -> list[Finding]:
+        """Return what grows, each cause once: containers explain tensors, and both explain host memory."""
+        found: list[Finding] = []
+        by_pid = Counter[int]()
+        # What is told first explains what follows.
+        of_processes = [
+            in_process(each, self._named[pid])
+            for pid, grown in self._grown.items()
+            if pid in self._named
+            for each in grown.findings
+        ]
+        for finding in (
+            *(each for each in of_processes if each.holder),
+            *self._of_tensors,
+            *(each for each in of_processes if not each.holder),
+        ):
+            pid = _pid_of(finding)
+            if finding.holder or 2 * by_pid[pid] < finding.bytes:
+                found.append(finding)
+                by_pid[pid] += finding.bytes
+        return found
+
+    def end(self) -> None:
+        """Note that the program has ended: who did not answer meanwhile was about to."""
+        if not self._is_over:
+            for pid in self._silent:
+                self.engine.not_measured.pop(pid, None)
+
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return that it is not known what grows, where the program has ended too early."""
+        if self._tells:
+            return ()
+        why = f"the command ended after {self._readings} of {FEWEST_TURNS} readings that it takes"
+        if self._began is None:
+            why = "the command ended before it was seen to have started: --warm-up says after how many seconds it has"
+        return (NotMeasured(what="what grows in its processes", why=why),)
+
+    @property
+    def not_judged(self) -> tuple[NotMeasured, ...]:
+        """Return the processes of which it is not known whether something grows that has begun to."""
+        return tuple(
+            not_decided(
+                self._readings,
+                grown.more,
+                self._named[pid].text,
+                turn=f"interval of {self.interval:g} s",
+                remedy="--growth",
+            )
+            for pid, grown in self._grown.items()
+            if grown.more and not grown.findings and pid in self._named
+        )
+
+
+def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:
+    """Return the processes that grow by more than some bytes, all that grows in each together."""
+    by_pid = Counter[int]()
+    for finding in findings:
+        by_pid[_pid_of(finding)] += finding.bytes
+    return {pid for pid, size in by_pid.items() if size > allowed}
+
+
+def _pid_of(finding: Finding) -> int:
+    return 0 if finding.process is None else finding.process.pid
+
+
+def _processes(pids: Collection[int]) -> str:
+    return format_amount(len(pids), "processes")
