@@ -44,7 +44,7 @@ _SETTLED_S = 30.0
 
 
 @dataclass
-class _Start:
+class Start:
     """Sees from outside when a program has started: its processes are there, and rest or have been there for long.
 
     Attributes:
@@ -94,7 +94,7 @@ class TimedGrowth:
     seconds: float
     warm_up: float | None
     tell: Callable[[str], object]
-    _start: _Start = field(init=False)
+    _start: Start = field(init=False)
     _began: float | None = None
     _turn: int = 0
     _readings: int = 0
@@ -108,7 +108,7 @@ class TimedGrowth:
 
     def __post_init__(self) -> None:
         """Begin: the program is started now."""
-        self._start = _Start(self.warm_up, time.monotonic())
+        self._start = Start(self.warm_up, time.monotonic())
 
     @property
     def interval(self) -> float:

@@ -229,9 +229,11 @@ class Agents:
             if answer is None:
                 answer = self._asked(pid, question, limit, patience)
         except OSError as error:
-            raise _broken_off(pid, error.strerror or str(error)) from error
+            _raise_if_ended(pid)
+            raise AgentError(f"the agent of pid {pid} broke off: {error.strerror or error}") from error
         if answer is None:
-            raise _broken_off(pid, "it took no question")
+            _raise_if_ended(pid)
+            raise AgentError(f"the agent of pid {pid} broke off: it took no question")
         if answer[:1] != b"=":
             raise AgentError(f"the agent of pid {pid} failed: {answer[1:].decode(errors='replace')}")
         return answer[1:]
@@ -463,14 +465,17 @@ def _has_ended(pid: int) -> bool:
     return process is None or process.state in ("Z", "X")
 
 
-def _broken_off(pid: int, why: str) -> AgentError:
-    """Why there is no answer; the kernel closes the sockets of a process that ends before it says that it has ended."""
+def _raise_if_ended(pid: int) -> None:
+    """Wait a moment for the end of a process that has broken off: the kernel closes its sockets first.
+
+    Raises:
+        NoAgentError: it has ended.
+    """
     until = time.monotonic() + _ENDS_S
-    while not _has_ended(pid):
-        if time.monotonic() > until:
-            return AgentError(f"the agent of pid {pid} broke off: {why}")
+    while time.monotonic() < until:
+        if _has_ended(pid):
+            raise NoAgentError(f"pid {pid} has ended")
         time.sleep(_AWAKENS_S)
-    return NoAgentError(f"pid {pid} has ended")
 
 
 def _has_made(pid: int, folder: str) -> bool:

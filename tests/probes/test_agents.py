@@ -203,6 +203,20 @@ def test_a_stopped_process_is_unresponsive_within_the_limit(agents: Agents) -> N
     end(process)
 
 
+ENDS_AS_IT_ANSWERS = """
+import os, sys, types
+answers = types.ModuleType("lowtide.leakcheck.processes.answers")
+answers.answer = lambda *_: os.kill(os.getpid(), 9)
+sys.modules[answers.__name__] = answers
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_an_answer_has_ended(agents: Agents) -> None:
+    process = program(ENDS_AS_IT_ANSWERS)
+    with process, pytest.raises(NoAgentError, match=f"pid {process.pid} has ended"):
+        agents.ask(process.pid, READ)
+
+
 def test_a_question_that_is_none_and_a_failure_come_back_as_text(agents: Agents) -> None:
     process = program("")
     with pytest.raises(AgentError, match=rf"the agent of pid {process.pid} failed: ValidationError"):

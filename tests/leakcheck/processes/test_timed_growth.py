@@ -1,0 +1,82 @@
+"""When a program has started, and which of its processes grow by more than they may."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lowtide.leakcheck.processes.timed_growth import Start, grown_above
+from lowtide.reports.processes.stage_processes import ProcessName
+from lowtide.reports.schema import Finding
+
+OWN = os.getpid()
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def touch(pages: int) -> None:
+    """Have this process touch so much new memory."""
+    import mmap
+
+    with mmap.mmap(-1, (pages + 1) * PAGE) as fresh:
+        for page in range(pages):
+            fresh[page * PAGE] = 1
+
+
+def looks(start: Start, until: float, *, pages: int = 0, since: float = 0.0) -> float:
+    """Look each half second; return when it had started, or the end."""
+    now = since
+    while now < until:
+        touch(pages)
+        if start.is_over([OWN], now):
+            return now
+        now += 0.5
+    return until
+
+
+def test_a_program_that_rests_has_started() -> None:
+    assert looks(Start(None, 0.0), 60) == 3
+
+
+def test_one_that_touches_new_memory_has_not_before_it_is_there_for_long() -> None:
+    assert looks(Start(None, 0.0), 60, pages=2000) == 30
+
+
+def test_a_new_process_begins_it_anew() -> None:
+    start = Start(None, 0.0)
+    looks(start, 2.5)
+    assert not start.is_over([OWN, 1], 3.5)
+    assert not start.is_over([OWN, 1], 6.0)
+    assert start.is_over([OWN, 1], 6.5)
+
+
+def test_who_says_when_it_has_started_is_taken_at_their_word() -> None:
+    assert looks(Start(7.0, 0.0), 60) == 7
+    assert looks(Start(0.0, 0.0), 60, pages=2000) == 0
+
+
+@pytest.mark.parametrize("warm_up", [None, 1.0])
+def test_without_a_process_to_ask_there_is_nothing_to_watch(warm_up: float | None) -> None:
+    start = Start(warm_up, 0.0)
+    assert not any(start.is_over([], float(now)) for now in range(100))
+
+
+def grown(pid: int, size: int) -> Finding:
+    return Finding(
+        resource="host-memory",
+        cause="native",
+        bytes=size,
+        count=1,
+        device="",
+        stage="intervals",
+        message="",
+        fingerprint=f"{pid} {size}",
+        process=ProcessName(pid=pid, name="core"),
+    )
+
+
+def test_what_grows_in_a_process_counts_together() -> None:
+    findings = [grown(1, 600), grown(1, 600), grown(2, 1000)]
+    assert grown_above(findings, 1000) == {1}
+    assert grown_above(findings, 999) == {1, 2}
+    assert grown_above(findings, 1200) == set()
