@@ -15,8 +15,9 @@ from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import flags_of, mro_of
 from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
-from lowtide.probes.objects.listed import all_objects, collector_paused
+from lowtide.probes.objects.listed import all_objects, any_frozen, collector_paused, frozen_is_listed
 from lowtide.probes.original_numpy import np
+from lowtide.probes.originals import gc
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 
@@ -63,7 +64,7 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
 
     Dicts of nothing that the collector tracks, as of names and numbers, it does not track either: they are found where
     an instance, a class, a namespace or a short list refers to them. No foreign code runs, and nothing is kept alive
-    but what is wanted.
+    but what is wanted; in C no other thread runs meanwhile, which would find what it lets go of alive.
 
     Args:
         wanted: identities of containers that are returned themselves.
@@ -72,6 +73,8 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
         The lengths, and the wanted ones that are there, by identity.
     """
     with collector_paused():
+        if native.lengths_of_all is not None and (frozen_is_listed() or not any_frozen()):
+            return _all_lengths_in_c(wanted)
         objects = all_objects()
         try:
             return _lengths_among(objects, wanted)
@@ -80,20 +83,32 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
             objects.clear()
 
 
+def _all_lengths_in_c(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
+    assert native.lengths_of_all is not None
+    types: list[type] = []
+    names = np.fromiter(wanted, np.int64, len(wanted)).tobytes()
+    while True:
+        manners = bytes(map(_manner_of, types))
+        limits = _LARGEST_RECORD, _LARGEST_NAMESPACE
+        answer = native.lengths_of_all(gc.get_objects, types, manners, names, *limits, frozen_is_listed())
+        if type(answer) is tuple:
+            break
+        # Those that have come since the last look; another one looks in vain at types that none is of any more.
+        types += answer
+    ids, lengths, kinds, count, found = answer
+    ids, lengths, kinds = (np.frombuffer(each, np.int64) for each in (ids, lengths, kinds))
+    order = np.argsort(ids, kind="stable")
+    return ContainerLengths(ids[order], kinds[order], lengths[order], count), {id(each): each for each in found}
+
+
 def _lengths_among(objects: list[object], wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
-    ids, lengths = _each_length(objects) if native.lengths_among is None else _each_length_in_c(objects)
+    ids, lengths = _each_length(objects)
     order = np.argsort(ids, kind="stable")
     ids = ids[order]
     read = ContainerLengths(ids, types_of(ids), lengths[order], len(objects))
     places = read.places_of(np.fromiter(wanted, np.int64, len(wanted)))
     kept = read.ids[places[places >= 0]]
     return read, dict(zip(kept.tolist(), objects_at(kept), strict=True))
-
-
-def _each_length_in_c(objects: list[object]) -> tuple[Ints, Ints]:
-    assert native.lengths_among is not None
-    ids, lengths = native.lengths_among(objects, _manner_of, _LARGEST_RECORD, _LARGEST_NAMESPACE)
-    return np.frombuffer(ids, np.int64), np.frombuffer(lengths, np.int64)
 
 
 def _each_length(objects: list[object]) -> tuple[Ints, Ints]:

@@ -15,7 +15,5 @@ Walk: Any = None if heap is None else heap.Walk
 followers_among: Callable[[object, bytes, int], list[Any]] | None = None if heap is None else heap.followers_among
 marks_of: Callable[[tuple[dict[str, Any], ...]], bytes] | None = getattr(heap, "marks_of", None)
 instances_beside: Callable[[object, bytes], list[Any]] | None = getattr(heap, "instances_beside", None)
-lengths_among: Callable[[list[Any], Callable[[type], int], int, int], tuple[bytes, bytes]] | None = getattr(
-    heap, "lengths_among", None
-)
+lengths_of_all: Callable[..., Any] | None = getattr(heap, "lengths_of_all", None)
 frozen: Callable[[int], tuple[int, int, int]] | None = getattr(heap, "frozen", None)

@@ -537,8 +537,12 @@ static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk),
 enum { IS_LIST = 1, IS_DICT, IS_SET, IS_DEQUE, CONTAINERS = 7, HAS_ATTRIBUTES = 8 };
 
 typedef struct {
-    Array ids, lengths; /* int64 */
-    Table untracked;    /* the dicts among them that the collector does not track */
+    Array ids, lengths, kinds; /* int64 */
+    Array met;                 /* PyObject *, of those that are wanted */
+    Table untracked;           /* the dicts among them that the collector does not track */
+    Table wanted;
+    PyObject *unknown;         /* list: types of which nothing was said */
+    Py_ssize_t record, namespace, objects;
 } Lengths;
 
 /* Not what a class that derives from it says of itself. */
@@ -558,8 +562,12 @@ length_of(PyObject *container, int kind)
 static int
 note_length(Lengths *found, PyObject *container, int64_t length)
 {
-    int64_t id = (int64_t)(uintptr_t)container;
-    return array_push(&found->ids, &id) < 0 || array_push(&found->lengths, &length) < 0 ? no_memory() : 0;
+    int64_t id = (int64_t)(uintptr_t)container, kind = (int64_t)(uintptr_t)Py_TYPE(container);
+    int failed = array_push(&found->ids, &id) < 0 || array_push(&found->lengths, &length) < 0 ||
+                 array_push(&found->kinds, &kind) < 0;
+    if (table_find(&found->wanted, container) != UNKNOWN)
+        failed = failed || array_push(&found->met, &container) < 0;
+    return failed ? no_memory() : 0;
 }
 
 /* Notes the dicts among the referents that the collector does not track. */
@@ -582,39 +590,113 @@ note_untracked(Walk *walk, Lengths *found)
     return 0;
 }
 
-static PyObject *
-lengths_among(PyObject *Py_UNUSED(module), PyObject *args)
+static int
+note_kind(Walk *walk, PyTypeObject *type, int manner)
 {
-    Asked asked = {0};
-    Py_ssize_t record, namespace;
-    if (!PyArg_ParseTuple(args, "O!Onn:lengths_among", &PyList_Type, &asked.objects, &asked.classify, &record, &namespace))
-        return NULL;
-    Walk walk = {0};
-    Lengths found = {.ids = {.width = sizeof(int64_t)}, .lengths = {.width = sizeof(int64_t)}};
-    begin(&walk);
-    int failed = 0;
-    for (Py_ssize_t at = 0; !failed && at < PyList_Size(asked.objects); at++) {
-        if (at + AHEAD < PyList_Size(asked.objects))
-            PREFETCH(PyList_GetItem(asked.objects, at + AHEAD));
-        PyObject *item = PyList_GetItem(asked.objects, at);
-        int32_t place = kind_place(&walk, Py_TYPE(item), &asked);
-        if (place == FAILED) {
-            failed = 1;
-            break;
-        }
-        int manner = kind_at(&walk, place)->manner, kind = manner & CONTAINERS;
-        int64_t length = kind ? length_of(item, kind) : 0;
-        failed = kind && note_length(&found, item, length) < 0;
-        if (manner & HAS_ATTRIBUTES || (kind == IS_LIST && length <= record) || (kind == IS_DICT && length <= namespace))
-            failed = failed || note_shown(&walk, item, place, &asked) < 0 || note_untracked(&walk, &found) < 0;
+    Kind kind = {NULL, NULL, manner};
+    if (PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) {
+        kind.traverse = (traverseproc)PyType_GetSlot(type, Py_tp_traverse);
+        kind.is_gc = (inquiry)PyType_GetSlot(type, Py_tp_is_gc);
     }
-    PyObject *ids = failed ? NULL : array_take(&found.ids), *lengths = failed ? NULL : array_take(&found.lengths);
-    PyObject *taken = ids == NULL || lengths == NULL ? NULL : PyTuple_Pack(2, ids, lengths);
+    int32_t place = (int32_t)walk->manners.count;
+    return array_push(&walk->manners, &kind) < 0 || table_add(&walk->kinds, type, place) < 0 ? no_memory() : 0;
+}
+
+static int
+note_object(Walk *walk, Lengths *found, PyObject *item)
+{
+    static const Asked nothing = {0};
+    found->objects++;
+    int32_t place = table_find(&walk->kinds, Py_TYPE(item));
+    if (place == UNKNOWN)
+        return PyList_Append(found->unknown, (PyObject *)Py_TYPE(item)) < 0 ? -1 : note_kind(walk, Py_TYPE(item), 0);
+    if (PyList_Size(found->unknown) > 0)
+        return 0;
+    int manner = kind_at(walk, place)->manner, kind = manner & CONTAINERS;
+    int64_t length = kind ? length_of(item, kind) : 0;
+    if (kind && note_length(found, item, length) < 0)
+        return -1;
+    if (manner & HAS_ATTRIBUTES || (kind == IS_LIST && length <= found->record) ||
+        (kind == IS_DICT && length <= found->namespace))
+        return note_shown(walk, item, place, &nothing) < 0 ? -1 : note_untracked(walk, found);
+    return 0;
+}
+
+static uintptr_t *next_in_ring(const uintptr_t *link);
+static uintptr_t *ring_of_frozen(void);
+
+static int
+note_objects(Walk *walk, Lengths *found, PyObject *objects, int with_frozen)
+{
+    for (Py_ssize_t at = 0; at < PyList_Size(objects); at++) {
+        if (at + AHEAD < PyList_Size(objects))
+            PREFETCH(PyList_GetItem(objects, at + AHEAD));
+        if (note_object(walk, found, PyList_GetItem(objects, at)) < 0)
+            return -1;
+    }
+    uintptr_t *head = with_frozen ? ring_of_frozen() : NULL;
+    for (uintptr_t *link = head == NULL ? NULL : next_in_ring(head); link != head; link = next_in_ring(link)) {
+        PREFETCH(next_in_ring(link));
+        if (note_object(walk, found, (PyObject *)(link + 2)) < 0)
+            return -1;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *
+taken_lengths(Lengths *found)
+{
+    PyObject *met = PyList_New((Py_ssize_t)found->met.count);
+    for (size_t at = 0; met != NULL && at < found->met.count; at++)
+        PyList_SetItem(met, (Py_ssize_t)at, Py_NewRef(((PyObject **)found->met.items)[at]));
+    PyObject *ids = array_take(&found->ids), *lengths = array_take(&found->lengths), *kinds = array_take(&found->kinds);
+    PyObject *taken = NULL;
+    if (met != NULL && ids != NULL && lengths != NULL && kinds != NULL)
+        taken = Py_BuildValue("(OOOnO)", ids, lengths, kinds, found->objects, met);
     Py_XDECREF(ids);
     Py_XDECREF(lengths);
-    free(found.ids.items);
-    free(found.lengths.items);
+    Py_XDECREF(kinds);
+    Py_XDECREF(met);
+    return taken;
+}
+
+/* From when the objects are listed until they are let go no Python code runs, and the interpreter's lock is kept: no
+ * other thread can see that each has one owner more, as one would that resizes a buffer when nobody shows it any longer.
+ */
+static PyObject *
+lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *list_all, *types, *manners, *wanted, *taken = NULL;
+    Lengths found = {.ids = {.width = sizeof(int64_t)}, .lengths = {.width = sizeof(int64_t)},
+                     .kinds = {.width = sizeof(int64_t)}, .met = {.width = sizeof(PyObject *)}};
+    int with_frozen;
+    if (!PyArg_ParseTuple(args, "OO!SSnnp:lengths_of_all", &list_all, &PyList_Type, &types, &manners, &wanted,
+                          &found.record, &found.namespace, &with_frozen))
+        return NULL;
+    if (PyList_Size(types) != PyBytes_Size(manners)) {
+        PyErr_SetString(PyExc_ValueError, "as many manners as types");
+        return NULL;
+    }
+    Walk walk = {0};
+    begin(&walk);
+    int failed = (found.unknown = PyList_New(0)) == NULL;
+    for (Py_ssize_t at = 0; !failed && at < PyList_Size(types); at++)
+        failed = note_kind(&walk, (PyTypeObject *)PyList_GetItem(types, at), PyBytes_AsString(manners)[at]) < 0;
+    for (Py_ssize_t at = 0; !failed && at < PyBytes_Size(wanted) / (Py_ssize_t)sizeof(int64_t); at++) {
+        int64_t id;
+        memcpy(&id, PyBytes_AsString(wanted) + at * (Py_ssize_t)sizeof(id), sizeof(id));
+        failed = table_add(&found.wanted, (void *)(uintptr_t)id, 0) < 0 && no_memory() < 0;
+    }
+    PyObject *objects = failed ? NULL : PyObject_CallNoArgs(list_all);
+    if (objects != NULL && PyList_Check(objects) && note_objects(&walk, &found, objects, with_frozen) == 0)
+        taken = PyList_Size(found.unknown) > 0 ? Py_NewRef(found.unknown) : taken_lengths(&found);
+    Py_XDECREF(objects);
+    Py_XDECREF(found.unknown);
+    Array *arrays[] = {&found.ids, &found.lengths, &found.kinds, &found.met};
+    for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
+        free(arrays[at]->items);
     free(found.untracked.slots);
+    free(found.wanted.slots);
     end(&walk);
     return taken;
 }
@@ -804,9 +886,10 @@ marks_of(PyObject *Py_UNUSED(module), PyObject *dicts)
 static PyMethodDef functions[] = {
     {"marks_of", marks_of, METH_O,
      "Return a number (uint64) for each dictionary of a tuple, which is another one once a value in it is another."},
-    {"lengths_among", lengths_among, METH_VARARGS,
-     "Return the identities (int64) of the containers among some objects, and of the dicts that these hold and that the "
-     "collector does not track, and how many things each holds (int64)."},
+    {"lengths_of_all", lengths_of_all, METH_VARARGS,
+     "Return the identities (int64) of all containers, and of the dicts that objects hold and that the collector does "
+     "not track, how many things each holds and its type's identity (int64), how many objects there are, and the wanted "
+     "ones; or a list of the types of which nothing was said."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},

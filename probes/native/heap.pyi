@@ -32,19 +32,31 @@ class Walk:
         Kind places (int32), ends of edges (int64), edges (int32), nodes that are passed over (int32).
         """
 
-def lengths_among(
-    objects: list[Any], classify: Callable[[type], int], record: int, namespace: int
-) -> tuple[bytes, bytes]:
-    """Return the containers among some objects, and the dicts that these hold and that the collector does not track.
+def lengths_of_all(
+    list_all: Callable[[], list[Any]],
+    types: list[type],
+    manners: bytes,
+    wanted: bytes,
+    record: int,
+    namespace: int,
+    with_frozen: bool,
+) -> tuple[bytes, bytes, bytes, int, list[Any]] | list[type]:
+    """Return all containers, and the dicts that objects hold and that the collector does not track.
+
+    No other thread runs meanwhile, if no Python code does in `list_all`.
 
     Args:
-        objects: the objects.
-        classify: what a type is, 1 to 4 for a list, dict, set, deque; 8 more where instances have attributes in dicts.
+        list_all: lists the objects that are not frozen; `gc.get_objects`.
+        types: those that are known.
+        manners: what each is, 1 to 4 for a list, dict, set, deque; 8 more where instances have attributes in dicts.
+        wanted: identities (int64) of containers that are returned themselves.
         record: the most things in a list that is looked into for such dicts.
         namespace: the same for a dict.
+        with_frozen: whether the frozen objects are read, too; only where `frozen` can.
 
     Returns:
-        Their identities and how many things each holds, both int64.
+        Their identities, how many things each holds, their types' identities, all int64; how many objects were gone
+        through; the wanted ones. Or, where there are any, the types that are not known.
     """
 
 def followers_among(first: object, ids: bytes, most: int) -> list[Any]:

@@ -77,6 +77,11 @@ def _frozen_can_be_read() -> bool:
 _frozen = native.frozen if _frozen_can_be_read() else None
 
 
+def frozen_is_listed() -> bool:
+    """Return whether `native` finds the list of what is frozen."""
+    return _frozen is not None
+
+
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """Keeps the garbage collector from running in the block, then leaves it on or off as it was.
