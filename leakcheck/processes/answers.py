@@ -85,7 +85,10 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         return messages.encode(_preserved(question, importing))
     if isinstance(question, messages.ReadTurn):
         is_read = own is not None or question.asked
-        return messages.encode(_grown(question, importing) if is_read else messages.GrownContainers())
+        grown = _grown(question, importing) if is_read else messages.GrownContainers()
+        cards = own.allocated() if own is not None and question.seconds else {}
+        named = {"variables": _rank_variables(), "called": _called()}
+        return messages.encode(msgspec.structs.replace(grown, cards=cards, **named))
     if question.collects:
         gc.collect()
     levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()

@@ -270,12 +270,6 @@ class EngineProcesses:
         """Return what grows in some of them with turns that are no inferences, where that is asked."""
         return self._each([pid for pid in pids if pid not in self.not_measured], question, messages.GrownContainers)
 
-    def read_levels(self, pids: Collection[int]) -> dict[int, process_levels.ProcessLevels]:
-        """Return what some of them hold now, without a stage, and without what the driver says."""
-        asked = [pid for pid in pids if pid not in self.not_measured]
-        answers = self._each(asked, messages.Read(), messages.Levels)
-        return {pid: process_levels.ProcessLevels.of(pid, levels, {}) for pid, levels in answers.items()}
-
     def _read_turn(self, *, begins: bool) -> int:
         question = messages.ReadTurn(
             turns=INFERENCES,

@@ -267,9 +267,15 @@ class GrownContainers(Findings, frozen=True, kw_only=True):
 
     Attributes:
         more: how many more turns may tell whether others do; 0 where that is known, or was not asked.
+        cards: bytes that torch has given out to tensors and others on each card, where turns are parts of the time.
+        variables: as of `Levels`.
+        called: as of `Levels`.
     """
 
     more: int = 0
+    cards: dict[str, int] = {}
+    variables: dict[str, str] = {}
+    called: str = ""
 
 
 class Trimmed(_Message, frozen=True, kw_only=True):

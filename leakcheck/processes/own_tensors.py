@@ -22,7 +22,13 @@ from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.device.allocations import sleeping_bytes
-from lowtide.probes.device.torch_allocator import AllocatorReading, any_exported, read_allocators, read_pinned
+from lowtide.probes.device.torch_allocator import (
+    AllocatorReading,
+    any_exported,
+    has_context,
+    read_allocators,
+    read_pinned,
+)
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
@@ -169,6 +175,17 @@ class OwnTensors:
                 rows[device].append(HeldStorage.of(storage, stage))
         held = [each for row in rows.values() for each in row]
         return [leak.finding for leak in leaks_of(held, context)]
+
+    def allocated(self) -> dict[str, int]:
+        """Return the bytes that torch has given out, by card: by its counters, without a look at the heap."""
+        torch = torch_with_cuda()
+        if torch is None or not _uses_cards():
+            return {}
+        try:
+            cards = [index for index in range(torch.cuda.device_count()) if has_context(torch, index)]
+            return {f"cuda:{index}": torch.cuda.memory_allocated(index) for index in cards}
+        except RuntimeError:  # an allocator without counters
+            return {}
 
     def levels(self) -> Levels:
         """Return how much this process holds."""

@@ -273,13 +273,13 @@ def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], 
     )
 
 
-def tensors_by_time(process: ProcessName, device: str, slope: Slope, turns: int, seconds: float) -> Finding:
-    """Return the finding on tensors of a process that become more with time.
+def card_by_time(process: ProcessName, device: str, slope: Slope, turns: int, seconds: float) -> Finding:
+    """Return the finding on memory of torch's on a card, of which a process takes more with time.
 
     Args:
         process: which.
-        device: where they are.
-        slope: by how many bytes they become more in an interval.
+        device: the card.
+        slope: by how many bytes it becomes more in an interval.
         turns: in how many intervals.
         seconds: of one.
     """

@@ -1,8 +1,8 @@
 """What grows in the processes of a running program, by time: a turn is an interval, whatever happens in it.
 
 A server has no turns that are seen from outside. So the time after its start is cut into intervals of equal length, and
-what each process holds after these is judged as after any turns: containers and host memory by its own agent, the
-bytes under tensors by the same series.
+what each process holds after these is judged as after any turns: containers and host memory by its own agent, memory on
+cards by the same series. No tensors are listed: that would hold them for a moment while the program's threads run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN
 from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_growth import tensors_by_time
+from lowtide.leakcheck.processes.process_growth import card_by_time
+from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.originals import time
 from lowtide.reports.processes.stage_processes import ProcessName
@@ -101,8 +102,8 @@ class TimedGrowth:
     _is_over: bool = False
     _named: dict[int, ProcessName] = field(default_factory=dict)
     _grown: dict[int, messages.GrownContainers] = field(default_factory=dict)
-    _tensors: dict[tuple[int, str], TurnSeries] = field(default_factory=dict)
-    _of_tensors: list[Finding] = field(default_factory=list)
+    _on_cards: dict[tuple[int, str], TurnSeries] = field(default_factory=dict)
+    _of_cards: list[Finding] = field(default_factory=list)
     # Who did not answer at the last reading.
     _silent: Collection[int] = ()
 
@@ -141,21 +142,21 @@ class TimedGrowth:
         self._readings += 1
         known = set(self.engine.not_measured)
         pids = self._pids()
-        for pid, now in self.engine.read_levels(pids).items():
-            self._named[pid] = now.process
-            for device, size in now.levels.tensors.items():
-                self._tensors.setdefault((pid, device), TurnSeries()).add(size)
         grown = self.engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
+        for pid, now in grown.items():
+            self._named[pid] = describe_process(pid, variables=now.variables, called=now.called)
+            for device, size in now.cards.items():
+                self._on_cards.setdefault((pid, device), TurnSeries()).add(size)
         self._silent = self.engine.not_measured.keys() - known
         self._grown |= grown
         is_last = turn > round(self.seconds / self.interval)
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
         if self._tells and (is_last or is_known):
             self._grown |= self.engine.read_turn(list(grown), self._question(ends=True))
-            self._of_tensors = [
+            self._of_cards = [
                 finding
-                for (pid, device), series in self._tensors.items()
-                if pid in grown and (finding := self._tensors_of(pid, device, series)) is not None
+                for (pid, device), series in self._on_cards.items()
+                if pid in grown and (finding := self._of_card(pid, device, series)) is not None
             ]
             self._is_over = True
             self._tell_end(grown)
@@ -176,11 +177,11 @@ class TimedGrowth:
             seconds=self.interval,
         )
 
-    def _tensors_of(self, pid: int, device: str, series: TurnSeries) -> Finding | None:
+    def _of_card(self, pid: int, device: str, series: TurnSeries) -> Finding | None:
         growth = series.growth_at_end()
         if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
             return None
-        return tensors_by_time(self._named[pid], device, growth.slope, growth.turns - 1, self.interval)
+        return card_by_time(self._named[pid], device, growth.slope, growth.turns - 1, self.interval)
 
     def _tell_end(self, pids: Collection[int]) -> None:
         found = self.findings()
@@ -191,19 +192,15 @@ class TimedGrowth:
             self.tell(f"nothing grows over {self._turn - 1} intervals of {self.interval:g} s in {where}")
 
     def findings(self) -> list[Finding]:
-        """Return what grows, each cause once: containers explain tensors, and both explain host memory."""
+        """Return what grows, each cause once: containers explain what grows on cards and on the host."""
         found: list[Finding] = []
         by_pid = Counter[int]()
-        # What is told first explains what follows.
         of_processes = [
-            in_process(each, self._named[pid])
-            for pid, grown in self._grown.items()
-            if pid in self._named
-            for each in grown.findings
+            in_process(each, self._named[pid]) for pid, grown in self._grown.items() for each in grown.findings
         ]
         for finding in (
             *(each for each in of_processes if each.holder),
-            *self._of_tensors,
+            *self._of_cards,
             *(each for each in of_processes if not each.holder),
         ):
             pid = _pid_of(finding)
@@ -240,7 +237,7 @@ class TimedGrowth:
                 remedy="--growth",
             )
             for pid, grown in self._grown.items()
-            if grown.more and not grown.findings and pid in self._named
+            if grown.more and not grown.findings
         )
 
 

@@ -28,7 +28,7 @@ LIBRARY.malloc.restype = ctypes.c_void_p
 
 class Core:
     def __init__(self):
-        self.seen, self.running, self.chain = [], {}, None
+        self.seen, self.running = [], {}
 
     def handle(self, number, keeps):
         request = os.urandom(2048)
@@ -37,11 +37,6 @@ class Core:
             self.seen.append(request)
         elif keeps == "C":
             ctypes.memset(LIBRARY.malloc(1 << 16), 1, 1 << 16)
-        elif keeps == "tensors":
-            import torch
-
-            # In no container that grows.
-            self.chain = (torch.ones(1 << 16), self.chain)
         return len(request)
 
 
@@ -110,7 +105,7 @@ def test_a_list_that_grows_is_named_in_its_process_with_what_it_takes_in_a_secon
     done, subject = watched(server, "list")
     finding = of_core(subject)
     assert done.returncode == 1
-    assert finding.holder == "thread 'MainThread', local 'own' of core() in server.py:33"
+    assert finding.holder == "thread 'MainThread', local 'own' of core() in server.py:29"
     assert [hop.edge for hop in finding.path[1:]] == ["f_locals['own']", ".seen"]
     assert " of bytes; that is " in finding.message
     assert finding.message.endswith(" a second")
@@ -136,13 +131,6 @@ def test_memory_that_c_keeps_is_told_with_its_part(server: Path) -> None:
     assert (done.returncode, finding.resource, finding.cause) == (1, "host-memory", "native")
     assert ": malloc in use has " in finding.message
     assert " a second)" in finding.message
-
-
-def test_tensors_that_no_container_explains_are_told_once(server: Path) -> None:
-    done, subject = watched(server, "tensors", "--growth", "12s", "--warm-up", "6s", seconds=24)
-    finding = of_core(subject)
-    assert (done.returncode, finding.resource, finding.device) == (1, "tensors", "cpu")
-    assert "tensors on cpu grow by " in finding.message
 
 
 def test_a_command_that_ends_too_early_is_not_judged(server: Path) -> None:
