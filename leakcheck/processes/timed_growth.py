@@ -44,6 +44,10 @@ _SETTLED_S = 30.0
 """Seconds without a new process after which a program that never rests has started."""
 
 
+_ENDING_S = 10.0
+"""Seconds before the end of the program in which a process that does not answer is one that ends."""
+
+
 @dataclass
 class Start:
     """Sees from outside when a program has started: its processes are there, and rest or have been there for long.
@@ -104,8 +108,8 @@ class TimedGrowth:
     _grown: dict[int, messages.GrownContainers] = field(default_factory=dict)
     _on_cards: dict[tuple[int, str], TurnSeries] = field(default_factory=dict)
     _of_cards: list[Finding] = field(default_factory=list)
-    # Who did not answer at the last reading.
-    _silent: Collection[int] = ()
+    # When each did not answer, in seconds.
+    _silent: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Begin: the program is started now."""
@@ -147,7 +151,7 @@ class TimedGrowth:
             self._named[pid] = describe_process(pid, variables=now.variables, called=now.called)
             for device, size in now.cards.items():
                 self._on_cards.setdefault((pid, device), TurnSeries()).add(size)
-        self._silent = self.engine.not_measured.keys() - known
+        self._silent |= dict.fromkeys(self.engine.not_measured.keys() - known, time.monotonic())
         self._grown |= grown
         is_last = turn > round(self.seconds / self.interval)
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
@@ -188,8 +192,8 @@ class TimedGrowth:
         for finding in found:
             self.tell(finding.message)
         if not found:
-            where = _processes(pids)
-            self.tell(f"nothing grows over {self._turn - 1} intervals of {self.interval:g} s in {where}")
+            where, grows = _processes(pids), "is known to grow" if self.not_judged else "grows"
+            self.tell(f"nothing {grows} over {self._turn - 1} intervals of {self.interval:g} s in {where}")
 
     def findings(self) -> list[Finding]:
         """Return what grows, each cause once: containers explain what grows on cards and on the host."""
@@ -212,8 +216,9 @@ class TimedGrowth:
     def end(self) -> None:
         """Note that the program has ended: who did not answer meanwhile was about to."""
         if not self._is_over:
-            for pid in self._silent:
-                self.engine.not_measured.pop(pid, None)
+            for pid, since in self._silent.items():
+                if time.monotonic() - since <= _ENDING_S:
+                    self.engine.not_measured.pop(pid, None)
 
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:

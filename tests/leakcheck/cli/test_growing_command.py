@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.reports.schema import Finding, Subject, decode
+from tests.waiting import HANG_S
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("no_neighbours")]
 
@@ -58,13 +59,13 @@ def front(pipe, keeps):
     process.join()
 
 
-def main(keeps, seconds):
+def main(keeps, end):
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=front, args=(there, keeps), name="front")
     process.start()
-    end, number = time.monotonic() + seconds, 0
-    while time.monotonic() < end:
+    number = 0
+    while not os.path.exists(end):
         number += 1
         here.send(number)
         here.recv()
@@ -74,7 +75,7 @@ def main(keeps, seconds):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(*sys.argv[1:])
 """
 
 
@@ -85,13 +86,38 @@ def server(tmp_path: Path) -> Path:
     return script
 
 
-def watched(
-    server: Path, keeps: str, *options: str, seconds: float = 19
-) -> tuple[subprocess.CompletedProcess[str], Subject]:
-    words = ["exec", "--json", "--settle", "0.3", *(options or WATCH), "--", sys.executable, str(server), keeps]
-    done = subprocess.run([sys.executable, "-m", "lowtide", *words, str(seconds)], capture_output=True, text=True)
-    (subject,) = decode(done.stdout.encode()).subjects
-    return done, subject
+def watched(server: Path, keeps: str, *options: str, until: str = "nothing") -> tuple[int, str, Subject]:
+    """Run the server until something is said of it.
+
+    Returns:
+        The exit status, what was written to standard error by then, and the subject.
+    """
+    end, said = server.with_name("end"), ""
+    words = [
+        "exec",
+        "--json",
+        "--settle",
+        "0.3",
+        *(options or WATCH),
+        "--",
+        sys.executable,
+        str(server),
+        keeps,
+        str(end),
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "lowtide", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        for line in running.stderr:
+            said += line
+            if line.startswith("lowtide: ") and until in line:
+                break
+        end.touch()
+        out, _ = running.communicate(timeout=HANG_S)
+    (subject,) = decode(out.encode()).subjects
+    return running.returncode, said, subject
 
 
 def of_core(subject: Subject) -> Finding:
@@ -102,40 +128,41 @@ def of_core(subject: Subject) -> Finding:
 
 
 def test_a_list_that_grows_is_named_in_its_process_with_what_it_takes_in_a_second(server: Path) -> None:
-    done, subject = watched(server, "list")
+    status, said, subject = watched(server, "list", until="takes")
     finding = of_core(subject)
-    assert done.returncode == 1
-    assert finding.holder == "thread 'MainThread', local 'own' of core() in server.py:29"
+    assert status == 1
+    assert str(finding.holder).startswith("thread 'MainThread', local 'own' of core() in server.py:")
     assert [hop.edge for hop in finding.path[1:]] == ["f_locals['own']", ".seen"]
     assert " of bytes; that is " in finding.message
     assert finding.message.endswith(" a second")
     # While the command runs on.
-    assert f"lowtide: {finding.message}" in done.stderr.replace("\n", " ")
+    assert said.endswith(f"lowtide: {finding.message}\n")
 
 
-def test_its_quiet_twin_is_silent_however_the_start_is_seen(server: Path) -> None:
-    done, subject = watched(server, "nothing", "--growth", "12s", seconds=22)
-    assert (done.returncode, subject.outcome, subject.findings) == (0, "clean", ())
-    assert "lowtide: nothing grows over 12 intervals of 1 s in 4 processes" in done.stderr
+@pytest.mark.parametrize("options", [WATCH, ("--growth", "12s")], ids=["said", "seen"])
+def test_its_quiet_twin_is_silent_however_the_start_is_known(server: Path, options: tuple[str, ...]) -> None:
+    status, said, subject = watched(server, "nothing", *options)
+    assert (status, subject.outcome, subject.findings) == (0, "clean", ())
+    assert said.endswith(" intervals of 1 s in 4 processes\n")
 
 
 def test_growth_that_is_allowed_is_told_as_known(server: Path) -> None:
-    done, subject = watched(server, "list", *WATCH, "--max-growth", "10MiB")
-    assert (done.returncode, subject.outcome) == (0, "clean")
-    assert of_core(subject).suppressed_by == "--max-growth 10.0 MiB"
+    status, _, subject = watched(server, "list", *WATCH, "--max-growth", "100MiB", until="takes")
+    assert (status, subject.outcome) == (0, "clean")
+    assert of_core(subject).suppressed_by == "--max-growth 100.0 MiB"
 
 
 def test_memory_that_c_keeps_is_told_with_its_part(server: Path) -> None:
-    done, subject = watched(server, "C", *WATCH, "--max-growth", "1MiB")
+    status, _, subject = watched(server, "C", *WATCH, "--max-growth", "1MiB", until="grew")
     finding = of_core(subject)
-    assert (done.returncode, finding.resource, finding.cause) == (1, "host-memory", "native")
+    assert (status, finding.resource, finding.cause) == (1, "host-memory", "native")
     assert ": malloc in use has " in finding.message
     assert " a second)" in finding.message
 
 
 def test_a_command_that_ends_too_early_is_not_judged(server: Path) -> None:
-    done, subject = watched(server, "list", seconds=6)
-    assert (done.returncode, subject.findings) == (2, ())
+    status, _, subject = watched(server, "list", until="watched")
+    assert (status, subject.findings) == (2, ())
     (missing,) = subject.not_measured
     assert missing.what == "what grows in its processes"
     assert missing.why.endswith(" of 12 readings that it takes")
