@@ -112,7 +112,7 @@ def watched(server: Path, keeps: str, *options: str, until: str = "nothing") -> 
         assert running.stderr is not None
         for line in running.stderr:
             said += line
-            if line.startswith("lowtide: ") and until in line:
+            if line.startswith("lowtide: ") and (until in line or "nothing" in line):
                 break
         end.touch()
         out, _ = running.communicate(timeout=HANG_S)
