@@ -17,7 +17,7 @@ from lowtide.reports.causes import Sighting, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import amount, first_line, holder_text, lines_again, terminal_lines
 from lowtide.reports.markdown import not_measured
-from lowtide.reports.outcomes import held_by_process
+from lowtide.reports.outcomes import ENDED, KNOW_GROWTH, held_by_process
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -88,6 +88,8 @@ def summary(
         write(f"not judged here: {reason}", yellow=True)
     for text in _not_measured(subjects):
         write(text, yellow=True)
+    for text in _ended_processes(subjects):
+        write(text)
     for subject in subjects:
         if subject.outcome == "error":
             write(f"ERROR {subject.id}: {subject.reason}", red=True)
@@ -137,7 +139,11 @@ def last_lines(reporter: pytest.TerminalReporter | None, awaited: Sequence[str],
 def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
     """What tests could not be judged by, and why: what concerns most of them first."""
     yield from _other_processes(subjects)
-    known = ((missing, tests) for missing, tests in not_measured(subjects).items() if missing.process is None)
+    known = (
+        (missing, tests)
+        for missing, tests in not_measured(subjects).items()
+        if missing.process is None and missing.why != ENDED
+    )
     found = sorted(known, key=lambda item: -item[1])
     of_session = {missing for subject in subjects if subject.id == SESSION for missing in subject.not_measured}
     for missing, tests in found[:MOST_NOT_MEASURED]:
@@ -162,6 +168,21 @@ def _other_processes(subjects: Sequence[Subject]) -> Iterator[str]:
         largest = max((missing for _, missing in found), key=held_by_process)
         others = "" if len(pids) == 1 else f", the largest of {len(pids)} processes"
         yield f"not judged in {format_amount(tests, 'tests')}: {largest.what}{others}; {why}"
+
+
+def _ended_processes(subjects: Sequence[Subject]) -> Iterator[str]:
+    """Say in one line what is known of the processes that ended within tests that left nothing, if there were any."""
+    ended = {
+        missing
+        for subject in subjects
+        if not subject.findings
+        for missing in subject.not_measured
+        if missing.why == ENDED
+    }
+    if ended:
+        tests, they = ("its test", "it") if len(ended) == 1 else ("their tests", "they")
+        said = f"{format_amount(len(ended), 'processes')} ended in {tests} and left nothing"
+        yield f"{said}; whether {they} grew while {they} ran is not known: {KNOW_GROWTH}"
 
 
 def line(subject: Subject, finding: Finding) -> str:

@@ -19,6 +19,7 @@ from lowtide.reports.finding_lines import (
     growth_cells,
     remedy_effect,
 )
+from lowtide.reports.outcomes import ENDED
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Report, Subject
 
 MOST = 100
@@ -108,8 +109,13 @@ def open_causes(subjects: Iterable[Subject]) -> list[Cause]:
 
 
 def not_measured(subjects: Iterable[Subject]) -> dict[NotMeasured, int]:
-    """What could not be judged, and in how many subjects."""
-    return dict(Counter(missing for subject in subjects for missing in dict.fromkeys(subject.not_measured)))
+    """Return what could not be judged, and in how many subjects; all processes that have ended as one."""
+    missing = [dict.fromkeys(subject.not_measured) for subject in subjects]
+    ended = {each for of_subject in missing for each in of_subject if each.why == ENDED}
+    if len(ended) > 1:
+        all_ended = NotMeasured(what=f"whether {len(ended)} processes grew while they ran", why=ENDED)
+        missing = [dict.fromkeys(all_ended if each in ended else each for each in of_subject) for of_subject in missing]
+    return dict(Counter(each for of_subject in missing for each in of_subject))
 
 
 def _known(report: Report) -> int:

@@ -9,6 +9,12 @@ import msgspec
 
 from lowtide.reports.schema import NotMeasured, Outcome, Subject
 
+KNOW_GROWTH = 'mark four or more inferences in one test (lowtide.stage("infer")) or use lowtide check --turns'
+"""What tells of a process that ends within a test whether it grows while it runs."""
+
+ENDED = f"only what is left after a process has ended is judged; to know, {KNOW_GROWTH}"
+"""Why it is not known of an ended process whether it grew. It makes nothing less clean: no process is named with it."""
+
 _SHOWN = 3
 
 _WORST_FIRST = ("leak", "error", "unsupported", "clean", "skipped")

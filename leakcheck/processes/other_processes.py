@@ -2,8 +2,8 @@
 
 What a test leaves in a process that nobody owns is a leak of the test, as it would be in the test's own process.  What
 it leaves in one that belongs to a fixture of a wider scope is that fixture's, and only a growth that goes on is
-reported, when the fixture ends.  One that begins and ends within a test is judged by the stages that the test marks:
-it holds nothing any more, and may have leaked all along.
+reported, when the fixture ends.  One that begins and ends within a test holds nothing any more, and what it has left
+behind is judged; whether it grew while it ran is known by the stages that the test marks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import EnteredStage
+from lowtide.reports.outcomes import KNOW_GROWTH
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, OtherProcess
 from lowtide.reports.statement import in_process
@@ -40,6 +41,10 @@ _TORCH = "libtorch"
 _UNNAMED = "no large array in it is of that size: a leak, or a library that it has loaded; use it once before"
 _FIRST_USE = "a leak, or what its first use of the card takes; use it once before"
 _NO_AGENT = "it has no agent that could give back what is free: start it after the check has begun to have it judged"
+_TOO_FEW = f"too few inferences tell whether it grows: {KNOW_GROWTH}"
+_SAYS_NOTHING = "its stages are marked, and it has no agent that says what it keeps: start it after the check has begun"
+_UNREADABLE = "it runs on, and this system does not say how much it holds"
+_TOO_FEW_TESTS = "it runs on, and too few tests have used it yet: whether it grows shows from the fourth on"
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class OtherProcesses:
         self._ended = EndedHolders(driver)
         self._engine = EngineProcesses(tree, self._agents, None, driver, ended=self._ended)
         self._is_marked = False
+        # Those that were there at the end of a sleep of this test.
+        self._asleep: set[int] = set()
         # Whether no other process has been there since the test began, and how much this one held when it last was so.
         self._is_alone, self._leaves_any = False, True
         self._held: int | None = None
@@ -154,7 +161,7 @@ class OtherProcesses:
         self._is_marked = False
         silent = {pid: why for pid, why in self._engine.not_measured.items() if stat(pid) is not None}
         self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent, self._ended)
-        self._found, self._unexplained, self._before = [], [], {}
+        self._found, self._unexplained, self._before, self._asleep = [], [], {}, set()
 
     def _forget_dead(self, now: Counters) -> None:
         """Another process may get the number of one that has ended."""
@@ -200,11 +207,13 @@ class OtherProcesses:
         """Judge a stage that the program says has ended."""
         if not self._asks or not self._tree.any_alive():
             return
+        if stage.name.startswith("sleep"):
+            self._asleep.update(self._tree.descendants())
         if error is None:
             self._engine.end_stage(stage.name)
             if stage.name.startswith("sleep"):
                 self._found += self._engine.after_sleep(stage.name, self._turn, empties=False)
-            elif error is None and stage.name.startswith("wake"):
+            elif stage.name.startswith("wake"):
                 self._found += self._engine.more_awake(stage.name)
         outer = stage.path[-2] if len(stage.path) > 1 else "test"
         self._engine.begin_stage(outer, self._turn)
@@ -349,16 +358,30 @@ class OtherProcesses:
         if not self._asks:
             return self._unmeasured.not_measured
         silent = self._engine.not_measured
-        kept = [
-            msgspec.structs.replace(item, why=silent[item.process.pid].why)
-            if item.process is not None and item.process.pid in silent
-            else item
-            for item in self._unmeasured.not_measured
-            if self._is_unknown(item)
-        ]
+        kept = [self._said_of(item) for item in self._unmeasured.not_measured if self._is_unknown(item)]
         listed = {item.process.pid for item in kept if item.process is not None}
         silent_ones = (why for pid, why in silent.items() if pid not in listed)
         return (*kept, *silent_ones, *self._engine.not_judged, *self._unexplained)
+
+    def _said_of(self, item: NotMeasured) -> NotMeasured:
+        """Return what is said of a process that nobody has judged, and why nobody could.
+
+        One that has ended holds nothing any more, and what it has left elsewhere is judged: only whether it grew is not
+        known of it.  Where its engine slept, it may have kept what a sleep gives back.
+        """
+        if item.process is None:
+            return item
+        pid = item.process.pid
+        if pid in self._engine.not_measured:
+            return msgspec.structs.replace(item, why=self._engine.not_measured[pid].why)
+        has_slept, is_known = pid in self._asleep, pid in self._engine.answering
+        if not has_slept and _has_ended(pid):
+            return self._unmeasured.growth_unseen(pid)
+        if has_slept or self._is_marked:
+            why = _TOO_FEW if is_known else _SAYS_NOTHING
+        else:
+            why = _UNREADABLE if _is_unreadable(item.process) else _TOO_FEW_TESTS
+        return msgspec.structs.replace(item, why=why)
 
     def _is_unknown(self, item: NotMeasured) -> bool:
         """Return whether nobody has judged a process: one that lives within a test may have leaked all along."""
@@ -367,7 +390,7 @@ class OtherProcesses:
         pid = item.process.pid
         if pid in self._engine.not_measured:
             return True
-        if item.process.host is None or None in [card.bytes for card in item.process.cards]:
+        if _is_unreadable(item.process):
             return True
         # What a process keeps asleep, only its agent can say.
         if self._is_marked and pid not in self._engine.has_answered and pid not in self._engine.judged:
@@ -449,6 +472,15 @@ class OtherProcesses:
                 private = None if memory is None else memory.private
                 found[pid] = _Outside(process.started, private, cards.get(pid, {}))
         return found
+
+
+def _is_unreadable(process: OtherProcess) -> bool:
+    return process.host is None or None in [card.bytes for card in process.cards]
+
+
+def _has_ended(pid: int) -> bool:
+    process = stat(pid)
+    return process is None or process.state == "Z"
 
 
 def _by_device(findings: Sequence[Finding]) -> dict[str, int]:

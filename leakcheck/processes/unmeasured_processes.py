@@ -13,6 +13,7 @@ from lowtide.probes.host.counters import Counters, child_processes
 from lowtide.probes.host.process_files import parents_of
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree, TreeMemory
 from lowtide.probes.originals import contents, time
+from lowtide.reports.outcomes import ENDED
 from lowtide.reports.schema import CardMemory, NotMeasured, OtherProcess
 from lowtide.reports.sizes import format_bytes
 
@@ -133,6 +134,16 @@ class UnmeasuredProcesses:
         """One for each process that was found since the beginning, the largest first."""
         return tuple(map(_not_measured, sorted(self._found.values(), key=_size, reverse=True)))
 
+    def growth_unseen(self, pid: int) -> NotMeasured:
+        """Return what is not known of one of them that has ended, and left nothing of what it held.
+
+        Raises:
+            KeyError: it was not found since the beginning.
+        """
+        process = self._found[pid]
+        what = f"whether pid {pid} ({process.name}) grew while it ran; it was seen with {_amounts(process)}"
+        return NotMeasured(what=what, why=ENDED)
+
     def besides(self, measured: Collection[int], answering: Collection[int]) -> tuple[NotMeasured, ...]:
         """Return `not_measured` where some processes have been asked.
 
@@ -163,7 +174,7 @@ def _on_host(process: ProcessMemory) -> int:
     return process.resident if process.private is None else process.private
 
 
-def _not_measured(process: ProcessMemory) -> NotMeasured:
+def _amounts(process: ProcessMemory) -> str:
     parts = [
         f"a context on {device}, whose size the driver does not tell"
         if size is None
@@ -172,8 +183,12 @@ def _not_measured(process: ProcessMemory) -> NotMeasured:
     ]
     host = f"{format_bytes(_on_host(process))} host"
     parts.append(host if process.private is not None else f"{host} (resident: what is its own may not be read)")
+    return ", ".join(parts)
+
+
+def _not_measured(process: ProcessMemory) -> NotMeasured:
     return NotMeasured(
-        what=f"memory of pid {process.pid} ({process.name}): {', '.join(parts)}",
+        what=f"memory of pid {process.pid} ({process.name}): {_amounts(process)}",
         why=_ADVICE["vllm" if _is_vllm(process.name) else ""],
         process=OtherProcess(
             pid=process.pid,

@@ -253,12 +253,13 @@ class Watch(Attribution):
         # Before anything is collected: what is young now will be old then.
         watched.caches.born(watched.births.born() if watched.caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
-        unmeasured += self._arrival.not_measured(now) + self.others.not_measured
+        unmeasured += self._arrival.not_measured(now)
         now, suspects = self._suspects_of(now, ended)
 
         def clean(*, climbed: bool = False) -> Verdict:
             kept = self._host.kept(self._host.share(now, ended), now, final=final)
-            return Verdict(not_measured=unmeasured, findings=kept, climbed=climbed, collected=collected())
+            missing = (*unmeasured, *self.others.not_measured)
+            return Verdict(not_measured=missing, findings=kept, climbed=climbed, collected=collected())
 
         if not suspects:
             return clean()
@@ -353,7 +354,10 @@ class Watch(Attribution):
         left = [watched.ownership.new_items("processes", now, subject, case.ended) for subject in case.subjects]
         reported = {int(name) for names in left if case.final for name in names}
         self.others.is_reported(reported)
-        unmeasured = tuple(line for line in unmeasured if line.process is None or line.process.pid not in reported)
+        # Only now: a process that was ending when the test was over has been waited for.
+        missing = [
+            line for line in self.others.not_measured if line.process is None or line.process.pid not in reported
+        ]
         if any(finding.changed for found in (verdict.findings, *verdict.of_owners.values()) for finding in found):
             self._seen &= live_keys()
         # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.
@@ -363,7 +367,7 @@ class Watch(Attribution):
         return replace(
             verdict,
             findings=(*verdict.findings, *kept),
-            not_measured=tuple(dict.fromkeys((*unmeasured, *verdict.not_measured))),
+            not_measured=tuple(dict.fromkeys((*unmeasured, *missing, *verdict.not_measured))),
         )
 
     def prove(self, each: Sequence[DeferredRemedies]) -> list[dict[str, Finding]]:

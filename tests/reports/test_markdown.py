@@ -7,6 +7,7 @@ import pytest
 
 from lowtide.reports import schema
 from lowtide.reports.markdown import MOST_DETAILED, render_markdown, verdict
+from lowtide.reports.outcomes import ENDED
 
 
 def finding(
@@ -118,6 +119,15 @@ def test_what_was_not_measured_is_listed_once_with_its_subjects() -> None:
     missing = schema.NotMeasured(what="driver", why="two workers on one card")
     subjects = [schema.Subject(id="a", outcome="clean", not_measured=(missing,)) for _ in range(3)]
     assert render_markdown(report(*subjects)).count("- driver in 3 subject(s): two workers on one card") == 1
+
+
+def test_processes_that_ended_are_one_entry_with_their_number() -> None:
+    ended = [schema.NotMeasured(what=f"whether pid {pid} grew while it ran", why=ENDED) for pid in range(3)]
+    subjects = [schema.Subject(id=f"{each}", outcome="clean", not_measured=(each, ended[0])) for each in ended]
+    listed = [line for line in render_markdown(report(*subjects)).splitlines() if ENDED in line]
+    assert len(listed) == 1
+    assert "whether 3 processes grew while they ran in 3 subject" in listed[0]
+    assert "whether pid 0 grew while it ran in 1 subject" in render_markdown(report(subjects[0]))
 
 
 @pytest.mark.parametrize("outcome", ["error", "unsupported"])

@@ -26,7 +26,7 @@ from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree
-from lowtide.reports.outcomes import judged_as, largest_of_each
+from lowtide.reports.outcomes import ENDED, judged_as, largest_of_each
 from lowtide.reports.schema import LeaksFoundError, NotMeasured, OtherProcess, Subject
 from tests.leakcheck.spawned_target import LEAKED, WEIGHTS, SmallHelper, SpawnedTarget
 from tests.waiting import HANG_S
@@ -126,9 +126,26 @@ def engine_with_stages() -> None:
     target.shutdown()
 
 
-def test_a_block_with_an_engine_in_a_child_is_not_judged_though_the_child_has_ended() -> None:
+def test_of_an_engine_in_a_child_that_has_ended_it_is_noted_that_its_growth_is_not_known() -> None:
     subject = checked(engine_with_stages)
-    assert subject.outcome == "unsupported", subject.findings
+    assert (subject.outcome, subject.findings, others(subject)) == ("clean", (), [])
+    (missing,) = subject.not_measured
+    assert missing.what.startswith("whether pid ")
+    assert (" (EngineCore) grew while it ran" in missing.what, missing.why) == (True, ENDED)
+
+
+def engine_that_slept() -> None:
+    target = SpawnedTarget()
+    target.create({})
+    for name in ("infer", "sleep"):
+        with stage(name):
+            target.ask(name)
+    target.shutdown()
+
+
+def test_a_block_whose_engine_slept_in_a_child_is_not_judged_though_the_child_has_ended() -> None:
+    subject = checked(engine_that_slept)
+    assert (subject.outcome, subject.findings) == ("unsupported", ())
     assert [process.name for process in others(subject)] == ["EngineCore"]
 
 
@@ -139,14 +156,14 @@ def engine_without_stages() -> None:
     target.shutdown()
 
 
-def test_an_engine_in_a_child_that_begins_and_ends_within_one_stage_is_not_judged(
+def test_of_an_engine_in_a_child_that_begins_and_ends_within_one_stage_the_same_is_noted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Beside a test runner that has grown to a gigabyte it is small.
     monkeypatch.setattr(unseen, "SHARE", 0.01)
     subject = checked(engine_without_stages)
-    assert subject.outcome == "unsupported", subject.findings
-    assert [process.name for process in others(subject)] == ["EngineCore"]
+    assert (subject.outcome, subject.findings, others(subject)) == ("clean", (), [])
+    assert [missing.why for missing in subject.not_measured] == [ENDED]
 
 
 def short_helpers() -> None:
