@@ -32,7 +32,7 @@ _PLACEHOLDER = "TODO: say why this may stay"
 _LONGEST_MESSAGE = 1000
 """Characters of a message in an entry: an `assert` of a large value may have millions."""
 
-_MARKS = {"innocent": "meant to live", "holding": "should be gone"}
+_MARKS = {"innocent": "expected to stay", "holding": "should be gone"}
 _TRENDS = {
     "growth": "growth (grew every time)",
     "residue": "residue (once, and no more)",
@@ -164,6 +164,11 @@ def advice_text(finding: Finding) -> str:
     return finding.advice or "" if finding.remedy is None or finding.cause == "autograd" else ""
 
 
+def tried_effect(tried: Remedy) -> str:
+    """Return what something that is not the remedy did: `gives nothing back`."""
+    return f"gives back {format_bytes(tried.returns_bytes)}" if tried.returns_bytes else "gives nothing back"
+
+
 def in_vain(finding: Finding) -> list[Remedy]:
     """What was tried and is not the remedy."""
     chosen = None if finding.remedy is None else finding.remedy.action
@@ -217,7 +222,7 @@ def _before_path(finding: Finding) -> Iterator[str]:
     # Most messages name the holder and the number already.
     holder = holder_text(finding)
     if holder and holder not in finding.message:
-        yield holder if holder != finding.holder else f"namely {holder}"
+        yield holder if holder != finding.holder else f"{finding.resource}: {holder}"
     # A number of bytes is no number of things.
     counted = re.compile(rf"(?<![\d.]){finding.count} (?!(?:[KMGT]i)?B\b)")
     if finding.bytes and finding.count > 1 and not counted.search(finding.message):
@@ -269,11 +274,9 @@ def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
         yield f"remedy: {finding.remedy.action} {remedy_effect(finding.remedy, finding)}"
     if advice_text(finding):
         yield f"advice: {advice_text(finding)}"
-    yield from _at_most(
-        [f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding)], most
-    )
+    yield from _at_most([f"tried: {tried.action} {tried_effect(tried)}" for tried in in_vain(finding)], most)
     yield from _at_most([f"changed by trying: {change}" for change in finding.changed], most)
-    parts = [f"part of it: {part.resource}/{part.cause}: {first_line(part)}" for part in finding.parts]
+    parts = [f"includes {part.resource}/{part.cause}: {first_line(part)}" for part in finding.parts]
     yield from _at_most(parts, most and most + 1)
 
 

@@ -21,6 +21,7 @@ from lowtide.reports.finding_lines import (
 )
 from lowtide.reports.outcomes import ENDED
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Report, Subject
+from lowtide.reports.sizes import format_amount
 
 MOST = 100
 """Entries of one list; CI systems refuse summaries of more than about a MiB."""
@@ -59,19 +60,19 @@ def render_markdown(report: Report) -> str:
     parts = ["## lowtide", f"**{verdict(report)}**", _counts(report)]
     if leaks:
         parts.append("\n".join([*_TABLE_HEAD, *map(_row, leaks[:MOST])]))
-        parts += _rest(len(leaks), "leak(s)")
+        parts += _rest(len(leaks), "leaks")
     parts += _details(leaks)
     parts += _growth(report)
     missing = list(_missing(report))
     if missing:
-        parts += ["### Not measured", "\n".join(missing[:MOST]), *_rest(len(missing), "line(s)")]
+        parts += ["### Not measured", "\n".join(missing[:MOST]), *_rest(len(missing), "lines")]
     notes = [
         f"- {as_code(subject.id)}: {as_text(subject.reason)}"
         for subject in report.subjects
         if subject.outcome == "clean" and subject.reason
     ]
     if notes:
-        parts += ["### Notes", "\n".join(notes[:MOST]), *_rest(len(notes), "line(s)")]
+        parts += ["### Notes", "\n".join(notes[:MOST]), *_rest(len(notes), "lines")]
     machine = report.machine
     devices = ", ".join(machine.devices) or "no card"
     parts.append(
@@ -85,15 +86,20 @@ def verdict(report: Report) -> str:
     counts = count_outcomes(report)
     total = len(report.subjects)
     if counts["leak"]:
-        return f"LEAK: {counts['leak']} of {total} subject(s) leaked"
+        return f"LEAK: {counts['leak']} of {format_amount(total, 'subjects')} leaked"
     failed = counts["error"] + counts["unsupported"]
     if failed:
-        return f"NOT MEASURED: {failed} of {total} subject(s) failed or could not be measured"
+        return f"NOT MEASURED: {failed} of {format_amount(total, 'subjects')} failed or could not be measured"
     if not counts["clean"]:
-        return f"NOTHING JUDGED: {total} subject(s), all skipped" if total else "NOTHING JUDGED: no subjects"
+        return (
+            f"NOTHING JUDGED: {format_amount(total, 'subjects')}, all skipped"
+            if total
+            else "NOTHING JUDGED: no subjects"
+        )
     what = "everything that was judged came back" if not_measured(report.subjects) else "everything came back"
     known = _known(report)
-    return f"CLEAN: {counts['clean']} subject(s), {what}" + (f" but {known} known finding(s)" if known else "")
+    but = f" but {format_amount(known, 'known findings')}" if known else ""
+    return f"CLEAN: {format_amount(counts['clean'], 'subjects')}, {what}{but}"
 
 
 def count_outcomes(report: Report) -> dict[Outcome, int]:
@@ -127,7 +133,7 @@ def _counts(report: Report) -> str:
     counts = [f"{count} {outcome}" for outcome, count in count_outcomes(report).items() if count]
     hidden = _known(report)
     if hidden:
-        counts.append(f"{hidden} suppressed finding(s)")
+        counts.append(format_amount(hidden, "suppressed findings"))
     return " · ".join(counts) or "0 subjects"
 
 
@@ -189,7 +195,7 @@ def _growth(report: Report) -> Iterator[str]:
         f"| {' | '.join((as_code(subject.id), *map(as_text, growth_cells(item))))} |" for subject, item in grown[:MOST]
     )
     yield "\n".join([*_GROWTH_HEAD, *rows])
-    yield from _rest(len(grown), "row(s)")
+    yield from _rest(len(grown), "rows")
 
 
 def _missing(report: Report) -> Iterator[str]:
@@ -200,11 +206,11 @@ def _missing(report: Report) -> Iterator[str]:
     for missing, subjects in not_measured(report.subjects).items():
         if missing.process is not None and any(missing.what in reason for reason in reasons):
             continue
-        yield f"- {as_text(missing.what)} in {subjects} subject(s): {as_text(missing.why)}"
+        yield f"- {as_text(missing.what)} in {format_amount(subjects, 'subjects')}: {as_text(missing.why)}"
 
 
 def _rest(total: int, what: str) -> Sequence[str]:
-    return [f"… and {total - MOST} more {what}; all are in `leakcheck.json`"] if total > MOST else []
+    return [f"… and {format_amount(total - MOST, f'more {what}')}; all are in `leakcheck.json`"] if total > MOST else []
 
 
 def as_code(text: str) -> str:

@@ -28,6 +28,7 @@ from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.outcomes import judged_as, largest_of_each
 from lowtide.reports.schema import Finding, ReportError, Subject, exit_code
+from lowtide.reports.sizes import format_amount
 from lowtide.reports.terminal import finding_text, not_judged_text
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def verdict(subject: Subject, attempts: str | Table) -> Iterator[RenderableType]
     elif subject.reason:
         yield HangingText(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
     if subject.outcome == "leak":
-        yield HangingText(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")
+        yield HangingText(f"LEAK: {format_amount(len(subject.findings), 'findings')}; {tried}", style="bold red")
 
 
 def write_program(folder: Path, program: str) -> None:

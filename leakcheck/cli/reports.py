@@ -183,7 +183,9 @@ def suppress(
 
 def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:
     """Yield what to say of what was written."""
-    already = f"{added.known} leak(s) have an entry in {file} already" if added.known else ""
+    from lowtide.reports.sizes import format_amount
+
+    already = f"{format_amount(added.known, 'leaks')} already listed in {file}" if added.known else ""
     if not added.entries:
         yield f"nothing to write: {already or f'{folder} has no leak that is not suppressed'}"
         return

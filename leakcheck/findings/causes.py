@@ -330,7 +330,7 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
             holders = [holder for holder, _ in some]
             first, more = holders[0], f" (and {len(some) - 1} more)"
             each = f": {first.ending}" if first.ending else ""
-            advice = f"end each where its owner ends{each}"
+            advice = f"end each in its owner's teardown{each}"
             alone = replace(first, holder=first.holder + more, path=(), advice=advice)
             cause = replace(_container_of(holders) or alone, key=("made", place))
             causes.update(dict.fromkeys(itertools.chain(*(members for _, members in some)), cause))
@@ -453,7 +453,7 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
     name = way_text(path)
     endings = {holder.ending for holder in holders}
     each = f": call {endings.pop()} of each" if len(endings) == 1 and "" not in endings else ""
-    return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds where its owner ends{each}")
+    return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds in its owner's teardown{each}")
 
 
 def _causes_by_name(
@@ -481,10 +481,10 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
     path = _of_thread(holder.path)
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(item) if holder.identity == id(item) else class_named(last.type))
-    advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
+    advice = f"end {name} in its owner's teardown" + (f": {on(name, ending)}" if ending else "")
     if root.type in ("interpreter", "thread"):
         # No code leads to what only C holds, or a thread that runs.
-        advice = f"end the {last.type} where its owner ends" + (f": {ending}" if ending else "")
+        advice = f"end the {last.type} in its owner's teardown" + (f": {ending}" if ending else "")
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
     return CommonCause(holder.identity, name, path, advice, holder.cause, ending, holder.identity == id(item))
 

@@ -13,8 +13,9 @@ from lowtide.reports.finding_lines import (
     shared_text,
     suppression_entry,
     trend_text,
+    tried_effect,
 )
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import format_amount, format_bytes
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -47,11 +48,13 @@ def environment() -> Environment:
         "shared": shared_text,
         "trend": trend_text,
         "in_vain": in_vain,
+        "tried_effect": tried_effect,
         "cells": growth_cells,
         "entry": suppression_entry,
         "whole": _whole,
     }
     made.globals["longest_copied"] = LONGEST_COPIED
+    made.globals["counted"] = format_amount
     return made
 
 

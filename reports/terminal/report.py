@@ -285,13 +285,14 @@ def _outcome_text(subject: Subject) -> HangingText:
     known = sum(finding.suppressed_by is not None for finding in subject.findings)
     if subject.outcome == "clean":
         what = "everything that was judged came back" if subject.not_measured else "everything came back"
-        but = f" but {known} known finding(s)" if known else ""
-        return HangingText(f"CLEAN: {f'{cycles} cycle(s), ' if cycles else ''}{what}{but}", style="bold green")
+        but = f" but {format_amount(known, 'known findings')}" if known else ""
+        lived = f"{format_amount(cycles, 'cycles')}, " if cycles else ""
+        return HangingText(f"CLEAN: {lived}{what}{but}", style="bold green")
     if subject.outcome == "leak":
         also = f", and {known} known" if known else ""
         counted = len(subject.findings) - known
-        where = f" in {cycles} cycle(s)" if cycles else ""
-        return HangingText(f"LEAK: {counted} finding(s){where}{also}", style="bold red")
+        where = f" in {format_amount(cycles, 'cycles')}" if cycles else ""
+        return HangingText(f"LEAK: {format_amount(counted, 'findings')}{where}{also}", style="bold red")
     if subject.outcome == "error" and cycles > 1:
         # Only the last one did not come to its end.
         return HangingText("NOT FINISHED: everything that was judged came back", style="bold yellow")

@@ -57,7 +57,7 @@ def clean_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comp
 def test_a_clean_run_says_so_and_exits_0(clean_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, _ = clean_run
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "CLEAN: 2 cycle(s), everything came back" in done.stdout
+    assert "CLEAN: 2 cycles, everything came back" in done.stdout
     assert done.stderr == ""
 
 
@@ -402,7 +402,7 @@ def test_suppress_adds_to_the_file_that_is_given_what_it_does_not_have(tmp_path:
     before = file.read_bytes()
     assert before.startswith(b'[project]\nname = "x"\n\n[[tool.lowtide.suppressions]]\n')
     done = invoke("suppress", report, "--file", file)
-    assert (done.exit_code, done.stdout) == (0, f"nothing to write: 1 leak(s) have an entry in {file} already\n")
+    assert (done.exit_code, done.stdout) == (0, f"nothing to write: 1 leak already listed in {file}\n")
     assert file.read_bytes() == before
 
 
@@ -499,7 +499,7 @@ def test_a_run_whose_leaks_are_known_is_clean_and_says_why(lived: Callable[..., 
     done, subject = run_with(tmp_path, entry("0123456789abcdef"))
     assert done.exit_code == 0, done.output
     assert "known tensors/lru-cache 32.0 MiB did not come back\n    suppressed by lowtide.toml:1: known" in done.stdout
-    assert "everything came back but 1 known finding(s)" in done.stdout
+    assert "everything came back but 1 known finding" in done.stdout
     assert "SUPPRESSION" not in done.stdout
     assert subject.outcome == "clean"
     assert subject.findings[0].suppressed_by == "lowtide.toml:1: known"
@@ -509,7 +509,7 @@ def test_a_run_with_a_leak_that_is_not_known_is_a_leak(lived: Callable[..., None
     lived("leak", LEAK, msgspec.structs.replace(LEAK, fingerprint="f" * 16))
     done, subject = run_with(tmp_path, entry("0123456789abcdef"))
     assert done.exit_code == 1
-    assert "LEAK: 1 finding(s), and 1 known" in done.stdout
+    assert "LEAK: 1 finding, and 1 known" in done.stdout
     assert subject.outcome == "leak"
 
 
@@ -546,7 +546,7 @@ def test_where_the_report_cannot_be_written_the_verdict_is_shown_first(
     done = invoke("run", "--device", "cpu", "--report", tmp_path)
     why = "cannot be written: Is a directory; choose another report folder\n"
     assert (done.exit_code, done.stderr) == (2, f"lowtide: {tmp_path / 'leakcheck.json'} {why}")
-    assert done.stdout.splitlines()[-1] == "LEAK: 1 finding(s)"
+    assert done.stdout.splitlines()[-1] == "LEAK: 1 finding"
     assert "report: " not in done.stdout
 
 
@@ -560,7 +560,7 @@ def test_a_terminal_gets_the_worst_of_a_long_report_and_all_else_the_whole(tmp_p
     assert (code, shown[0], shown[-1]) == (1, "tensors/lru-cache 49 B", "tensors/lru-cache 30 B")
     rest = " ".join(lines[lines.index("tensors/lru-cache 30 B") :])
     assert f"… 30 findings more: lowtide report {tmp_path} --all, or " in re.sub(r" +", " ", rest)
-    assert "LEAK: 1 of 1 subject(s) leaked" in lines
+    assert "LEAK: 1 of 1 subject leaked" in lines
     assert (tmp_path / "junit.xml").exists()
     code, sent = sent_to_terminal(100, [*arguments, "--all"], ROOT)
     assert (code, sent.count("tensors/lru-cache")) == (1, 50)
@@ -573,7 +573,7 @@ def test_a_report_in_a_folder_that_cannot_be_written_is_shown(tmp_path: Path) ->
     done = invoke("report", tmp_path)
     why = "cannot be written: Is a directory; choose another report folder\n"
     assert (done.exit_code, done.stderr) == (2, f"lowtide: {tmp_path / 'junit.xml'} {why}")
-    assert done.stdout.splitlines()[-1] == "LEAK: 1 finding(s)"
+    assert done.stdout.splitlines()[-1] == "LEAK: 1 finding"
 
 
 def test_without_a_file_the_shipped_entries_count(lived: Callable[..., None], tmp_path: Path) -> None:
@@ -592,7 +592,7 @@ def test_a_real_leak_is_suppressed_from_its_report(
     file.write_text(file.read_text().replace("TODO", "known"))
     done = lowtide(*LEAKING, "--suppressions", file)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "CLEAN: 1 cycle(s)" in done.stdout
+    assert "CLEAN: 1 cycle" in done.stdout
     assert "SUPPRESSION" not in done.stdout
 
 
@@ -622,7 +622,7 @@ def test_a_check_that_cannot_be_made_is_refused_in_one_line(arguments: tuple[str
 def test_a_users_engine_goes_through_the_fixed_life(tmp_path: Path) -> None:
     done = lowtide("check", "tests.leakcheck.small_target:SmallTarget", "--report", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "CLEAN: 2 cycle(s), everything came back" in done.stdout
+    assert "CLEAN: 2 cycles, everything came back" in done.stdout
     (subject,) = report_of(tmp_path).subjects
     assert subject.id == "check[tests.leakcheck.small_target:SmallTarget]"
     assert len(subject.stages) == 2 * 8
@@ -684,7 +684,7 @@ def test_a_check_that_is_killed_has_reported_the_lives_before(tmp_path: Path) ->
     shown = invoke("report", tmp_path / "report")
     assert shown.exit_code == 1
     assert "tests.leakcheck.small_target.KEPT" in shown.stdout
-    assert "LEAK: 1 finding(s) in 2 cycle(s)" in shown.stdout
+    assert "LEAK: 1 finding in 2 cycles" in shown.stdout
     assert "the run has not come to its end: 2 cycles were finished" in shown.stdout
     assert (tmp_path / "report" / "junit.xml").exists()
 
@@ -697,7 +697,7 @@ def test_a_check_of_an_engine_in_another_process_is_not_measured(tmp_path: Path)
     assert "CLEAN" not in done.stdout
     assert "NOT JUDGED: nothing can be concluded" in done.stdout
     summary = (tmp_path / "summary.md").read_text()
-    assert "NOT MEASURED: 1 of 1 subject(s)" in summary
+    assert "NOT MEASURED: 1 of 1 subject" in summary
     assert summary.count("EngineCore") == 1
 
 
@@ -743,7 +743,7 @@ def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> Non
     done = lowtide("fuzz", "--target", target, "--seed", "1", "--report", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "weights changed its contents between sleep and wake" in done.stdout
-    assert "LEAK: 1 finding(s); " in done.stdout
+    assert "LEAK: 1 finding; " in done.stdout
     program = (tmp_path / "life.py").read_text()
     assert program in done.stdout
     assert "from tests.leakcheck.lives.test_checked_life import ForgetsAtWake" in program
@@ -766,7 +766,7 @@ def test_what_was_found_is_shown_even_if_it_cannot_be_written(
     monkeypatch.setattr(fuzz_command, "search", search)
     done = invoke("fuzz", "--device", "cpu", "--report", tmp_path)
     assert done.exit_code == 2
-    assert "LEAK: 1 finding(s); 3 lives" in done.stdout
+    assert "LEAK: 1 finding; 3 lives" in done.stdout
     assert "life.create()" in done.stdout
     assert "No space left on device; choose another report folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -66,7 +66,7 @@ def replaced_in(file: Path) -> list[str]:
         ("typer.echo('interrupted before the end', err=True)", "printed: interrupted before the end"),
         ("say(f'{n} of', 'interrupted before the end', err=True)", "printed: interrupted before the end"),
         ("noted(finding, f'; {some} of them held by ', holder)", "note: {some} of them held by"),
-        ("restated(finding, {'advice': 'end it where its owner ends'})", "advice: end it where its owner ends"),
+        ("restated(finding, {'advice': 'end it in its teardown'})", "advice: end it in its teardown"),
         ("warnings.warn('this name is old', DeprecationWarning)", "warning: this name is old"),
     ],
 )

@@ -188,7 +188,7 @@ def test_a_task_is_told_with_its_coroutine_and_how_it_ends(run: InnerRun) -> Non
     assert "consumer() at " in finding.message
     assert (
         finding.advice
-        == "nothing can wake it: cancel() it and await it where its owner ends, before the loop is closed"
+        == "nothing can wake it: cancel() it and await it in its owner's teardown, before the loop is closed"
     )
 
 

@@ -69,7 +69,7 @@ def test_what_is_no_element_is_said_and_found_by_the_filter() -> None:
     leaks = [finding(fingerprint=f"{turn:04}") for turn in range(SHOWN_FINDINGS)]
     html = render_html(report(subject(*leaks, name="many"), subject(finding(fingerprint="last"), name="last")))
     assert html.count('<section class="finding"') == MOST_OF_ONE + 1
-    assert f"{SHOWN_FINDINGS - MOST_OF_ONE} more finding(s): filter, or see leakcheck.json." in html
+    assert f"{SHOWN_FINDINGS - MOST_OF_ONE} more findings: filter, or see leakcheck.json." in html
     entries = stored(html, "index")["entries"]
     assert len(entries) == SHOWN_FINDINGS + 1
     part = stored(html, "entries-0")[SHOWN_FINDINGS - 1]

@@ -84,8 +84,8 @@ def test_all_that_is_known_is_reported_in_order() -> None:
         "8.0 MiB of it is held by others too",
         "trend: growth (grew every time)",
         "remedy: CACHE.clear() gives back 24.0 MiB of 32.0 MiB",
-        "tried: gc.collect() (0 B)",
-        "tried: gc.unfreeze() (1.0 MiB)",
+        "tried: gc.collect() gives nothing back",
+        "tried: gc.unfreeze() gives back 1.0 MiB",
         "changed by trying: CACHE is empty",
         "changed by trying: the model is on the CPU",
         "fingerprint 0123456789abcdef",
@@ -96,7 +96,7 @@ def test_all_that_is_known_is_reported_in_order() -> None:
     ("fields", "text"),
     [
         ({}, "   .x  (T)"),
-        ({"mark": "innocent"}, "   .x  (T)  meant to live"),
+        ({"mark": "innocent"}, "   .x  (T)  expected to stay"),
         ({"mark": "holding", "suspect": True}, "-> .x  (T)  should be gone"),
         ({"retains_bytes": 32 << 20}, "   .x  (T)  retains 32.0 MiB"),
         ({"retains_bytes": 0}, "   .x  (T)  retains 0 B"),
@@ -142,7 +142,7 @@ def test_a_remedy_is_one_sentence(size: int, returned: int, text: str) -> None:
         ({"holder": "a.B", "message": "32.0 MiB, held by a.B"}, []),
         ({"holder": "a.B", "message": "32.0 MiB of a.B"}, ["held by a.B"]),
         ({"resource": "threads", "holder": "worker-1", "message": "1 thread: worker-1"}, []),
-        ({"resource": "processes", "holder": "7 (python)", "message": "1 process: 7"}, ["namely 7 (python)"]),
+        ({"resource": "processes", "holder": "7 (python)", "message": "1 process: 7"}, ["processes: 7 (python)"]),
         ({"count": 8, "message": "32.0 MiB in 8 tensors"}, []),
         ({"count": 8, "bytes": 0}, []),
     ],
@@ -256,8 +256,8 @@ def test_a_finding_of_which_much_is_known_takes_twelve_lines_and_begins_with_wha
     assert shown[-1] == "    fingerprint 0123456789abcdef"
     with_little = msgspec.structs.replace(much, path=(), allocated_at=(), changed=(), tried=())
     shown = details(leaking(with_little), 0).splitlines()
-    assert "    part of it: threads/lru-cache: thread 2 … and 27 more" in shown
-    assert "    part of it: threads/lru-cache: thread 0" in shown
+    assert "    includes threads/lru-cache: thread 2 … and 27 more" in shown
+    assert "    includes threads/lru-cache: thread 0" in shown
 
 
 def test_under_pytest_known_leaks_have_no_details_and_lines_stay_lines() -> None:

@@ -48,7 +48,7 @@ def text_of(made: schema.Report) -> str:
 def test_a_finding_has_what_how_much_since_which_stage_path_holder_and_remedy() -> None:
     leak = finding(path=HOPS, remedy=schema.Remedy(action="engine.cache.POOL.clear()", returns_bytes=48 * MIB))
     text = text_of(report(subject(leak)))
-    assert text.startswith("LEAK: 1 of 1 subject(s) leaked")
+    assert text.startswith("LEAK: 1 of 1 subject leaked")
     assert "tensors/module-global 48.0 MiB" in text
     assert FINDING.message in text
     assert "since stage shutdown" in text
@@ -94,8 +94,8 @@ def test_a_large_report_is_cut_and_says_so() -> None:
     many += [subject(name=f"test_{turn}") for turn in range(MOST_SUBJECTS)]
     html = render_fragment(report(*many))
     assert html.count("<section") == MOST_FINDINGS
-    assert "2 more finding(s) of it are in the report." in html
-    assert "1 more subject(s) are in the report." in html
+    assert "2 more findings of it are in the report." in html
+    assert "1 more subject is in the report." in html
 
 
 def test_a_known_finding_says_by_what_it_is_suppressed() -> None:

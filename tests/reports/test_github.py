@@ -95,7 +95,7 @@ def test_the_gate_shows_what_it_could_not_measure_and_its_summary(
     assert done.exit_code == 2, done.output
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
     assert line.startswith("::error title=not measured::engine-cuda")
-    assert "NOT MEASURED: 1 of 1 subject(s)" in (tmp_path / "page.md").read_text()
+    assert "NOT MEASURED: 1 of 1 subject" in (tmp_path / "page.md").read_text()
     (tmp_path / "page.md").unlink()
     done = CliRunner().invoke(app, ["gate"], env={"GITHUB_ACTIONS": None})
     assert (done.exit_code, "::error" in done.stdout, (tmp_path / "page.md").exists()) == (2, False, False)

@@ -139,7 +139,7 @@ def test_only_who_has_the_token_and_asks_for_this_host_gets_the_page(server: Pag
     write(tmp_path, report(subject(name="a")))
     status, text, headers = get(server.url)
     assert status == 200
-    assert "CLEAN: 1 subject(s)" in text
+    assert "CLEAN: 1 subject" in text
     assert "connect-src 'self'" in text
     assert headers["Cache-Control"] == "no-store"
     port = urlsplit(server.url).port
@@ -266,7 +266,7 @@ def test_a_browser_is_led_to_the_page_and_no_command_line_has_its_address(
     assert printed.strip() == url
     assert urlsplit(url).path.strip("/") not in given
     assert mode == 0o600
-    assert "CLEAN: 1 subject(s)" in page
+    assert "CLEAN: 1 subject" in page
     assert [path.name for path in folder.iterdir()] == ["leakcheck.json"]
 
 

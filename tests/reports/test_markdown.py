@@ -76,10 +76,10 @@ def test_what_has_no_bytes_is_counted() -> None:
     ("outcomes", "line"),
     [
         ([], "NOTHING JUDGED: no subjects"),
-        (["skipped"], "NOTHING JUDGED: 1 subject(s), all skipped"),
-        (["clean", "skipped"], "CLEAN: 1 subject(s), everything came back"),
-        (["clean", "error", "unsupported"], "NOT MEASURED: 2 of 3 subject(s) failed or could not be measured"),
-        (["clean", "error", "leak"], "LEAK: 1 of 3 subject(s) leaked"),
+        (["skipped"], "NOTHING JUDGED: 1 subject, all skipped"),
+        (["clean", "skipped"], "CLEAN: 1 subject, everything came back"),
+        (["clean", "error", "unsupported"], "NOT MEASURED: 2 of 3 subjects failed or could not be measured"),
+        (["clean", "error", "leak"], "LEAK: 1 of 3 subjects leaked"),
     ],
 )
 def test_the_verdict_says_the_worst_outcome(outcomes: list[schema.Outcome], line: str) -> None:
@@ -91,7 +91,7 @@ def test_the_verdict_says_the_worst_outcome(outcomes: list[schema.Outcome], line
 def test_a_clean_verdict_admits_what_was_not_judged() -> None:
     missing = schema.NotMeasured(what="driver", why="no library")
     clean = schema.Subject(id="a", outcome="clean", not_measured=(missing,))
-    assert verdict(report(clean)) == "CLEAN: 1 subject(s), everything that was judged came back"
+    assert verdict(report(clean)) == "CLEAN: 1 subject, everything that was judged came back"
 
 
 def test_what_is_to_say_of_a_clean_subject_is_a_note() -> None:
@@ -99,7 +99,7 @@ def test_what_is_to_say_of_a_clean_subject_is_a_note() -> None:
     text = render_markdown(report(noted, schema.Subject(id="quiet", outcome="clean")))
     assert text.split("### Notes")[1].split("\n\n")[1] == ("- <code>a&#124;b</code>: found: 8 MiB &#124; &lt;b&gt;")
     many = [schema.Subject(id=str(turn), outcome="clean", reason="said") for turn in range(101)]
-    assert "… and 1 more line(s); all are in `leakcheck.json`" in render_markdown(report(*many))
+    assert "… and 1 more line; all are in `leakcheck.json`" in render_markdown(report(*many))
 
 
 def test_outcomes_are_counted() -> None:
@@ -112,13 +112,13 @@ def test_a_suppressed_finding_is_counted_and_no_leak() -> None:
     subject = schema.Subject(id="a", outcome="clean", findings=(finding(suppressed_by="known.toml:3"),))
     text = render_markdown(report(subject))
     assert rows(text) == []
-    assert "1 clean · 1 suppressed finding(s)" in text
+    assert "1 clean · 1 suppressed finding" in text
 
 
 def test_what_was_not_measured_is_listed_once_with_its_subjects() -> None:
     missing = schema.NotMeasured(what="driver", why="two workers on one card")
     subjects = [schema.Subject(id="a", outcome="clean", not_measured=(missing,)) for _ in range(3)]
-    assert render_markdown(report(*subjects)).count("- driver in 3 subject(s): two workers on one card") == 1
+    assert render_markdown(report(*subjects)).count("- driver in 3 subjects: two workers on one card") == 1
 
 
 def test_processes_that_ended_are_one_entry_with_their_number() -> None:
@@ -140,16 +140,16 @@ def test_of_many_leaks_the_largest_hundred_are_shown_and_the_rest_is_counted() -
     text = render_markdown(report(leaking(*(finding(size=size, fingerprint=f"{size}") for size in range(1, 151)))))
     assert len(rows(text)) == 100
     assert "| 150 B |" in rows(text)[0]
-    assert "… and 50 more leak(s)" in text
+    assert "… and 50 more leaks" in text
 
 
 def test_a_hundred_leaks_are_all() -> None:
-    assert "more leak(s)" not in render_markdown(report(leaking(*[finding()] * 100)))
+    assert "more leak" not in render_markdown(report(leaking(*[finding()] * 100)))
 
 
 def test_a_clean_verdict_admits_what_is_known_not_to_come_back() -> None:
     clean = schema.Subject(id="a", outcome="clean", findings=(finding(suppressed_by="known.toml:3"),))
-    assert verdict(report(clean)) == "CLEAN: 1 subject(s), everything came back but 1 known finding(s)"
+    assert verdict(report(clean)) == "CLEAN: 1 subject, everything came back but 1 known finding"
 
 
 TOLD = msgspec.structs.replace(
@@ -177,13 +177,13 @@ def test_a_leak_of_which_more_is_known_has_a_list_of_it() -> None:
         "- held by a\\_b",
         "- count: 3",
         "- path:",
-        "- <code>engine</code> (module) meant to live",
+        "- <code>engine</code> (module) expected to stay",
         "- -&gt; <ins><code>\\['&lt;x&gt;'\\]</code></ins> (my\\_dict) should be gone, retains 32.0 MiB",
         "- allocated in f, a\\_b.py:3",
         "- 8.0 MiB of it is held by others too",
         "- trend: bounded (replaced or limited)",
         "- remedy: cache.cache\\_clear() gives back 32.0 MiB of 32.0 MiB",
-        "- tried: gc.collect() (0 B)",
+        "- tried: gc.collect() gives nothing back",
         "- changed by trying: the \\*cache\\* is empty",
         "- fingerprint 0123456789abcdef",
     ]
@@ -220,7 +220,7 @@ def test_types_that_became_more_are_a_table() -> None:
         "| <code>a</code> | a.B&#124;C | 10 | 12 | +2 | cycle 1 → cycle\\_2 |\n"
     ) in text
     assert text.count("a.B&#124;C") == 100
-    assert "… and 1 more row(s)" in text
+    assert "… and 1 more row" in text
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_no_name_can_act_as_markup(hostile: str, shown: str) -> None:
 def test_no_text_begins_a_list(hostile: str, shown: str) -> None:
     missing = schema.NotMeasured(what=hostile, why="no card")
     text = render_markdown(report(schema.Subject(id="a", outcome="clean", not_measured=(missing,))))
-    assert f"\n- {shown} in 1 subject(s): no card\n" in text
+    assert f"\n- {shown} in 1 subject: no card\n" in text
 
 
 def test_names_without_end_are_cut() -> None:

@@ -494,7 +494,7 @@ def test_a_life_is_watched_until_its_report_is_there(browser: Any, tmp_path: Pat
         assert box.is_checked()
         (tmp_path / "leakcheck.json").write_bytes(msgspec.json.encode(WHOLE))
         broadcast.close()
-        tab.get_by_text("LEAK: 1 of 2 subject(s) leaked").wait_for()
+        tab.get_by_text("LEAK: 1 of 2 subjects leaked").wait_for()
         assert tab.get_by_role("searchbox").is_visible()
         assert said == []
     finally:

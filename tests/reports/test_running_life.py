@@ -228,4 +228,4 @@ def test_a_run_shows_each_arena_live_and_ends_with_its_verdict(tmp_path: Path) -
     assert {len(line) for line in bars.values()} == {20}
     # Nobody draws in a thread of its own: it would be among those that are counted.
     assert {stage.after.threads for stage in report.subjects[0].stages} == {1}
-    assert [line for line in lines if line][-1] == "CLEAN: 2 cycle(s), everything came back"
+    assert [line for line in lines if line][-1] == "CLEAN: 2 cycles, everything came back"

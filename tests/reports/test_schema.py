@@ -140,7 +140,7 @@ def test_the_terminal_shows_stages_ledger_findings_and_what_was_not_judged() -> 
     assert "held by supports_kw" in text
     assert "cycle 1: driver on cuda:0 (64.0 MiB) came back at rung settle, 1.25 s after shutdown" in text
     assert "not judged: host-memory (one life only)" in text
-    assert "LEAK: 1 finding(s) in 1 cycle(s)" in text
+    assert "LEAK: 1 finding in 1 cycle" in text
 
 
 def test_what_is_not_known_is_a_dash_and_not_a_zero() -> None:
@@ -149,7 +149,7 @@ def test_what_is_not_known_is_a_dash_and_not_a_zero() -> None:
 
 
 def test_a_clean_run_that_could_not_judge_all_says_so() -> None:
-    assert "CLEAN: 1 cycle(s), everything that was judged came back" in shown(report("clean"))
+    assert "CLEAN: 1 cycle, everything that was judged came back" in shown(report("clean"))
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ def test_a_finding_is_shown_in_twelve_lines_with_where_the_rest_is() -> None:
         "tensors/lru-cache 32.0 MiB in 8 tensors [red]",
         "    held by engine.supports_kw",
         "    path:",
-        "       engine  (module)  meant to live",
+        "       engine  (module)  expected to stay",
         "    -> ['[bold]']  (dict)  should be gone, retains 32.0 MiB",
         *(rf"       .e{turn}\x1b  (T\x1b)" for turn in range(2)),
         "       … 28 more in the report (--report DIR)",
         "    remedy: CACHE.clear() gives back 32.0 MiB of 32.0 MiB",
-        "    tried: gc.collect() (0 B)",
+        "    tried: gc.collect() gives nothing back",
         r"    changed by trying: CACHE is empty\x1b",
         "    fingerprint 0123456789abcdef",
     ]
@@ -79,10 +79,10 @@ def test_what_is_known_is_yellow_with_its_reason_and_nothing_is_red() -> None:
 
 def test_a_subject_whose_leaks_are_known_is_clean_and_says_so() -> None:
     known = msgspec.structs.replace(FINDING, suppressed_by="lowtide.toml:3: known")
-    assert "CLEAN: everything came back but 1 known finding(s)" in shown(
+    assert "CLEAN: everything came back but 1 known finding" in shown(
         schema.Subject(id="a", outcome="clean", findings=(known,))
     )
-    assert "LEAK: 1 finding(s), and 1 known" in shown(schema.Subject(id="a", outcome="leak", findings=(FINDING, known)))
+    assert "LEAK: 1 finding, and 1 known" in shown(schema.Subject(id="a", outcome="leak", findings=(FINDING, known)))
 
 
 def test_types_that_became_more_are_a_table() -> None:

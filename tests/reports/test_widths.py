@@ -199,7 +199,7 @@ def test_no_figure_is_cut_and_no_line_is_too_long(columns: int, tmp_path: Path) 
     check_figures(report, lines)
     # Nor is a figure of the table of types.
     assert any("1234567" in line and "2345678" in line and "+1111111" in line for line in lines)
-    assert [line for line in lines if line][-2:] == ["report: somewhere", "LEAK: 1 finding(s) in 2 cycle(s)"]
+    assert [line for line in lines if line][-2:] == ["report: somewhere", "LEAK: 1 finding in 2 cycles"]
 
 
 def test_without_a_terminal_tables_have_100_columns_and_prose_is_not_folded(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_where_its_report_cannot_be_written_what_a_gate_found_is_shown_first(
     leaking = cell("leaking", f"{body}\nreport(marks='a')")
     monkeypatch.setattr("lowtide.leakcheck.gate.matrix.cells_of", lambda *_: [leaking])
     done = CliRunner().invoke(app, ["gate", "--report", "out"])
-    assert (done.exit_code, done.stdout.splitlines()[-1]) == (2, "LEAK: 1 of 1 subject(s) leaked")
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (2, "LEAK: 1 of 1 subject leaked")
     assert done.stderr.startswith("lowtide: out/leakcheck.json cannot be written: Is a directory")
 
 

@@ -139,7 +139,7 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
     named = Metric[Any]("pinned", "", lambda r: len(r), cause="native", items=lambda r: dict.fromkeys(r, 1))
     steps = [LadderStep(rung, ("ring at 0x10",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
     (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
-    assert found.advice == "release or deregister it at shutdown, where its owner ends"
+    assert found.advice == "release or deregister it at shutdown, in its owner's teardown"
 
 
 @pytest.mark.parametrize("cause", ["cuda-graph", "library-workspace", "unknown"])

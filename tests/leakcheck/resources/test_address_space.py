@@ -126,7 +126,7 @@ def test_where_a_card_is_used_none_is_judged(memory: Memory) -> None:
 def test_what_no_object_stands_for_has_advice(memory: Memory) -> None:
     space = AddressSpace(memory.contents)
     memory.map((0, GIB))
-    assert space.advice(list(space.read())) == "give the addresses back where their owner ends: munmap"
+    assert space.advice(list(space.read())) == "give the addresses back in their owner's teardown: munmap"
 
 
 def test_a_life_is_judged_by_what_it_leaves() -> None:

@@ -29,7 +29,7 @@ def test_a_leak_is_shown_as_html_and_as_text_and_raises_nothing(notebook: Notebo
     assert notebook.error is None
     (html,), (text,) = notebook.html, notebook.texts
     assert html.startswith('<div class="lowtide-report">')
-    assert "LEAK: 1 of 1 subject(s) leaked" in html
+    assert "LEAK: 1 of 1 subject leaked" in html
     assert "held by Engine.kept[0]" in " ".join(text.split())
     assert "\x1b" not in text
 
@@ -61,7 +61,7 @@ def test_before_the_block_has_ended_a_check_says_so(notebook: Notebook) -> None:
     early = notebook.names["early"]
     assert early.startswith("<p")
     assert "the block has not ended" in early
-    assert "CLEAN: 1 subject(s)" in notebook.names["check"]._repr_html_()
+    assert "CLEAN: 1 subject" in notebook.names["check"]._repr_html_()
 
 
 def test_importing_lowtide_does_not_import_ipython() -> None:
