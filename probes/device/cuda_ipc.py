@@ -145,8 +145,9 @@ def read_exports(pid: int | None = None) -> tuple[Export, ...]:
             at = max(start for start in files if start <= pointer)
             slot = (pointer - at - HEADER) // _WORD
             name = files[at]
-            # One that was freed has lost its beginning to the heap's own list.
-            if words[_LENGTH : _SLOT + 1 : _SLOT - _LENGTH] == [len(name), slot]:
+            is_whole = words[_LENGTH : _SLOT + 1 : _SLOT - _LENGTH] == [len(name), slot]
+            # One that was freed has lost its beginning, at least the first word, to a list of the heap's own.
+            if is_whole and heap.says(words[0], name):
                 found.add(Export(Counter(name, slot), address))
     return tuple(sorted(found, key=lambda export: export.counter))
 
@@ -248,6 +249,13 @@ class _Heap:
         """End it."""
         if self._file >= 0:
             os.close(self._file)
+
+    def says(self, address: int, name: str) -> bool:
+        """Return whether a file's name is at an address."""
+        try:
+            return os.pread(self._file, len(name) + 1, address) == name.encode() + b"\0"
+        except (OSError, OverflowError):  # nothing is there
+            return False
 
     def names_of_files(self) -> Mapping[int, str]:
         """Return the names of files of counters, by their addresses."""

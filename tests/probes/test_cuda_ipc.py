@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import subprocess
 from collections.abc import Iterator
 
@@ -64,8 +66,20 @@ def test_a_record_that_was_freed_is_no_export(records: Records) -> None:
     assert read_exports() == ()
 
 
-def test_the_exports_of_another_process_are_read_from_outside() -> None:
-    with exporter_of(living=3, freed=20) as exporter:
+@pytest.mark.parametrize("first", [0, 0x7F00_1234_5678_9ABC], ids=["the last of its list", "another one"])
+def test_a_record_that_lies_in_a_list_of_what_is_free_is_no_export(records: Records, first: int) -> None:
+    record = records.export(5, 0)
+    assert len(read_exports()) == 1
+    # Of some sizes the C library takes no more than the first word.
+    ctypes.memmove(record, struct.pack("Q", first), 8)
+    assert read_exports() == ()
+
+
+# A few blocks that were freed lie in one list of the C library, which takes two words of each, and more in another one,
+# which takes one.
+@pytest.mark.parametrize("freed", [0, 5, 20, 200])
+def test_the_exports_of_another_process_are_read_from_outside(freed: int) -> None:
+    with exporter_of(living=3, freed=freed) as exporter:
         found = read_exports(exporter.pid)
         assert [(each.counter.exporter, each.counter.slot) for each in found] == [(exporter.pid, at) for at in range(3)]
 
