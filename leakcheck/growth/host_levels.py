@@ -10,7 +10,7 @@ from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.host.counters import anonymous_bytes
-from lowtide.probes.host.memory_parts import MemoryParts, malloc_in_use, read_parts
+from lowtide.probes.host.memory_parts import NAMES, MemoryParts, malloc_in_use, read_parts
 from lowtide.reports.sizes import format_bytes
 
 LEAST_A_TURN = 128 * 1024
@@ -83,8 +83,13 @@ class HostLevels:
         now = read_levels()
         for rising in self._rising():
             kept = now[rising.place] - self._first[rising.place]
-            if self._parts is not None and kept >= max(LEAST_IN_ALL, rising.slope.rate * rising.turns / 2):
-                parts = read_parts().since(self._parts)
+            least = max(LEAST_IN_ALL, rising.slope.rate * rising.turns / 2)
+            if self._parts is None or kept < least:
+                continue
+            parts = read_parts().since(self._parts)
+            # Python's heap gives an arena back only once nothing in it is in use: what is free there nobody holds.
+            free = max(0, parts[NAMES["python_free"]]) if rising.place == _RESIDENT else 0
+            if kept - free >= least:
                 part = max(parts, key=lambda name: parts[name])
                 return HostGrowth(rising.slope, rising.turns, kept, part, parts[part], now)
         return None
@@ -95,6 +100,10 @@ class HostLevels:
             if growth.kind == "growth" and growth.slope is not None and growth.slope.low >= LEAST_A_TURN:
                 # The first turn is the level from which it has grown.
                 yield _Rising(place, growth.slope, growth.turns - 1)
+
+
+_RESIDENT = 0
+"""The place of the kernel's count among the levels."""
 
 
 class _Rising(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.growth.host_levels import HostLevels
+from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -38,3 +38,18 @@ def test_too_few_turns_decide_nothing() -> None:
 def test_what_may_be_growth_needs_more_turns() -> None:
     levels = [turn * MIB + turn % 3 * MIB for turn in range(9)]
     assert 0 < after(*levels).undecided() <= len(levels)
+
+
+@pytest.mark.parametrize(("each", "grows"), [(1, True), (30, False)], ids=["all stay", "few keep the others' place"])
+def test_what_is_free_in_python_s_heap_is_no_growth(each: int, grows: bool) -> None:
+    noted, stay = HostLevels(), []
+    for turn in range(14):
+        # No other turn makes objects of this size, and could have what is free.
+        size = 16 * (turn + 16)
+        made = [bytes(size - 33) for _ in range(4 * MIB // size)]
+        stay += made[::each]
+        del made
+        noted.note(read_levels())
+    assert noted.seem_to_grow()
+    assert (noted.grown() is not None) is grows
+    assert stay

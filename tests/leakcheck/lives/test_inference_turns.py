@@ -11,6 +11,8 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Subject
 
+pytestmark = pytest.mark.nightly
+
 LIBRARY = ctypes.CDLL(None)
 LIBRARY.malloc.restype = ctypes.c_void_p
 SEEN: dict[str, bytes] = {}
