@@ -38,6 +38,8 @@ from tests.leakcheck.snapshots.torch_snapshots import (
 )
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.nightly
+
 PROTOCOLS = (2, 3, 4, 5)
 
 MANY = 1500
