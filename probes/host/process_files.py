@@ -114,13 +114,13 @@ def is_running(pid: int) -> bool:
 
 
 def resting_threads(pid: int, number: int) -> list[int]:
-    """The threads of a process, without the main one, that wait in the kernel and let a signal in; by their numbers."""
+    """The threads of a process that wait in the kernel and let a signal in, by their numbers."""
     resting = []
     with contextlib.suppress(OSError):  # it ended
         for name in os.listdir(f"/proc/{pid}/task"):
             fields = _status(f"/proc/{pid}/task/{name}/status")
             blocks = int(fields.get("SigBlk", "0"), 16) & 1 << (number - 1)
-            if int(name) != pid and fields.get("State", "")[:1] == "S" and not blocks:
+            if fields.get("State", "")[:1] == "S" and not blocks:
                 resting.append(int(name))
     return resting
 
