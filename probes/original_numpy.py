@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy
 
+# `numpy.unique` and `isin` import it when they are first called: in the middle of a reading, whose imports are watched.
+import numpy.ma
+
 from lowtide.probes.originals import keep
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from lowtide.probes.host.readings import HostReading, Resident, named_shared_mem
 from lowtide.probes.memory.ranges import Range, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
 from lowtide.probes.objects.collector import GcReading, read_gc
-from lowtide.probes.objects.listed import census_of_all, collector_paused
+from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import time
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
@@ -122,7 +122,7 @@ _MOST_BEHIND_CACHES = 300_000
 
 
 def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
-    """Reads everything once; the heap is gone through once for all probes that need it.
+    """Reads everything once.
 
     Args:
         label: what to call this moment.
@@ -144,10 +144,8 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pool_residency = _pool_residency(pools, swapped=swapped)
         drivers = tuple(driver.read(index) for index in devices)
         pinned = read_pinned()
-        census = census_of_all()
-        survey = survey_storages(census)
-        caches = read_caches(census, max_in_all=_MOST_BEHIND_CACHES)
-        del census
+        survey = survey_storages()
+        caches = read_caches(max_in_all=_MOST_BEHIND_CACHES)
         tensors = summarize(survey, pools)
         pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]
         outside = without(tensors.on("cpu").ranges, pooled)

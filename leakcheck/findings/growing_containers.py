@@ -14,7 +14,7 @@ from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.objects.foreign import module_of_class, mro_of, type_name
-from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, weakref
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -126,7 +126,7 @@ def growth_of_containers(
 
 def _caches_by_table() -> dict[int, Any]:
     """Return every `lru_cache` by the identity of the dict that its entries are in."""
-    caches = Census(all_objects()).exactly(LRU_CACHE)
+    caches = all_instances(LRU_CACHE)
     return {id(table): cache for cache in caches for table in gc.get_referents(cache) if type(table) is dict}
 
 

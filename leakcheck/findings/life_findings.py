@@ -28,7 +28,7 @@ from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births
 from lowtide.probes.memory.tensors import StorageReading, survey_storages
-from lowtide.probes.objects.listed import Census, all_objects, any_frozen, collector_paused
+from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc
 from lowtide.probes.stages import PoolReading, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
@@ -105,7 +105,7 @@ class LeftoverTensors:
         gc.collect()
         self._births.mark("create")
         self._was_frozen = any_frozen()
-        storages = survey_storages(Census(all_objects())).storages
+        storages = survey_storages().storages
         self._seen = frozenset((held.device, held.address) for held in storages)
 
     def close(self) -> None:
@@ -499,8 +499,7 @@ def not_judged(stage: str, sizes: tuple[int, int], kind: str, where: str = "") -
 
 def _outside_pools() -> _Storages:
     """Read the storages that lie in no announced pool: the pages of a pool may be gone."""
-    with collector_paused():
-        survey = survey_storages(Census(all_objects()))
+    survey = survey_storages()
     is_pooled = within(announced_pools())
     return {(each.device, each.address): each for each in survey.storages if each.bytes and not is_pooled(each.address)}
 

@@ -15,7 +15,7 @@ from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.memory.ranges import merge, total
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
 from lowtide.probes.objects.foreign import is_a, mro_of, type_name
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import Census, all_objects, any_frozen, collector_paused
 from lowtide.probes.originals import gc, loaded
 from lowtide.probes.stages import PoolReading
 
@@ -269,7 +269,10 @@ def live_keys() -> set[Key]:
     torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return set()
-    return {_key(storage) for storage in _all_storages(torch, all_objects())}
+    # Frozen garbage is nobody's: see `thaw`.
+    if any_frozen():
+        return {_key(storage) for storage in _all_storages(torch, all_objects())}
+    return {_key(storage) for storage in survey_storages().storages}
 
 
 def is_tensor(item: object) -> bool:

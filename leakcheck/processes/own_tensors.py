@@ -32,7 +32,6 @@ from lowtide.probes.device.torch_allocator import (
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
 from lowtide.reports.schema import Finding
@@ -135,8 +134,7 @@ class OwnTensors:
         known, self._waiting = self._waiting, {}
         if not any_exported():
             return
-        with collector_paused():
-            claimed = {storage.address for storage in survey_storages(Census(all_objects())).storages}
+        claimed = {storage.address for storage in survey_storages().storages}
         for allocator in read_allocators(claimed):
             for pool in allocator.pools:
                 for address, size in pool.exported_at:
@@ -164,8 +162,7 @@ class OwnTensors:
         """Return who holds the largest storages on devices of a kind, arenas aside."""
         leftovers = self._leftovers or LeftoverTensors(card=False)
         context = leftovers.context(None)
-        with collector_paused():
-            survey = survey_storages(Census(all_objects()))
+        survey = survey_storages()
         is_pooled = within(announced_pools())
         rows: dict[str, list[HeldStorage]] = {}
         for storage in sorted(survey.storages, key=lambda each: -each.bytes):
@@ -190,8 +187,7 @@ class OwnTensors:
     def levels(self) -> Levels:
         """Return how much this process holds."""
         pools = announced_pools()
-        with collector_paused():
-            survey = survey_storages(Census(all_objects()))
+        survey = survey_storages()
         tensors = summarize(survey, pools)
         arenas: dict[str, dict[str, int]] = {}
         pooled: dict[str, list[Range]] = {}
@@ -255,8 +251,7 @@ def _pinned_for_later(on_host: list[Range]) -> int:
 
 
 def _devices(kind: str) -> list[str]:
-    with collector_paused():
-        survey = survey_storages(Census(all_objects()))
+    survey = survey_storages()
     return sorted({each.device for each in survey.storages if each.device.partition(":")[0] == kind})
 
 

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from lowtide.leakcheck.resources.resource import Bound, Items, Name, Resource, Rule
-from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.objects.opened_in_c import addresses_of_mappings
 from lowtide.probes.originals import contents
 from lowtide.reports.sizes import format_bytes
@@ -67,7 +67,7 @@ class AddressSpace(Resource):
         """Return the `mmap.mmap` that has reserved each range."""
         if not names:
             return {}
-        mappings = Census(all_objects()).exactly(mmap.mmap)
+        mappings = [item for item in all_instances(mmap.mmap) if type(item) is mmap.mmap]
         placed = list(zip(addresses_of_mappings(mappings), mappings, strict=True))
         ranges = {name: _range_of(name) for name in names}
         return {

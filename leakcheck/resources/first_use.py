@@ -46,7 +46,7 @@ from lowtide.probes.host.readings import mapped_shared_files, resident_code
 from lowtide.probes.memory.ranges import Range, common
 from lowtide.probes.objects.described import is_library, program_modules
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
-from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.objects.listed import Census, all_instances
 from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, os, threading, weakref
 from lowtide.reports.schema import CardMemory, Finding, NotMeasured, OtherProcess
 from lowtide.reports.sizes import first_of, format_amount
@@ -77,7 +77,7 @@ def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
     if not found:
         return set()
     # Python reports the length of a map of its own, but not its address.
-    lengths = {_pages(_length(item)) for item in Census(all_objects()).instances_of(mmap.mmap)}
+    lengths = {_pages(_length(item)) for item in all_instances(mmap.mmap)}
     return {name for name, ranges in found.items() if lengths.isdisjoint(_pages(length) for _, length in ranges)}
 
 

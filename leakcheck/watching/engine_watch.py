@@ -25,7 +25,7 @@ from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.memory.pointers import LabelledRange, TensorPointers, find_pointers, gone_since
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import all_instances, collector_paused
 from lowtide.probes.originals import loaded
 from lowtide.probes.stages import UPDATE, EnteredStage, PoolReading, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
@@ -168,7 +168,9 @@ def _tables(torch: Any, device: str, gone: Sequence[Range]) -> list[Any]:
     kinds = [getattr(torch, name, None) for name in ("int64", "uint64")]
     found: list[Any] = []
     known: set[int] = set()
-    for tensor in Census(all_objects()).exactly(torch.Tensor):
+    for tensor in all_instances(torch.Tensor):
+        if type(tensor) is not torch.Tensor:
+            continue
         if str(tensor.device) != device or tensor.layout is not torch.strided or tensor.numel() == 0:
             continue
         if not any(tensor.dtype is kind for kind in kinds) or (device == "cpu" and tensor.numel() > _MOST_WORDS):

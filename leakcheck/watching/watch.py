@@ -39,7 +39,7 @@ from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
@@ -81,11 +81,8 @@ class Watch(Attribution):
         if self.policy.card and self.policy.warm_up == "now":
             self._warm_up.now()
         self._watched.start()
-        with collector_paused():
-            census = Census(all_objects())
-            self._watched.caches.add(census.exactly(LRU_CACHE))
-            self._seen = frozenset((held.device, held.address) for held in survey_storages(census).storages)
-            del census
+        self._watched.caches.add(all_instances(LRU_CACHE))
+        self._seen = frozenset((held.device, held.address) for held in survey_storages().storages)
         trim_heap()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import live_storages
-from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import initialized_torch, loaded
 
 _KIB = 1024
@@ -385,7 +385,7 @@ def stranded_segments() -> tuple[StrandedSegment, ...]:
     ]
     if torch is None or not found:
         return ()
-    living = {stream.cuda_stream for stream in Census(all_objects()).instances_of(torch.cuda.Stream)}
+    living = {stream.cuda_stream for stream in all_instances(torch.cuda.Stream)}
     return tuple(sorted(segment for segment in found if segment.stream not in living))
 
 
@@ -485,4 +485,4 @@ def any_graph_alive() -> bool:
     """Whether there is any object of torch's graph type; goes through the whole heap where torch has that type."""
     torch: Any = loaded("torch")
     kind = None if torch is None else getattr(torch.cuda, "CUDAGraph", None)
-    return kind is not None and bool(Census(all_objects()).instances_of(kind))
+    return kind is not None and bool(all_instances(kind))

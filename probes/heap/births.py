@@ -22,7 +22,7 @@ from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities, types_in_c
-from lowtide.probes.objects.listed import Census, FrozenCount, all_objects, any_frozen, collector_paused
+from lowtide.probes.objects.listed import Census, FrozenCount, all_instances, collector_paused
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, os, sys
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
@@ -527,17 +527,10 @@ class Births:
     def all_watched(self) -> Census:
         """Everything of the kinds that are watched, whenever it was born; drop it soon.
 
-        The old generation is gone through where it lies: a list of it takes a reference to every object of the heap.
+        A list of all objects would take a reference to each.
         """
         with collector_paused():
-            # In no comprehension: see `end_aside`.
-            young = _young()
-            is_old = not np.any(identities(young) == id(self._first[0]))
-            if _instances_beside is None or not is_old or any_frozen():
-                return Census(list(_watched(all_objects())))
-            found = _instances_beside(self._first[0], _watched_kinds().tobytes())
-            found.extend(_watched(young))
-            return Census(found)
+            return Census(all_instances(*_classes()))
 
     def unfrozen_among(self, ids: Collection[int]) -> set[int]:
         """Return those identities that an object has which the collector lists, whenever it was born.
@@ -631,7 +624,7 @@ class Births:
     def _old_objects(self) -> list[object]:
         """The old objects among which those are that were born since the mark."""
         if self.froze_until_last_look:
-            return all_objects()
+            return all_instances(*_classes())
         old = gc.get_objects(generation=2)
         if self._record.is_incomplete:
             # How many were moved is not known.
@@ -751,4 +744,3 @@ def _watched_among(census: Census) -> Iterator[Any]:
 
 
 _followers_among = native.followers_among if _lists_can_be_read() else None
-_instances_beside = native.instances_beside if _followers_among is not None else None

@@ -15,7 +15,7 @@ from lowtide.probes.memory.tensors import held_ranges, survey_storages
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import module_of_class, type_name
 from lowtide.probes.objects.identities import identities, misses_of
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import Census, all_instances, collector_paused
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, logging, weakref
 
@@ -66,7 +66,7 @@ def read_caches(
     """Reads every cache with at least one entry; sorted by name.
 
     Args:
-        objects: what to look through; default: everything alive (`all_objects()`).
+        objects: what to look through; default: everything alive.
         max_objects: how many objects to look at per cache.
         max_in_all: how many objects to look at behind all those caches together that reach more than a few thousand.
             Then what one of these reaches is not walked through for the next: in a real engine's process dozens of
@@ -77,7 +77,9 @@ def read_caches(
     does not pass to the target of a weak reference, which keeps nothing alive. The cached function itself is no entry.
     """
     with collector_paused():
-        census = objects if isinstance(objects, Census) else Census(all_objects() if objects is None else objects)
+        census = (
+            objects if isinstance(objects, Census) else Census(all_instances(LRU_CACHE) if objects is None else objects)
+        )
         wrappers = [wrapper for wrapper in census.exactly(LRU_CACHE) if wrapper.cache_info().currsize]
         namespaces = module_namespaces()
         readings = [_read(*walked) for walked in walk_caches(wrappers, namespaces, max_objects, max_in_all)]

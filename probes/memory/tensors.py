@@ -12,7 +12,7 @@ from typing import Any
 
 from lowtide.probes.memory.ranges import Range, common, merge, total
 from lowtide.probes.objects.foreign import mro_of
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import Census, all_instances, collector_paused
 from lowtide.probes.originals import loaded
 from lowtide.probes.stages import PoolReading, announced_pools
 
@@ -104,19 +104,19 @@ def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolRe
     """Reads which memory the live tensors hold.
 
     Args:
-        objects: what to look through; default: everything alive (`all_objects()`).
+        objects: what to look through; default: everything alive.
         pools: memory of allocators outside torch; default: what is announced (`announced_pools()`).
 
     Tensors that Python never saw (a gradient that no code has read, what autograd saved) are not found: reading them
     would make Python objects of them that stay.
     """
     pools = announced_pools() if pools is None else pools
-    return summarize(survey_storages(all_objects() if objects is None else objects), pools)
+    return summarize(survey_storages(objects), pools)
 
 
 def live_storages(objects: Iterable[object] | None = None) -> list[StorageReading]:
     """Every storage that holds memory, sorted by device and address; keeps no object alive."""
-    return list(survey_storages(all_objects() if objects is None else objects).storages)
+    return list(survey_storages(objects).storages)
 
 
 def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorReading:
@@ -141,8 +141,11 @@ def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorRead
     return TensorReading(tuple(per_device), survey.unreadable)
 
 
-def survey_storages(objects: Iterable[object] | Census) -> StorageSurvey:
+def survey_storages(objects: Iterable[object] | Census | None = None) -> StorageSurvey:
     """Finds the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
+
+    Args:
+        objects: what to look through; default: everything alive.
 
     Two storages at one address of one device are one.
     """
@@ -150,6 +153,8 @@ def survey_storages(objects: Iterable[object] | Census) -> StorageSurvey:
     if torch is None or not hasattr(torch, "Tensor"):  # not loaded, or half way through its import
         return StorageSurvey((), 0)
     with collector_paused(), plain_tensors(torch):
+        if objects is None:
+            objects = all_instances(torch.UntypedStorage, torch.Tensor)
         census = objects if isinstance(objects, Census) else Census(objects)
         found = _Found(torch)
         for storage in census.instances_of(torch.UntypedStorage):

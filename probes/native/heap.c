@@ -123,6 +123,15 @@ table_add(Table *table, const void *address, int32_t place)
     return 0;
 }
 
+static PyObject *
+list_of(const Array *met)
+{
+    PyObject *list = PyList_New((Py_ssize_t)met->count);
+    for (size_t at = 0; list != NULL && at < met->count; at++)
+        PyList_SetItem(list, (Py_ssize_t)at, Py_NewRef(((PyObject **)met->items)[at]));
+    return list;
+}
+
 static int
 no_memory(void)
 {
@@ -646,9 +655,7 @@ note_objects(Walk *walk, Lengths *found, PyObject *objects, int with_frozen)
 static PyObject *
 taken_lengths(Lengths *found)
 {
-    PyObject *met = PyList_New((Py_ssize_t)found->met.count);
-    for (size_t at = 0; met != NULL && at < found->met.count; at++)
-        PyList_SetItem(met, (Py_ssize_t)at, Py_NewRef(((PyObject **)found->met.items)[at]));
+    PyObject *met = list_of(&found->met);
     PyObject *ids = array_take(&found->ids), *lengths = array_take(&found->lengths), *kinds = array_take(&found->kinds);
     PyObject *taken = NULL;
     if (met != NULL && ids != NULL && lengths != NULL && kinds != NULL)
@@ -713,11 +720,13 @@ next_in_ring(const uintptr_t *link)
     return (uintptr_t *)(*link & ~(uintptr_t)3);
 }
 
-/* Those behind the first one in its ring that have one of some identities themselves, or whose type has. */
 static PyObject *
-among_ring(PyObject *first, PyObject *ids, Py_ssize_t most, int by_type)
+followers_among(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *found = NULL;
+    PyObject *first, *ids, *found = NULL;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "OSn:followers_among", &first, &ids, &most))
+        return NULL;
     if (!PyObject_GC_IsTracked(first)) {
         PyErr_SetString(PyExc_ValueError, "the collector does not track the first object");
         return NULL;
@@ -736,45 +745,24 @@ among_ring(PyObject *first, PyObject *ids, Py_ssize_t most, int by_type)
     for (Py_ssize_t at = 0; !failed && link != begin && (most < 0 || at < most); at++, link = next_in_ring(link)) {
         PREFETCH(next_in_ring(link));
         PyObject *item = (PyObject *)(link + 2);
-        if (table_find(&wanted, by_type ? (PyObject *)Py_TYPE(item) : item) != UNKNOWN)
+        if (table_find(&wanted, item) != UNKNOWN)
             failed = array_push(&met, &item) < 0;
     }
     /* (Made only now: it is young itself, and may be where one of them was that died.) */
     if (failed)
         PyErr_NoMemory();
     else
-        found = PyList_New((Py_ssize_t)met.count);
-    for (size_t at = 0; found != NULL && at < met.count; at++)
-        PyList_SetItem(found, (Py_ssize_t)at, Py_NewRef(((PyObject **)met.items)[at]));
+        found = list_of(&met);
     free(met.items);
     free(wanted.slots);
     return found;
-}
-
-static PyObject *
-followers_among(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *first, *ids;
-    Py_ssize_t most;
-    if (!PyArg_ParseTuple(args, "OSn:followers_among", &first, &ids, &most))
-        return NULL;
-    return among_ring(first, ids, most, 0);
-}
-
-static PyObject *
-instances_beside(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *first, *types;
-    if (!PyArg_ParseTuple(args, "OS:instances_beside", &first, &types))
-        return NULL;
-    return among_ring(first, types, -1, 1);
 }
 
 /* The head of the ring of what is frozen, or NULL where the collector's state is not laid out as from Python 3.8 on: the
  * heads of three generations with two numbers each, a pointer to the first of them, and behind it this one. The newest
  * object of all comes before the first head.
  */
-enum { GENERATIONS_WORDS = 9 };
+enum { WORDS_OF_GENERATION = 3, GENERATIONS_WORDS = 3 * WORDS_OF_GENERATION };
 
 static uintptr_t *
 ring_of_frozen(void)
@@ -791,22 +779,88 @@ ring_of_frozen(void)
     return head;
 }
 
+static uintptr_t *
+known_ring_of_frozen(void)
+{
+    uintptr_t *head = ring_of_frozen();
+    if (head == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_NotImplementedError, "this interpreter's collector has its objects in other lists");
+    return head;
+}
+
 static PyObject *
 frozen(PyObject *Py_UNUSED(module), PyObject *most)
 {
     Py_ssize_t limit = PyLong_AsSsize_t(most), count = 0;
     if (limit == -1 && PyErr_Occurred())
         return NULL;
-    uintptr_t *head = ring_of_frozen();
-    if (head == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_NotImplementedError, "this interpreter's collector has its objects in other lists");
+    uintptr_t *head = known_ring_of_frozen();
+    if (head == NULL)
         return NULL;
-    }
     for (uintptr_t *link = next_in_ring(head); link != head && (limit < 0 || count < limit); link = next_in_ring(link))
         count++;
     unsigned long long first = *head & ~(uintptr_t)3, last = head[1] & ~(uintptr_t)3;
     return Py_BuildValue("nKK", count, first, last);
+}
+
+/* Whether a type derives from one of some classes; each type is asked for once. */
+static int
+is_wanted(Table *kinds, PyTypeObject *type, PyObject *classes)
+{
+    int32_t answer = table_find(kinds, type);
+    if (answer == UNKNOWN) {
+        answer = 0;
+        for (Py_ssize_t at = 0; !answer && at < PyTuple_Size(classes); at++)
+            answer = PyType_IsSubtype(type, (PyTypeObject *)PyTuple_GetItem(classes, at));
+        if (table_add(kinds, type, answer) < 0)
+            return no_memory();
+    }
+    return answer;
+}
+
+static int
+note_instances(uintptr_t *head, Table *kinds, PyObject *classes, Array *met)
+{
+    for (uintptr_t *link = next_in_ring(head); link != head; link = next_in_ring(link)) {
+        PREFETCH(next_in_ring(link));
+        PyObject *item = (PyObject *)(link + 2);
+        int wanted = is_wanted(kinds, Py_TYPE(item), classes);
+        if (wanted < 0 || (wanted && array_push(met, &item) < 0 && no_memory() < 0))
+            return -1;
+    }
+    return 0;
+}
+
+/* No list of all objects is made, and only those that are asked for get a reference: no other thread sees one more on
+ * its own, and no page of a process that was forked is written to for each of them.
+ */
+static PyObject *
+all_instances(PyObject *Py_UNUSED(module), PyObject *classes)
+{
+    if (!PyTuple_Check(classes)) {
+        PyErr_SetString(PyExc_TypeError, "a tuple of classes");
+        return NULL;
+    }
+    for (Py_ssize_t at = 0; at < PyTuple_Size(classes); at++) {
+        if (!PyType_Check(PyTuple_GetItem(classes, at))) {
+            PyErr_SetString(PyExc_TypeError, "classes only");
+            return NULL;
+        }
+    }
+    uintptr_t *of_frozen = known_ring_of_frozen();
+    if (of_frozen == NULL)
+        return NULL;
+    Table kinds = {0};
+    Array met = {.width = sizeof(PyObject *)};
+    uintptr_t *head = of_frozen - 1 - GENERATIONS_WORDS;
+    int failed = note_instances(of_frozen, &kinds, classes, &met) < 0;
+    for (; !failed && head < of_frozen - 1; head += WORDS_OF_GENERATION)
+        failed = note_instances(head, &kinds, classes, &met) < 0;
+    /* (Made only now: it is young itself.) */
+    PyObject *found = failed ? NULL : list_of(&met);
+    free(met.items);
+    free(kinds.slots);
+    return found;
 }
 
 /* Dictionaries --------------------------------------------------------------------------------------------------- */
@@ -893,9 +947,8 @@ static PyMethodDef functions[] = {
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},
-    {"instances_beside", instances_beside, METH_VARARGS,
-     "Return the objects of these types (identities, int64) that are in one list of the collector with another object, "
-     "which is not among them. Nothing may be collected meanwhile."},
+    {"all_instances", all_instances, METH_O,
+     "Return the objects that the collector has, frozen ones too, whose types derive from one of a tuple of classes."},
     {"frozen", frozen, METH_O,
      "Return how many objects are frozen, counted up to a number (-1: all), and what says which are the first and the "
      "last."},

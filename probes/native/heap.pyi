@@ -71,15 +71,16 @@ def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
         ValueError: the collector does not track the first object.
     """
 
-def instances_beside(first: object, types: bytes) -> list[Any]:
-    """Return the objects of these types that are in one list of the collector with another one, that one excepted.
+def all_instances(classes: tuple[type, ...]) -> list[Any]:
+    """Return all objects whose types derive from one of some classes, frozen ones too, and frozen garbage.
+
+    Nobody else gets a reference, and no other thread runs meanwhile.
 
     Args:
-        first: the other one; the collector tracks it.
-        types: the identities (int64) of the types themselves: what derives from them is not meant.
+        classes: what to look for.
 
     Raises:
-        ValueError: the collector does not track the object.
+        NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
 def frozen(most: int) -> tuple[int, int, int]:

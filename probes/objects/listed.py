@@ -134,6 +134,21 @@ def _objects_and_kinds() -> tuple[list[object], Any]:
         raise
 
 
+def all_instances(*classes: type) -> list[Any]:
+    """Return every object whose type derives from one of some classes, hidden by `gc.freeze()` or not.
+
+    Where C can read the collector's lists, this takes 30 ns for each object there is, and nothing but what is returned
+    gets a reference: a thread of the program that runs meanwhile sees no other object owned once more. (With one owner
+    more a buffer cannot be resized, for instance.) Frozen garbage is found there alone.
+
+    Args:
+        classes: what to look for; not what a class says of its instances or below, as in `Census`.
+    """
+    if _frozen is None or native.all_instances is None:
+        return Census(all_objects()).instances_of(*classes)
+    return native.all_instances(classes)
+
+
 class Census:
     """Some objects and, taken once for all questions, the real type of each.
 

@@ -13,6 +13,7 @@ import pytest
 from lowtide.probes import native
 from lowtide.probes.heap import births
 from lowtide.probes.host import replaced
+from lowtide.probes.objects import listed
 
 if native.followers_among is None:
     pytest.skip("what is written in C was not built here", allow_module_level=True)
@@ -29,6 +30,11 @@ def nothing_is_collected() -> Iterator[None]:
 def among(first: object, items: list[object], most: int = -1) -> list[object]:
     assert native.followers_among is not None
     return native.followers_among(first, np.array(list(map(id, items)), np.int64).tobytes(), most)
+
+
+def instances(*classes: type) -> list[Any]:
+    assert native.all_instances is not None
+    return native.all_instances(classes)
 
 
 def test_it_is_used_on_this_interpreter() -> None:
@@ -53,20 +59,84 @@ def test_what_comes_before_is_found_only_where_all_are_looked_at() -> None:
     assert among(first, [before])[0] is before
 
 
-def test_instances_of_some_types_are_found_in_one_generation() -> None:
-    class Base: ...
+class Base:
+    itself: Any = None
 
-    class Derived(Base): ...
 
-    assert native.instances_beside is not None
-    old = [Base(), Derived(), []]
-    gc.collect()
-    young = [Derived(), Base()]
-    kinds = np.array([id(Base)], np.int64).tobytes()
-    assert list(map(id, native.instances_beside(old, kinds))) == [id(old[0])]
-    assert list(map(id, native.instances_beside(young, kinds))) == [id(young[1])]
-    with pytest.raises(ValueError, match="does not track"):
-        native.instances_beside("text", kinds)
+class Derived(Base): ...
+
+
+class Virtual(type):
+    """Says of everything that it derives from its classes."""
+
+    def __instancecheck__(cls, _item: object) -> bool:
+        return True
+
+    def __subclasscheck__(cls, _other: type) -> bool:
+        return True
+
+
+def test_instances_are_found_in_all_generations_and_among_what_is_frozen() -> None:
+    frozen = [Base(), []]
+    gc.freeze()
+    try:
+        old = [Derived(), Base()]
+        gc.collect()
+        middle = [Derived()]
+        gc.collect(0)
+        young = [Base(), Derived()]
+        found = instances(Base)
+    finally:
+        gc.unfreeze()
+    assert sorted(map(id, found)) == sorted(map(id, [frozen[0], *old, *middle, *young]))
+
+
+def test_frozen_garbage_is_found() -> None:
+    item = Base()
+    item.itself = item
+    gc.freeze()
+    try:
+        del item
+        (found,) = instances(Base)
+        assert found.itself is found
+        del found.itself
+    finally:
+        gc.unfreeze()
+
+
+def test_no_instance_gets_a_reference_but_what_is_returned() -> None:
+    kept, other = Base(), [1]
+    before = sys.getrefcount(kept), sys.getrefcount(other)
+    found = instances(Base, Derived)
+    assert (sys.getrefcount(kept), sys.getrefcount(other)) == (before[0] + 1, before[1])
+    assert found == [kept]
+
+
+def test_what_a_class_says_of_others_is_not_asked() -> None:
+    claims = Virtual("Claims", (), {})
+    item = claims()
+    assert instances(claims) == [item]
+    assert instances() == []
+
+
+@pytest.mark.parametrize("wrong", [[Base], (1,), Base])
+def test_only_classes_are_looked_for(wrong: Any) -> None:
+    assert native.all_instances is not None
+    with pytest.raises(TypeError, match="classes"):
+        native.all_instances(wrong)
+
+
+def test_without_it_the_same_instances_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [Base(), Derived()]
+    gc.freeze()
+    try:
+        kept += [Derived()]
+        fast = listed.all_instances(Base)
+        monkeypatch.setattr(native, "all_instances", None)
+        slow = listed.all_instances(Base)
+    finally:
+        gc.unfreeze()
+    assert sorted(map(id, fast)) == sorted(map(id, slow)) == sorted(map(id, kept))
 
 
 def test_what_is_in_another_generation_is_not_found() -> None:
