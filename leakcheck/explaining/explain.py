@@ -501,7 +501,7 @@ def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:
 
 def _garbage(*, frozen: bool, holders: Collection[str]) -> Explanation:
     if frozen:
-        return Explanation("frozen-garbage", "frozen-garbage", "", (), ("frozen garbage",))
+        return Explanation("frozen-garbage", "frozen-garbage", "the heap frozen by gc.freeze()", (), ("frozen garbage",))
     if holders:
         name = min(holders)
         return Explanation("unexplained", "cycle", f"garbage: {name}", (), (f"garbage {name}",))

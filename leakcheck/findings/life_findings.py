@@ -152,7 +152,7 @@ class LeftoverTensors:
             return False
         context = self.context(None)
         self._behind_frozen = behind_frozen_holders({held.key for held in self._found.rows[0]}, context)
-        hidden = thaw(self._births.froze_in or self._births.label, self._seen)
+        hidden = thaw(self._births.froze_in or self._births.label, self._found.rows[0], self._seen)
         self._found.rows[0] = (*self._found.rows[0], *hidden)
         self.read(Rung.UNFREEZE)
         return True

@@ -211,6 +211,9 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     explanation = row.explanation
     if row.rung is not None and (explanation is None or not explanation.path):
         suspects: tuple[str, ...] = (row.rung.value,)
+    elif explanation is not None and explanation.verdict == "frozen-garbage":
+        # The same as what has come back by unfreezing.
+        suspects = (Rung.UNFREEZE.value,)
     elif explanation is not None:
         # What hangs on one suspect edge is one finding, however much it is.
         suspects = (explanation.cause, *explanation.suspects[:1])

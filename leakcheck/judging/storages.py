@@ -11,7 +11,7 @@ from typing import Any
 from lowtide.leakcheck.judging.ladder import collect
 from lowtide.leakcheck.judging.owners import Claims, Owner, gradients_of
 from lowtide.probes.heap.births import Births, Newborn
-from lowtide.probes.heap.holders import SharedWalk, census_of
+from lowtide.probes.heap.holders import SharedWalk, instances_in
 from lowtide.probes.memory.ranges import merge, total
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
 from lowtide.probes.objects.foreign import is_a, mro_of, type_name
@@ -188,11 +188,12 @@ def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:
         return census, births.survivors(census=census)
 
 
-def thaw(stage: str, seen: Collection[Key]) -> tuple[HeldStorage, ...]:
+def thaw(stage: str, held: Collection[HeldStorage], seen: Collection[Key]) -> tuple[HeldStorage, ...]:
     """Unfreeze the heap, and only then collect; the storages of tensors that were frozen garbage.
 
     Args:
         stage: in which they were frozen.
+        held: what is known to be held, which may include them.
         seen: the storages at the last full reading: those are nobody's now.
     """
     torch: Any = loaded("torch")
@@ -205,7 +206,8 @@ def thaw(stage: str, seen: Collection[Key]) -> tuple[HeldStorage, ...]:
         gc.unfreeze()
         visible = _all_storages(torch, gc.get_objects())
     collect()
-    hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
+    known = reached.union(seen, (each.key for each in held))
+    hidden = [storage for storage in visible if _key(storage) not in known]
     return _without_overlaps(HeldStorage.of(storage, stage) for storage in hidden)
 
 
@@ -218,8 +220,7 @@ def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[
     """Return the tensors and storage objects over some storages; drop them soon."""
     torch: Any = loaded("torch")
     with collector_paused():
-        census = census_of(walk)
-        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        everything = instances_in(walk, torch.Tensor, torch.UntypedStorage)
         wanted = set(keys)
         return [item for item, found in zip(everything, keys_of_each(everything), strict=True) if found & wanted]
 
@@ -232,9 +233,7 @@ def tensors_in(keys: Collection[Key], walk: SharedWalk | None = None) -> list[tu
     """
     torch: Any = loaded("torch")
     with collector_paused():
-        census = census_of(walk)
-        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
-        del census
+        everything = instances_in(walk, torch.Tensor, torch.UntypedStorage)
         wanted = set(keys)
         of_each = keys_of_each(everything)
         over = [item for item, found in zip(everything, of_each, strict=True) if found & wanted]

@@ -443,7 +443,7 @@ class FullReadings:
             walk.close()
             # Undoes what this test froze; a freeze that was there before, or an owner's, is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, case.context)
-            hidden = thaw(self._watched.births.froze_in, case.seen)
+            hidden = thaw(self._watched.births.froze_in, first.heap.held, case.seen)
             steps = [LadderStep(Rung.RAW, first.with_hidden(hidden), 0.0)]
             steps.append(LadderStep(Rung.UNFREEZE, self.read(case), 0.0))
 

@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import FrameType, ModuleType
+from typing import Any
 
 import numpy.typing as npt
 
@@ -23,7 +24,7 @@ from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep, lan
 from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import Census, all_instances, all_objects, collector_paused
 from lowtide.probes.original_numpy import np
 from lowtide.probes.references.edges import EdgeNamer
 from lowtide.probes.references.entries import Edge
@@ -57,6 +58,7 @@ class SharedWalk:
 
     def __init__(self, graph: Graph | None = None) -> None:
         self._graph = graph
+        self._is_part = graph is not None
         self._lost: set[int] = set()
 
     @property
@@ -75,9 +77,15 @@ class SharedWalk:
         if self._graph is None:
             with collector_paused():
                 self._graph = Graph(needed)
+            self._is_part = False
             # What is frozen, and what nothing leads to, no walk meets.
             self._lost = set(map(id, self._missing(needed)))
         return self._graph
+
+    @property
+    def is_part(self) -> bool:
+        """Whether only a part of the heap is asked so far."""
+        return self._is_part
 
     def census(self) -> Census:
         """All objects by their types."""
@@ -117,6 +125,11 @@ def objects_of(ids: Collection[int], walk: SharedWalk | None) -> list[object]:
 def census_of(walk: SharedWalk | None) -> Census:
     """All objects by their types, from a walk, or where there is none by going through the heap."""
     return Census(all_objects()) if walk is None else walk.census()
+
+
+def instances_in(walk: SharedWalk | None, *classes: type) -> list[Any]:
+    """Return the objects of some classes: those in a walk of a part of the heap, else all, frozen garbage included."""
+    return walk.census().instances_of(*classes) if walk is not None and walk.is_part else all_instances(*classes)
 
 
 @contextlib.contextmanager

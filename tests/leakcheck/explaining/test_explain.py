@@ -432,6 +432,6 @@ def test_a_frozen_heap() -> None:
     assert done.stdout.splitlines() == [
         "frozen-holder module-global helper.ENGINE.model",
         "reachable class-attribute __main__.Engine.current",
-        "frozen-garbage frozen-garbage ",
+        "frozen-garbage frozen-garbage the heap frozen by gc.freeze()",
         "reachable module-global helper.fresh[0]",
     ]
