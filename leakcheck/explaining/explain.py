@@ -30,7 +30,8 @@ from lowtide.leakcheck.explaining.cuts import CACHED, Way, cut_of_new_dict, cut_
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
 )
-from lowtide.leakcheck.judging.judge import Budget
+from lowtide.leakcheck.judging.judge import HOLDER_OF_RUNG, Budget
+from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path
 from lowtide.probes.heap.roots import RootKind
@@ -501,7 +502,8 @@ def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:
 
 def _garbage(*, frozen: bool, holders: Collection[str]) -> Explanation:
     if frozen:
-        return Explanation("frozen-garbage", "frozen-garbage", "the heap frozen by gc.freeze()", (), ("frozen garbage",))
+        holder = HOLDER_OF_RUNG[Rung.UNFREEZE]
+        return Explanation("frozen-garbage", "frozen-garbage", holder, (), ("frozen garbage",))
     if holders:
         name = min(holders)
         return Explanation("unexplained", "cycle", f"garbage: {name}", (), (f"garbage {name}",))

@@ -835,12 +835,12 @@ note_instances(uintptr_t *head, Table *kinds, PyObject *classes, Array *met)
  * its own, and no page of a process that was forked is written to for each of them.
  */
 static PyObject *
-all_instances(PyObject *Py_UNUSED(module), PyObject *classes)
+all_instances(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    if (!PyTuple_Check(classes)) {
-        PyErr_SetString(PyExc_TypeError, "a tuple of classes");
+    PyObject *classes;
+    int only_frozen;
+    if (!PyArg_ParseTuple(args, "O!p:all_instances", &PyTuple_Type, &classes, &only_frozen))
         return NULL;
-    }
     for (Py_ssize_t at = 0; at < PyTuple_Size(classes); at++) {
         if (!PyType_Check(PyTuple_GetItem(classes, at))) {
             PyErr_SetString(PyExc_TypeError, "classes only");
@@ -854,7 +854,7 @@ all_instances(PyObject *Py_UNUSED(module), PyObject *classes)
     Array met = {.width = sizeof(PyObject *)};
     uintptr_t *head = of_frozen - 1 - GENERATIONS_WORDS;
     int failed = note_instances(of_frozen, &kinds, classes, &met) < 0;
-    for (; !failed && head < of_frozen - 1; head += WORDS_OF_GENERATION)
+    for (; !failed && !only_frozen && head < of_frozen - 1; head += WORDS_OF_GENERATION)
         failed = note_instances(head, &kinds, classes, &met) < 0;
     /* (Made only now: it is young itself.) */
     PyObject *found = failed ? NULL : list_of(&met);
@@ -947,8 +947,9 @@ static PyMethodDef functions[] = {
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},
-    {"all_instances", all_instances, METH_O,
-     "Return the objects that the collector has, frozen ones too, whose types derive from one of a tuple of classes."},
+    {"all_instances", all_instances, METH_VARARGS,
+     "Return the objects that the collector has, frozen ones too or those alone, whose types derive from one of a tuple "
+     "of classes."},
     {"frozen", frozen, METH_O,
      "Return how many objects are frozen, counted up to a number (-1: all), and what says which are the first and the "
      "last."},

@@ -71,13 +71,14 @@ def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
         ValueError: the collector does not track the first object.
     """
 
-def all_instances(classes: tuple[type, ...]) -> list[Any]:
+def all_instances(classes: tuple[type, ...], only_frozen: bool) -> list[Any]:
     """Return all objects whose types derive from one of some classes, frozen ones too, and frozen garbage.
 
     Nobody else gets a reference, and no other thread runs meanwhile.
 
     Args:
         classes: what to look for.
+        only_frozen: whether to look among the frozen ones alone.
 
     Raises:
         NotImplementedError: this interpreter's collector has its objects in other lists.

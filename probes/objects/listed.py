@@ -146,7 +146,12 @@ def all_instances(*classes: type) -> list[Any]:
     """
     if _frozen is None or native.all_instances is None:
         return Census(all_objects()).instances_of(*classes)
-    return native.all_instances(classes)
+    return native.all_instances(classes, False)
+
+
+def frozen_instances(*classes: type) -> list[Any]:
+    """Return what is hidden by `gc.freeze()` of that, frozen garbage included; nothing where C cannot read it."""
+    return [] if _frozen is None or native.all_instances is None else native.all_instances(classes, True)
 
 
 class Census:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.processes import answers, own_tensors
 from lowtide.leakcheck.processes.messages import ComparePreserved, Findings, PreservedAnswer, RememberPreserved, encode
 from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
+from lowtide.probes import native
 from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments
 from lowtide.probes.stages import PoolReading, announce, withdraw
 
@@ -47,6 +49,32 @@ def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena, own: OwnTenso
     assert own.asleep(1, "cpu") == []
     assert all(finding.bytes < SIZE for finding in own.held("sleep(1)", "cpu", 5))
     del tensor
+
+
+@pytest.mark.skipif(native.all_instances is None, reason="the extension is not built here")
+def test_no_other_thread_sees_what_it_lets_go_of_alive(own: OwnTensors) -> None:
+    kept = []
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            buffer = bytearray(100)
+            shown = [memoryview(buffer)]
+            del shown
+            try:
+                buffer.extend(b"x" * 100)
+            except BufferError as error:
+                kept.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for _ in range(20):
+            own.levels()
+    finally:
+        ended.set()
+        thread.join()
+    assert kept == []
 
 
 def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena, own: OwnTensors) -> None:
