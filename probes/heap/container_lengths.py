@@ -15,9 +15,8 @@ from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import flags_of, mro_of
 from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
-from lowtide.probes.objects.listed import all_objects, any_frozen, collector_paused, frozen_is_listed
+from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import gc
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 
@@ -73,7 +72,7 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
         The lengths, and the wanted ones that are there, by identity.
     """
     with collector_paused():
-        if native.lengths_of_all is not None and (frozen_is_listed() or not any_frozen()):
+        if native.lengths_of_all is not None and lists_can_be_read():
             return _all_lengths_in_c(wanted)
         objects = all_objects()
         try:
@@ -85,16 +84,8 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
 
 def _all_lengths_in_c(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
     assert native.lengths_of_all is not None
-    types: list[type] = []
     names = np.fromiter(wanted, np.int64, len(wanted)).tobytes()
-    while True:
-        manners = bytes(map(_manner_of, types))
-        limits = _LARGEST_RECORD, _LARGEST_NAMESPACE
-        answer = native.lengths_of_all(gc.get_objects, types, manners, names, *limits, frozen_is_listed())
-        if type(answer) is tuple:
-            break
-        # Those that have come since the last look; another one looks in vain at types that none is of any more.
-        types += answer
+    answer = native.lengths_of_all(deque, names, _LARGEST_RECORD, _LARGEST_NAMESPACE)
     ids, lengths, kinds, count, found = answer
     ids, lengths, kinds = (np.frombuffer(each, np.int64) for each in (ids, lengths, kinds))
     order = np.argsort(ids, kind="stable")

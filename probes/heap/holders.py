@@ -24,7 +24,7 @@ from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep, lan
 from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_instances
+from lowtide.probes.objects.listed import Census, all_instances, all_objects, collector_paused, frozen_instances
 from lowtide.probes.original_numpy import np
 from lowtide.probes.references.edges import EdgeNamer
 from lowtide.probes.references.entries import Edge
@@ -128,9 +128,11 @@ def census_of(walk: SharedWalk | None) -> Census:
 
 
 def instances_in(walk: SharedWalk | None, *classes: type) -> list[Any]:
-    """Return the objects of some classes in a walk, and where that is one of the whole heap, frozen garbage too."""
-    found = census_of(walk).instances_of(*classes)
-    if walk is None or not walk.is_part:
+    """Return the objects of some classes, from a walk where there is one; unless it is a part, frozen garbage too."""
+    if walk is None:
+        return all_instances(*classes)
+    found = walk.census().instances_of(*classes)
+    if not walk.is_part:
         known = set(map(id, found))
         found += [item for item in frozen_instances(*classes) if id(item) not in known]
     return found

@@ -139,6 +139,19 @@ no_memory(void)
     return -1;
 }
 
+/* Identities: int64, in bytes. */
+static int
+add_ids(Table *table, PyObject *ids)
+{
+    for (Py_ssize_t at = 0; at < PyBytes_Size(ids) / (Py_ssize_t)sizeof(int64_t); at++) {
+        int64_t id;
+        memcpy(&id, PyBytes_AsString(ids) + at * (Py_ssize_t)sizeof(id), sizeof(id));
+        if (table_add(table, (void *)(uintptr_t)id, 0) < 0)
+            return no_memory();
+    }
+    return 0;
+}
+
 /* The walk: what `probes/heap/walk.py` does in numpy.
  *
  * It looks at objects as `gc.get_referents` does, through the traversal that each type offers the collector, and keeps
@@ -542,7 +555,7 @@ static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk),
 
 /* Lengths -------------------------------------------------------------------------------------------------------- */
 
-/* What the caller says of a type, as in container_lengths.py. */
+/* What a type is, as in container_lengths.py. */
 enum { IS_LIST = 1, IS_DICT, IS_SET, IS_DEQUE, CONTAINERS = 7, HAS_ATTRIBUTES = 8 };
 
 typedef struct {
@@ -550,7 +563,7 @@ typedef struct {
     Array met;                 /* PyObject *, of those that are wanted */
     Table untracked;           /* the dicts among them that the collector does not track */
     Table wanted;
-    PyObject *unknown;         /* list: types of which nothing was said */
+    PyTypeObject *deque;
     Py_ssize_t record, namespace, objects;
 } Lengths;
 
@@ -600,15 +613,33 @@ note_untracked(Walk *walk, Lengths *found)
 }
 
 static int
-note_kind(Walk *walk, PyTypeObject *type, int manner)
+manner_of(PyTypeObject *type, PyTypeObject *deque)
 {
-    Kind kind = {NULL, NULL, manner};
+    PyTypeObject *containers[] = {&PyList_Type, &PyDict_Type, &PySet_Type, deque};
+    int manner = 0;
+    while (manner < IS_DEQUE && !PyType_IsSubtype(type, containers[manner]))
+        manner++;
+    manner = manner < IS_DEQUE ? manner + 1 : 0;
+    /* Instances of classes that are written in Python. */
+    int has_attributes = PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE && !PyType_IsSubtype(type, &PyType_Type);
+    return has_attributes ? manner | HAS_ATTRIBUTES : manner;
+}
+
+static int32_t
+noted_kind(Walk *walk, PyTypeObject *type, PyTypeObject *deque)
+{
+    int32_t place = table_find(&walk->kinds, type);
+    if (place != UNKNOWN)
+        return place;
+    Kind kind = {NULL, NULL, manner_of(type, deque)};
     if (PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) {
         kind.traverse = (traverseproc)PyType_GetSlot(type, Py_tp_traverse);
         kind.is_gc = (inquiry)PyType_GetSlot(type, Py_tp_is_gc);
     }
-    int32_t place = (int32_t)walk->manners.count;
-    return array_push(&walk->manners, &kind) < 0 || table_add(&walk->kinds, type, place) < 0 ? no_memory() : 0;
+    place = (int32_t)walk->manners.count;
+    if (array_push(&walk->manners, &kind) < 0 || table_add(&walk->kinds, type, place) < 0)
+        return no_memory();
+    return place;
 }
 
 static int
@@ -616,11 +647,9 @@ note_object(Walk *walk, Lengths *found, PyObject *item)
 {
     static const Asked nothing = {0};
     found->objects++;
-    int32_t place = table_find(&walk->kinds, Py_TYPE(item));
-    if (place == UNKNOWN)
-        return PyList_Append(found->unknown, (PyObject *)Py_TYPE(item)) < 0 ? -1 : note_kind(walk, Py_TYPE(item), 0);
-    if (PyList_Size(found->unknown) > 0)
-        return 0;
+    int32_t place = noted_kind(walk, Py_TYPE(item), found->deque);
+    if (place < 0)
+        return -1;
     int manner = kind_at(walk, place)->manner, kind = manner & CONTAINERS;
     int64_t length = kind ? length_of(item, kind) : 0;
     if (kind && note_length(found, item, length) < 0)
@@ -629,83 +658,6 @@ note_object(Walk *walk, Lengths *found, PyObject *item)
         (kind == IS_DICT && length <= found->namespace))
         return note_shown(walk, item, place, &nothing) < 0 ? -1 : note_untracked(walk, found);
     return 0;
-}
-
-static uintptr_t *next_in_ring(const uintptr_t *link);
-static uintptr_t *ring_of_frozen(void);
-
-static int
-note_objects(Walk *walk, Lengths *found, PyObject *objects, int with_frozen)
-{
-    for (Py_ssize_t at = 0; at < PyList_Size(objects); at++) {
-        if (at + AHEAD < PyList_Size(objects))
-            PREFETCH(PyList_GetItem(objects, at + AHEAD));
-        if (note_object(walk, found, PyList_GetItem(objects, at)) < 0)
-            return -1;
-    }
-    uintptr_t *head = with_frozen ? ring_of_frozen() : NULL;
-    for (uintptr_t *link = head == NULL ? NULL : next_in_ring(head); link != head; link = next_in_ring(link)) {
-        PREFETCH(next_in_ring(link));
-        if (note_object(walk, found, (PyObject *)(link + 2)) < 0)
-            return -1;
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static PyObject *
-taken_lengths(Lengths *found)
-{
-    PyObject *met = list_of(&found->met);
-    PyObject *ids = array_take(&found->ids), *lengths = array_take(&found->lengths), *kinds = array_take(&found->kinds);
-    PyObject *taken = NULL;
-    if (met != NULL && ids != NULL && lengths != NULL && kinds != NULL)
-        taken = Py_BuildValue("(OOOnO)", ids, lengths, kinds, found->objects, met);
-    Py_XDECREF(ids);
-    Py_XDECREF(lengths);
-    Py_XDECREF(kinds);
-    Py_XDECREF(met);
-    return taken;
-}
-
-/* From when the objects are listed until they are let go no Python code runs, and the interpreter's lock is kept: no
- * other thread can see that each has one owner more, as one would that resizes a buffer when nobody shows it any longer.
- */
-static PyObject *
-lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    PyObject *list_all, *types, *manners, *wanted, *taken = NULL;
-    Lengths found = {.ids = {.width = sizeof(int64_t)}, .lengths = {.width = sizeof(int64_t)},
-                     .kinds = {.width = sizeof(int64_t)}, .met = {.width = sizeof(PyObject *)}};
-    int with_frozen;
-    if (!PyArg_ParseTuple(args, "OO!SSnnp:lengths_of_all", &list_all, &PyList_Type, &types, &manners, &wanted,
-                          &found.record, &found.namespace, &with_frozen))
-        return NULL;
-    if (PyList_Size(types) != PyBytes_Size(manners)) {
-        PyErr_SetString(PyExc_ValueError, "as many manners as types");
-        return NULL;
-    }
-    Walk walk = {0};
-    begin(&walk);
-    int failed = (found.unknown = PyList_New(0)) == NULL;
-    for (Py_ssize_t at = 0; !failed && at < PyList_Size(types); at++)
-        failed = note_kind(&walk, (PyTypeObject *)PyList_GetItem(types, at), PyBytes_AsString(manners)[at]) < 0;
-    for (Py_ssize_t at = 0; !failed && at < PyBytes_Size(wanted) / (Py_ssize_t)sizeof(int64_t); at++) {
-        int64_t id;
-        memcpy(&id, PyBytes_AsString(wanted) + at * (Py_ssize_t)sizeof(id), sizeof(id));
-        failed = table_add(&found.wanted, (void *)(uintptr_t)id, 0) < 0 && no_memory() < 0;
-    }
-    PyObject *objects = failed ? NULL : PyObject_CallNoArgs(list_all);
-    if (objects != NULL && PyList_Check(objects) && note_objects(&walk, &found, objects, with_frozen) == 0)
-        taken = PyList_Size(found.unknown) > 0 ? Py_NewRef(found.unknown) : taken_lengths(&found);
-    Py_XDECREF(objects);
-    Py_XDECREF(found.unknown);
-    Array *arrays[] = {&found.ids, &found.lengths, &found.kinds, &found.met};
-    for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
-        free(arrays[at]->items);
-    free(found.untracked.slots);
-    free(found.wanted.slots);
-    end(&walk);
-    return taken;
 }
 
 /* The collector's lists ----------------------------------------------------------------------------------------- */
@@ -733,25 +685,16 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
     }
     Table wanted = {0};
     Array met = {.width = sizeof(PyObject *)};
-    const char *numbers = PyBytes_AsString(ids);
-    Py_ssize_t count = PyBytes_Size(ids) / (Py_ssize_t)sizeof(int64_t);
-    int failed = 0;
-    for (Py_ssize_t at = 0; at < count && !failed; at++) {
-        int64_t id;
-        memcpy(&id, numbers + at * (Py_ssize_t)sizeof(id), sizeof(id));
-        failed = table_add(&wanted, (void *)(uintptr_t)id, 0) < 0;
-    }
+    int failed = add_ids(&wanted, ids) < 0;
     uintptr_t *begin = (uintptr_t *)first - 2, *link = next_in_ring(begin);
     for (Py_ssize_t at = 0; !failed && link != begin && (most < 0 || at < most); at++, link = next_in_ring(link)) {
         PREFETCH(next_in_ring(link));
         PyObject *item = (PyObject *)(link + 2);
         if (table_find(&wanted, item) != UNKNOWN)
-            failed = array_push(&met, &item) < 0;
+            failed = array_push(&met, &item) < 0 && no_memory() < 0;
     }
     /* (Made only now: it is young itself, and may be where one of them was that died.) */
-    if (failed)
-        PyErr_NoMemory();
-    else
+    if (!failed)
         found = list_of(&met);
     free(met.items);
     free(wanted.slots);
@@ -803,64 +746,118 @@ frozen(PyObject *Py_UNUSED(module), PyObject *most)
     return Py_BuildValue("nKK", count, first, last);
 }
 
-/* Whether a type derives from one of some classes; each type is asked for once. */
+/* Does something for each object that the collector has, or each frozen one.
+ *
+ * No list of them is made, no Python code runs and the interpreter's lock is kept: no other thread sees that one of its
+ * objects has one owner more, as one would that resizes a buffer when nobody shows it any longer; and no page of a
+ * process that was forked is written to.
+ */
 static int
-is_wanted(Table *kinds, PyTypeObject *type, PyObject *classes)
+for_all(int only_frozen, int (*each)(PyObject *, void *), void *reading)
 {
-    int32_t answer = table_find(kinds, type);
-    if (answer == UNKNOWN) {
-        answer = 0;
-        for (Py_ssize_t at = 0; !answer && at < PyTuple_Size(classes); at++)
-            answer = PyType_IsSubtype(type, (PyTypeObject *)PyTuple_GetItem(classes, at));
-        if (table_add(kinds, type, answer) < 0)
-            return no_memory();
-    }
-    return answer;
-}
-
-static int
-note_instances(uintptr_t *head, Table *kinds, PyObject *classes, Array *met)
-{
-    for (uintptr_t *link = next_in_ring(head); link != head; link = next_in_ring(link)) {
-        PREFETCH(next_in_ring(link));
-        PyObject *item = (PyObject *)(link + 2);
-        int wanted = is_wanted(kinds, Py_TYPE(item), classes);
-        if (wanted < 0 || (wanted && array_push(met, &item) < 0 && no_memory() < 0))
-            return -1;
+    uintptr_t *of_frozen = known_ring_of_frozen();
+    if (of_frozen == NULL)
+        return -1;
+    uintptr_t *heads[] = {of_frozen, of_frozen - 1 - GENERATIONS_WORDS, of_frozen - 1 - 2 * WORDS_OF_GENERATION,
+                          of_frozen - 1 - WORDS_OF_GENERATION};
+    for (int at = 0; at < (only_frozen ? 1 : 4); at++) {
+        for (uintptr_t *link = next_in_ring(heads[at]); link != heads[at]; link = next_in_ring(link)) {
+            PREFETCH(next_in_ring(link));
+            if (each((PyObject *)(link + 2), reading) < 0)
+                return -1;
+        }
     }
     return 0;
 }
 
-/* No list of all objects is made, and only those that are asked for get a reference: no other thread sees one more on
- * its own, and no page of a process that was forked is written to for each of them.
- */
+typedef struct {
+    PyObject *classes; /* tuple */
+    Table kinds;       /* by type, whether it derives from one of them */
+    Array met;         /* PyObject * */
+} Instances;
+
+static int
+note_instance(PyObject *item, void *reading)
+{
+    Instances *found = reading;
+    PyTypeObject *type = Py_TYPE(item);
+    int32_t wanted = table_find(&found->kinds, type);
+    if (wanted == UNKNOWN) {
+        wanted = 0;
+        for (Py_ssize_t at = 0; !wanted && at < PyTuple_Size(found->classes); at++)
+            wanted = PyType_IsSubtype(type, (PyTypeObject *)PyTuple_GetItem(found->classes, at));
+        if (table_add(&found->kinds, type, wanted) < 0)
+            return no_memory();
+    }
+    return wanted && array_push(&found->met, &item) < 0 ? no_memory() : 0;
+}
+
 static PyObject *
 all_instances(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *classes;
+    Instances found = {.met = {.width = sizeof(PyObject *)}};
     int only_frozen;
-    if (!PyArg_ParseTuple(args, "O!p:all_instances", &PyTuple_Type, &classes, &only_frozen))
+    if (!PyArg_ParseTuple(args, "O!p:all_instances", &PyTuple_Type, &found.classes, &only_frozen))
         return NULL;
-    for (Py_ssize_t at = 0; at < PyTuple_Size(classes); at++) {
-        if (!PyType_Check(PyTuple_GetItem(classes, at))) {
+    for (Py_ssize_t at = 0; at < PyTuple_Size(found.classes); at++) {
+        if (!PyType_Check(PyTuple_GetItem(found.classes, at))) {
             PyErr_SetString(PyExc_TypeError, "classes only");
             return NULL;
         }
     }
-    uintptr_t *of_frozen = known_ring_of_frozen();
-    if (of_frozen == NULL)
+    /* (The list is made last: it is young itself.) */
+    PyObject *taken = for_all(only_frozen, note_instance, &found) == 0 ? list_of(&found.met) : NULL;
+    free(found.met.items);
+    free(found.kinds.slots);
+    return taken;
+}
+
+static PyObject *
+taken_lengths(Lengths *found)
+{
+    PyObject *met = list_of(&found->met);
+    PyObject *ids = array_take(&found->ids), *lengths = array_take(&found->lengths), *kinds = array_take(&found->kinds);
+    PyObject *taken = NULL;
+    if (met != NULL && ids != NULL && lengths != NULL && kinds != NULL)
+        taken = Py_BuildValue("(OOOnO)", ids, lengths, kinds, found->objects, met);
+    Py_XDECREF(ids);
+    Py_XDECREF(lengths);
+    Py_XDECREF(kinds);
+    Py_XDECREF(met);
+    return taken;
+}
+
+typedef struct {
+    Walk walk;
+    Lengths lengths;
+} Reading;
+
+static int
+read_length(PyObject *item, void *reading)
+{
+    return note_object(&((Reading *)reading)->walk, &((Reading *)reading)->lengths, item);
+}
+
+static PyObject *
+lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *wanted, *taken = NULL;
+    Reading reading = {.lengths = {.ids = {.width = sizeof(int64_t)}, .lengths = {.width = sizeof(int64_t)},
+                                   .kinds = {.width = sizeof(int64_t)}, .met = {.width = sizeof(PyObject *)}}};
+    Lengths *found = &reading.lengths;
+    if (!PyArg_ParseTuple(args, "O!Snn:lengths_of_all", &PyType_Type, &found->deque, &wanted, &found->record,
+                          &found->namespace))
         return NULL;
-    Table kinds = {0};
-    Array met = {.width = sizeof(PyObject *)};
-    uintptr_t *head = of_frozen - 1 - GENERATIONS_WORDS;
-    int failed = note_instances(of_frozen, &kinds, classes, &met) < 0;
-    for (; !failed && !only_frozen && head < of_frozen - 1; head += WORDS_OF_GENERATION)
-        failed = note_instances(head, &kinds, classes, &met) < 0;
-    /* (Made only now: it is young itself.) */
-    PyObject *found = failed ? NULL : list_of(&met);
-    free(met.items);
-    free(kinds.slots);
-    return found;
+    begin(&reading.walk);
+    if (add_ids(&found->wanted, wanted) == 0 && for_all(0, read_length, &reading) == 0)
+        taken = taken_lengths(found);
+    Array *arrays[] = {&found->ids, &found->lengths, &found->kinds, &found->met};
+    for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
+        free(arrays[at]->items);
+    free(found->untracked.slots);
+    free(found->wanted.slots);
+    end(&reading.walk);
+    return taken;
 }
 
 /* Dictionaries --------------------------------------------------------------------------------------------------- */
@@ -943,7 +940,7 @@ static PyMethodDef functions[] = {
     {"lengths_of_all", lengths_of_all, METH_VARARGS,
      "Return the identities (int64) of all containers, and of the dicts that objects hold and that the collector does "
      "not track, how many things each holds and its type's identity (int64), how many objects there are, and the wanted "
-     "ones; or a list of the types of which nothing was said."},
+     "ones."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},

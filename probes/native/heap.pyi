@@ -1,4 +1,7 @@
-"""What goes through the whole heap, in C."""
+"""What goes through the whole heap, in C.
+
+`lengths_of_all` and `all_instances` give nobody else a reference, and let no other thread run meanwhile.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,30 +36,22 @@ class Walk:
         """
 
 def lengths_of_all(
-    list_all: Callable[[], list[Any]],
-    types: list[type],
-    manners: bytes,
-    wanted: bytes,
-    record: int,
-    namespace: int,
-    with_frozen: bool,
-) -> tuple[bytes, bytes, bytes, int, list[Any]] | list[type]:
-    """Return all containers, and the dicts that objects hold and that the collector does not track.
-
-    No other thread runs meanwhile, if no Python code does in `list_all`.
+    deque: type, wanted: bytes, record: int, namespace: int
+) -> tuple[bytes, bytes, bytes, int, list[Any]]:
+    """Return all lists, dicts, sets and deques, and the dicts that objects hold and that the collector does not track.
 
     Args:
-        list_all: lists the objects that are not frozen; `gc.get_objects`.
-        types: those that are known.
-        manners: what each is, 1 to 4 for a list, dict, set, deque; 8 more where instances have attributes in dicts.
+        deque: `collections.deque`.
         wanted: identities (int64) of containers that are returned themselves.
         record: the most things in a list that is looked into for such dicts.
         namespace: the same for a dict.
-        with_frozen: whether the frozen objects are read, too; only where `frozen` can.
 
     Returns:
         Their identities, how many things each holds, their types' identities, all int64; how many objects were gone
-        through; the wanted ones. Or, where there are any, the types that are not known.
+        through; the wanted ones.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
 def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
@@ -73,8 +68,6 @@ def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
 
 def all_instances(classes: tuple[type, ...], only_frozen: bool) -> list[Any]:
     """Return all objects whose types derive from one of some classes, frozen ones too, and frozen garbage.
-
-    Nobody else gets a reference, and no other thread runs meanwhile.
 
     Args:
         classes: what to look for.

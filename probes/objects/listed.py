@@ -77,8 +77,8 @@ def _frozen_can_be_read() -> bool:
 _frozen = native.frozen if _frozen_can_be_read() else None
 
 
-def frozen_is_listed() -> bool:
-    """Return whether `native` finds the list of what is frozen."""
+def lists_can_be_read() -> bool:
+    """Return whether `native` finds the collector's lists."""
     return _frozen is not None
 
 
