@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("engine", "probes", "reports", "leakcheck", "pytest_plugin")
 """The product folders of the layout; one that is not there yet has no link either."""

@@ -818,7 +818,7 @@ BUFFER = torch.zeros(100)
 @pytest.fixture(scope="module")
 def first_uses(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     # What a library keeps for good is waited for in vain, and that is in two of them.
-    settle = ("--leakcheck-settle", "10")
+    settle = ("--leakcheck-settle", "5")
     folder = tmp_path_factory.mktemp("first_uses")
     return run(folder, "test_first_uses.py", *settle, test_first_uses=FIRST_USES, heavy=HEAVY)
 

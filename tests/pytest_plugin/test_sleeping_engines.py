@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.pytest_plugin.conftest import RunInner
+
+pytestmark = pytest.mark.nightly
 
 INNER = """
     import pytest

@@ -24,6 +24,8 @@ from lowtide.reports.comparison.changes import (
 from lowtide.reports.folder import write_folder
 from tests.reports.small_reports import HOSTILE, MIB, finding, report, subject
 
+pytestmark = pytest.mark.nightly
+
 
 def compared(before: schema.Report, after: schema.Report) -> list[LeakChange]:
     return compare_reports(before, after)

@@ -24,6 +24,8 @@ from lowtide.reports.terminal import ledger_table, process_table, render_subject
 from lowtide.reports.terminal.report import MOST_COLUMNS, most_telling
 from tests.reports.small_reports import readings
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 LABELS = (Column("line", ("a", "b")),)
 

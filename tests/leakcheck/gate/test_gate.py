@@ -26,6 +26,8 @@ from lowtide.leakcheck.gate.matrix import Cell, GateError
 from lowtide.reports.schema import Finding, Machine, Report, Subject, exit_code, read
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[3]
 
 MACHINE = Machine(platform="here", python="3", torch="", cpus=2, memory=1, devices=(), driver="none")

@@ -29,6 +29,8 @@ from tests.leakcheck.snapshots.torch_snapshots import (
     written,
 )
 
+pytestmark = pytest.mark.nightly
+
 MANY = 1500
 """More than a batch of a list, after which what was read of it is summed."""
 

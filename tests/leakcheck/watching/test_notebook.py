@@ -12,6 +12,8 @@ pytest.importorskip("IPython")
 
 from tests.leakcheck.watching.notebook_shell import Notebook, notebook
 
+pytestmark = pytest.mark.nightly
+
 __all__ = ["notebook"]
 
 
