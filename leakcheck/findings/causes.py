@@ -375,6 +375,8 @@ def _opener(key: str, name: str, names: Mapping[str, list[str]]) -> Hashable:
 
 def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named, Any]:
     """Return the object that stands for each thing, by resource and name, of those that have one."""
+    if not names:
+        return {}
     owners = stand_ins(census_of(context.walk), {**names})
     for key, own in names.items():
         resource = resource_of(key)

@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
-from lowtide.probes.heap.holders import SharedWalk, census_of
+from lowtide.probes.heap.holders import SharedWalk, instances_in
 from lowtide.probes.memory.ranges import Range, common, total
 from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.originals import loaded
@@ -225,8 +225,7 @@ def _pool_of(name: str) -> PoolId | None:
 def _pool_owners(walk: SharedWalk | None) -> list[Any]:
     torch: Any = loaded("torch")
     kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
-    census = census_of(walk)
-    return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]
+    return instances_in(walk, *(kind for kind in kinds if kind is not None))
 
 
 def _pool_id(item: Any) -> PoolId | None:

@@ -18,7 +18,7 @@ from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation, Holder, explain, first_holders
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
-from lowtide.probes.heap.holders import Freed, SharedWalk, census_of, sharing_walk
+from lowtide.probes.heap.holders import Freed, SharedWalk, instances_in, sharing_walk
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.stack_frames import StackFrame
@@ -322,7 +322,7 @@ def as_gradients(
     wanted = {id(tensor) for tensor in lost}
     owners = {}
     with plain_tensors(torch):
-        for tensor in census_of(walk).instances_of(torch.Tensor):
+        for tensor in instances_in(walk, torch.Tensor):
             # Asking any other one for its gradient makes torch warn.
             if not torch_member(tensor, "requires_grad") or not (
                 torch_member(tensor, "is_leaf") or torch_member(tensor, "retains_grad")
@@ -355,7 +355,7 @@ def saved_for_backward(
     wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
     found: dict[int, Saved] = {}
     with plain_tensors(torch):
-        everything = census_of(walk).instances_of(torch.Tensor)
+        everything = instances_in(walk, torch.Tensor)
         outputs = [
             tensor for tensor in everything if not torch_member(tensor, "is_leaf") and id(tensor) not in pathless
         ]
@@ -398,7 +398,7 @@ def held_by_nodes(
     found: dict[int, tuple[Any, GraphPath]] = {}
     with plain_tensors(torch):
         seen: set[Any] = set()
-        for output in census_of(walk).instances_of(torch.Tensor) if wanted else ():
+        for output in instances_in(walk, torch.Tensor) if wanted else ():
             # What one of them keeps itself does not show who holds it.
             on_node = id(output) in explanations and explanations[id(output)].is_of_node
             if on_node or id(output) in pathless or torch_member(output, "is_leaf"):

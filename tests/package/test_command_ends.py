@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 PLAIN = """
 import os, signal, sys, threading
 from lowtide.leakcheck.cli import commands

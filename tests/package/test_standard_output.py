@@ -14,6 +14,8 @@ import pytest
 from lowtide.reports import schema
 from tests.reports.small_reports import LIFE, finding, report, subject
 
+pytestmark = pytest.mark.nightly
+
 REPORT = [sys.executable, "-m", "lowtide", "report"]
 FULL = "lowtide: the output cannot be written: No space left on device\n"
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
+pytestmark = pytest.mark.nightly
+
 BEATING = """
 import os
 import subprocess

@@ -29,6 +29,8 @@ from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
 from tests.reports.generated import REPORTS, filled_report, of_type
 
+pytestmark = pytest.mark.nightly
+
 BOUNDED = settings(
     max_examples=40,
     deadline=None,

@@ -30,6 +30,8 @@ from tests.reports.small_reports import HOSTILE, report, subject
 from tests.reports.small_reports import LIFE as STAGES
 from tests.waiting import HANG_S, wait_until
 
+pytestmark = pytest.mark.nightly
+
 EMPTY = report()
 
 
