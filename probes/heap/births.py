@@ -22,7 +22,7 @@ from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities, types_in_c
-from lowtide.probes.objects.listed import Census, FrozenCount, all_instances, collector_paused
+from lowtide.probes.objects.listed import Census, FrozenCount, all_instances, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, os, sys
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
@@ -126,6 +126,8 @@ class CollectionRecord:
 
     def _listed(self) -> tuple[_Step, ...]:
         """What appends to the log the identities of the witness and of all that is young, and those of their types."""
+        if _young_with_types is not None:
+            return (map(self._log.append, map(_young_with_types, _only(self._witness))),)
         ids: deque[bytes] = deque(maxlen=1)
         types = _through(_only(ids), _as_numbers, *types_in_c(), _bytes_of)
         return (
@@ -375,8 +377,8 @@ class Births:
         self._known_watched.clear()
         self._record.restart()
         young = _young()
-        self._known.update(map(id, young))
-        self._known_watched.update(map(id, _watched(young)))
+        self._known.update(young.ids.tolist())
+        self._known_watched.update(map(id, young.watched))
 
     def begin(self, label: str, turn: int = 1) -> None:
         """What is born from here on has this label.
@@ -412,25 +414,21 @@ class Births:
         aside = self._asides.pop()
         with collector_paused():
             within = _since(aside, self._changes)
-            # In no comprehension: the cell of a variable that one uses is young itself, and the list would be in a
-            # cycle with it, which keeps all young objects, even tuples that are not filled yet.
-            young = gc.get_objects(generation=0)
-            ids = identities(young)
+            young = _young(0)
             born: list[Newborn] | None = None
-            if within and np.any(ids == id(aside.mark)):
-                born = []
-                for span in _spans(ids, within, self.label, self.turn)[1:]:
-                    if span.label == self.label:
-                        self._add_born(young[span.begin : span.end], span, born)
+            if within and np.any(young.ids == id(aside.mark)):
+                born = [
+                    Newborn(item, span.label, span.turn)
+                    for span in _spans(young.ids, within, self.label, self.turn)[1:]
+                    if span.label == self.label
+                    for item in young.watched_in(span)
+                    if id(item) not in self._known_watched
+                ]
         self._change()
         self.label, self.turn = aside.label, aside.turn
         return born
 
-    def _add_born(self, young: list[object], span: _Span, born: list[Newborn]) -> None:
-        new = (item for item in _watched(young) if id(item) not in self._known_watched)
-        born.extend(Newborn(item, span.label, span.turn) for item in new)
-
-    def _settle(self) -> list[object]:
+    def _settle(self) -> _Young:
         """Note what is older than the last change of the label; return the young objects, the oldest first.
 
         The collector is paused.
@@ -447,8 +445,8 @@ class Births:
                 self._full = self._full or moved.generation == _OLDEST
                 self._note_born(moved.ids)
         young = _young()
-        for span in self._advance(identities(young), id(self._record.witness), self._record.made)[:-1]:
-            self._note(map(id, _watched(young[span.begin : span.end])), span.label, span.turn)
+        for span in self._advance(young.ids, id(self._record.witness), self._record.made)[:-1]:
+            self._note(map(id, young.watched_in(span)), span.label, span.turn)
         return young
 
     def _advance(self, ids: Ints, witness: int, made: int) -> list[_Span]:
@@ -510,7 +508,7 @@ class Births:
         """
         with collector_paused():
             young = self._settle()
-            found = {id(item): item for item in _watched(young) if id(item) not in self._known_watched}
+            found = {id(item): item for item in young.watched if id(item) not in self._known_watched}
             self._note(found, self.label, self.turn)
             if self._record.is_incomplete:
                 self._note(map(id, _watched(self._old_objects())), self.label, self.turn)
@@ -533,19 +531,14 @@ class Births:
             return Census(all_instances(*_classes()))
 
     def unfrozen_among(self, ids: Collection[int]) -> set[int]:
-        """Return those identities that an object has which the collector lists, whenever it was born.
-
-        The old generation is gone through where it lies.
-        """
+        """Return those identities that an object has which the collector lists, whenever it was born."""
+        wanted = Identities(np.fromiter(ids, np.int64, len(ids)))
         with collector_paused():
-            # In no comprehension: see `end_aside`.
-            young = identities(_young())
-            wanted = np.fromiter(ids, np.int64, len(ids))
-            found = set(wanted[np.isin(wanted, young)].tolist())
-            if _followers_among is None or np.any(young == id(self._first[0])):
-                old = identities(gc.get_objects(generation=2))
-                return found.union(wanted[np.isin(wanted, old)].tolist())
-            return found.union(map(id, _followers_among(self._first[0], wanted.tobytes(), -1)))
+            if _of_generations is None:
+                listed = identities(gc.get_objects())
+            else:
+                listed = _as_numbers(_of_generations(_OLDEST, ())[0])
+            return set(listed[wanted.holds(listed)].tolist())
 
     def add(self, item: object, like: Newborn) -> Newborn:
         """Takes in an object that asking for it has only now made, with the label of the one that holds it.
@@ -580,7 +573,7 @@ class Births:
             self._merge_born()
             if self._are_too_many or self._record.is_incomplete or self.froze_until_last_look:
                 return None
-            return Identities(np.concatenate([*self._born, identities(young)]), but=self._known)
+            return Identities(np.concatenate([*self._born, young.ids]), but=self._known)
 
     def _note_born(self, ids: Ints) -> None:
         if self._are_too_many:
@@ -696,13 +689,45 @@ def young_generations_tell() -> bool:
     return not why_unusable(observed_collector())
 
 
-def _young() -> list[object]:
-    """All young objects; behind the last collection the oldest come first."""
-    # In this order: the later of the two lists is not in the earlier one, and so never in itself.
+@dataclass(frozen=True)
+class _Young:
+    """The young objects at a moment.
+
+    Attributes:
+        ids: the identities of all of them; behind the last collection the oldest come first.
+        places: where in this are those that are watched, shape [len(watched)].
+        watched: these; no other one is kept alive.
+    """
+
+    ids: Ints
+    places: Ints
+    watched: list[Any]
+
+    def watched_in(self, span: _Span) -> list[Any]:
+        """Return what is watched and lies in a part of them."""
+        begin, end = np.searchsorted(self.places, (span.begin, span.end))
+        return self.watched[begin:end]
+
+
+def _young(oldest: int = 1) -> _Young:
+    """Return what is in a young generation and in those below.
+
+    Args:
+        oldest: the generation, 1 or 0.
+    """
+    if _of_generations is not None:
+        ids, places, watched = _of_generations(oldest, _classes())
+        return _Young(_as_numbers(ids), _as_numbers(places), watched)
+    # In this order: the later of the two lists is not in the earlier one, and so never in itself. In no comprehension:
+    # the cell of a variable that one uses is young itself, and the list would be in a cycle with it, which keeps all
+    # young objects, even tuples that are not filled yet.
     newer = gc.get_objects(generation=0)
-    young = gc.get_objects(generation=1)
-    young += newer
-    return young
+    young = gc.get_objects(generation=1) if oldest else newer
+    if oldest:
+        young += newer
+    items = list(_watched(young))
+    in_order = identities(young)
+    return _Young(in_order, np.flatnonzero(np.isin(in_order, identities(items))), items)
 
 
 def _watched(objects: list[object]) -> Iterator[Any]:
@@ -744,3 +769,5 @@ def _watched_among(census: Census) -> Iterator[Any]:
 
 
 _followers_among = native.followers_among if _lists_can_be_read() else None
+_of_generations = native.of_generations if lists_can_be_read() else None
+_young_with_types = native.young_with_types if lists_can_be_read() else None

@@ -17,3 +17,7 @@ marks_of: Callable[[tuple[dict[str, Any], ...]], bytes] | None = getattr(heap, "
 lengths_of_all: Callable[..., Any] | None = getattr(heap, "lengths_of_all", None)
 all_instances: Callable[[tuple[type, ...], bool], list[Any]] | None = getattr(heap, "all_instances", None)
 frozen: Callable[[int], tuple[int, int, int]] | None = getattr(heap, "frozen", None)
+of_generations: Callable[[int, tuple[type, ...]], tuple[bytes, bytes, list[Any]]] | None = getattr(
+    heap, "of_generations", None
+)
+young_with_types: Callable[[object], bytes] | None = getattr(heap, "young_with_types", None)

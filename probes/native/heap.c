@@ -705,7 +705,7 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
  * heads of three generations with two numbers each, a pointer to the first of them, and behind it this one. The newest
  * object of all comes before the first head.
  */
-enum { WORDS_OF_GENERATION = 3, GENERATIONS_WORDS = 3 * WORDS_OF_GENERATION };
+enum { OLDEST = 2, WORDS_OF_GENERATION = 3, GENERATIONS_WORDS = (OLDEST + 1) * WORDS_OF_GENERATION };
 
 static uintptr_t *
 ring_of_frozen(void)
@@ -746,6 +746,23 @@ frozen(PyObject *Py_UNUSED(module), PyObject *most)
     return Py_BuildValue("nKK", count, first, last);
 }
 
+static uintptr_t *
+ring_of_generation(uintptr_t *of_frozen, int generation)
+{
+    return of_frozen - 1 - GENERATIONS_WORDS + WORDS_OF_GENERATION * generation;
+}
+
+static int
+for_ring(uintptr_t *head, int (*each)(PyObject *, void *), void *reading)
+{
+    for (uintptr_t *link = next_in_ring(head); link != head; link = next_in_ring(link)) {
+        PREFETCH(next_in_ring(link));
+        if (each((PyObject *)(link + 2), reading) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 /* Does something for each object that the collector has, or each frozen one.
  *
  * No list of them is made, no Python code runs and the interpreter's lock is kept: no other thread sees that one of its
@@ -758,16 +775,40 @@ for_all(int only_frozen, int (*each)(PyObject *, void *), void *reading)
     uintptr_t *of_frozen = known_ring_of_frozen();
     if (of_frozen == NULL)
         return -1;
-    uintptr_t *heads[] = {of_frozen, of_frozen - 1 - GENERATIONS_WORDS, of_frozen - 1 - 2 * WORDS_OF_GENERATION,
-                          of_frozen - 1 - WORDS_OF_GENERATION};
-    for (int at = 0; at < (only_frozen ? 1 : 4); at++) {
-        for (uintptr_t *link = next_in_ring(heads[at]); link != heads[at]; link = next_in_ring(link)) {
-            PREFETCH(next_in_ring(link));
-            if (each((PyObject *)(link + 2), reading) < 0)
-                return -1;
+    if (for_ring(of_frozen, each, reading) < 0)
+        return -1;
+    for (int generation = 0; !only_frozen && generation <= OLDEST; generation++) {
+        if (for_ring(ring_of_generation(of_frozen, generation), each, reading) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int
+are_classes(PyObject *tuple)
+{
+    for (Py_ssize_t at = 0; at < PyTuple_Size(tuple); at++) {
+        if (!PyType_Check(PyTuple_GetItem(tuple, at))) {
+            PyErr_SetString(PyExc_TypeError, "classes only");
+            return -1;
         }
     }
     return 0;
+}
+
+/* Whether a type derives from one of some classes; each type is asked for once. */
+static int
+is_wanted(Table *kinds, PyTypeObject *type, PyObject *classes)
+{
+    int32_t answer = table_find(kinds, type);
+    if (answer == UNKNOWN) {
+        answer = 0;
+        for (Py_ssize_t at = 0; !answer && at < PyTuple_Size(classes); at++)
+            answer = PyType_IsSubtype(type, (PyTypeObject *)PyTuple_GetItem(classes, at));
+        if (table_add(kinds, type, answer) < 0)
+            return no_memory();
+    }
+    return answer;
 }
 
 typedef struct {
@@ -780,16 +821,8 @@ static int
 note_instance(PyObject *item, void *reading)
 {
     Instances *found = reading;
-    PyTypeObject *type = Py_TYPE(item);
-    int32_t wanted = table_find(&found->kinds, type);
-    if (wanted == UNKNOWN) {
-        wanted = 0;
-        for (Py_ssize_t at = 0; !wanted && at < PyTuple_Size(found->classes); at++)
-            wanted = PyType_IsSubtype(type, (PyTypeObject *)PyTuple_GetItem(found->classes, at));
-        if (table_add(&found->kinds, type, wanted) < 0)
-            return no_memory();
-    }
-    return wanted && array_push(&found->met, &item) < 0 ? no_memory() : 0;
+    int wanted = is_wanted(&found->kinds, Py_TYPE(item), found->classes);
+    return wanted < 0 || (wanted && array_push(&found->met, &item) < 0 && no_memory() < 0) ? -1 : 0;
 }
 
 static PyObject *
@@ -799,12 +832,8 @@ all_instances(PyObject *Py_UNUSED(module), PyObject *args)
     int only_frozen;
     if (!PyArg_ParseTuple(args, "O!p:all_instances", &PyTuple_Type, &found.classes, &only_frozen))
         return NULL;
-    for (Py_ssize_t at = 0; at < PyTuple_Size(found.classes); at++) {
-        if (!PyType_Check(PyTuple_GetItem(found.classes, at))) {
-            PyErr_SetString(PyExc_TypeError, "classes only");
-            return NULL;
-        }
-    }
+    if (are_classes(found.classes) < 0)
+        return NULL;
     /* (The list is made last: it is young itself.) */
     PyObject *taken = for_all(only_frozen, note_instance, &found) == 0 ? list_of(&found.met) : NULL;
     free(found.met.items);
@@ -858,6 +887,89 @@ lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
     free(found->wanted.slots);
     end(&reading.walk);
     return taken;
+}
+
+typedef struct {
+    const PyObject *but;
+    Array *met; /* PyObject * */
+} Addresses;
+
+static int
+note_address(PyObject *item, void *reading)
+{
+    Addresses *found = reading;
+    return item != found->but && array_push(found->met, &item) < 0 ? no_memory() : 0;
+}
+
+/* Notes the addresses of what is in a generation and in all younger ones, the oldest generation first. */
+static int
+note_addresses(int oldest, const PyObject *but, Array *met)
+{
+    Addresses found = {but, met};
+    uintptr_t *of_frozen = known_ring_of_frozen();
+    if (of_frozen == NULL)
+        return -1;
+    for (; oldest >= 0; oldest--) {
+        if (for_ring(ring_of_generation(of_frozen, oldest), note_address, &found) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* As `all_instances`; the classes are no positional arguments of a tuple, which would be young itself. */
+static PyObject *
+of_generations(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "a number and a tuple of classes");
+        return NULL;
+    }
+    long oldest = PyLong_AsLong(args[0]);
+    if ((oldest == -1 && PyErr_Occurred()) || are_classes(args[1]) < 0)
+        return NULL;
+    if (oldest < 0 || oldest > OLDEST) {
+        PyErr_SetString(PyExc_ValueError, "generations are 0, 1 and 2");
+        return NULL;
+    }
+    Table kinds = {0};
+    Array ids = {.width = sizeof(PyObject *)}, places = {.width = sizeof(int64_t)}, met = {.width = sizeof(PyObject *)};
+    int failed = note_addresses((int)oldest, args[1], &ids) < 0;
+    for (int64_t at = 0; !failed && PyTuple_Size(args[1]) > 0 && at < (int64_t)ids.count; at++) {
+        PyObject **item = (PyObject **)ids.items + at;
+        if (at + AHEAD < (int64_t)ids.count)
+            PREFETCH(item[AHEAD]);
+        int wanted = is_wanted(&kinds, Py_TYPE(*item), args[1]);
+        failed = wanted < 0;
+        if (wanted > 0 && (array_push(&met, item) < 0 || array_push(&places, &at) < 0))
+            failed = no_memory() < 0;
+    }
+    /* (Made only now, the list first: from then on what is wanted cannot go.) */
+    PyObject *items = failed ? NULL : list_of(&met);
+    PyObject *found = items == NULL ? NULL : Py_BuildValue("(NNN)", array_take(&ids), array_take(&places), items);
+    free(ids.items);
+    free(places.items);
+    free(met.items);
+    free(kinds.slots);
+    return found;
+}
+
+/* That of an object, and then of all that is young. A collection calls it, before it begins. */
+static PyObject *
+young_with_types(PyObject *Py_UNUSED(module), PyObject *first)
+{
+    Array words = {.width = sizeof(PyObject *)};
+    int failed = array_push(&words, &first) < 0 && no_memory() < 0;
+    failed = failed || note_addresses(1, NULL, &words) < 0;
+    for (size_t at = 0, count = words.count; !failed && at < count; at++) {
+        PyObject **item = (PyObject **)words.items + at;
+        if (at + AHEAD < count)
+            PREFETCH(item[AHEAD]);
+        PyTypeObject *type = Py_TYPE(*item);
+        failed = array_push(&words, &type) < 0 && no_memory() < 0;
+    }
+    PyObject *found = failed ? NULL : array_take(&words);
+    free(words.items);
+    return found;
 }
 
 /* Dictionaries --------------------------------------------------------------------------------------------------- */
@@ -947,6 +1059,11 @@ static PyMethodDef functions[] = {
     {"all_instances", all_instances, METH_VARARGS,
      "Return the objects that the collector has, frozen ones too or those alone, whose types derive from one of a tuple "
      "of classes."},
+    {"of_generations", (PyCFunction)(void (*)(void))of_generations, METH_FASTCALL,
+     "Return the identities (int64) of the objects of a generation and all younger ones, the oldest generation first, and "
+     "the places (int64) of those whose types derive from one of a tuple of classes, and these."},
+    {"young_with_types", young_with_types, METH_O,
+     "Return the identities (int64) of an object and of all that is young, and then those of their types."},
     {"frozen", frozen, METH_O,
      "Return how many objects are frozen, counted up to a number (-1: all), and what says which are the first and the "
      "last."},

@@ -77,6 +77,31 @@ def all_instances(classes: tuple[type, ...], only_frozen: bool) -> list[Any]:
         NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
+def of_generations(oldest: int, classes: tuple[type, ...], /) -> tuple[bytes, bytes, list[Any]]:
+    """Return the objects of a generation and of all younger ones, the oldest generation first, each in its order.
+
+    Nobody gets a reference to any but the instances that are returned, and no other thread runs meanwhile.
+
+    Args:
+        oldest: the generation to begin with, 0 to 2.
+        classes: of what to return the instances; the tuple itself is left out of what is found.
+
+    Returns:
+        The identities of all (int64); the places among them of what derives from one of the classes (int64), and that.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
+    """
+
+def young_with_types(first: object, /) -> bytes:
+    """Return the identities of an object and of those of generation 1 and 0, and then of their types (int64).
+
+    No other thread runs meanwhile, and no Python code.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
+    """
+
 def frozen(most: int) -> tuple[int, int, int]:
     """Return how many objects are frozen, and two numbers of which one changes with the first and one with the last.
 

@@ -39,6 +39,8 @@ def instances(*classes: type) -> list[Any]:
 
 def test_it_is_used_on_this_interpreter() -> None:
     assert births._followers_among is native.followers_among
+    assert births._of_generations is native.of_generations
+    assert births._young_with_types is native.young_with_types
 
 
 def test_what_comes_behind_is_found_in_its_order() -> None:
@@ -117,6 +119,74 @@ def test_what_a_class_says_of_others_is_not_asked() -> None:
     item = claims()
     assert instances(claims) == [item]
     assert instances() == []
+
+
+def numbers(in_bytes: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(in_bytes, np.int64).tolist()
+    return found
+
+
+def of_generations(oldest: Any, classes: Any) -> tuple[list[int], list[int], list[Any]]:
+    assert native.of_generations is not None
+    ids, places, items = native.of_generations(oldest, classes)
+    return numbers(ids), numbers(places), items
+
+
+@pytest.mark.parametrize("oldest", [0, 1, 2])
+def test_of_the_generations_asked_for_the_oldest_comes_first(oldest: int) -> None:
+    old: list[Any] = [Base(), []]
+    gc.collect()
+    middle = [Derived(), [], Base()]
+    gc.collect(0)
+    young = [[], Derived()]
+    ids, places, items = of_generations(oldest, (Base,))
+    wanted = [old, middle, young][2 - oldest :]
+    age = {id(item): age for age, generation in enumerate(wanted) for item in generation}
+    assert [age[each] for each in ids if each in age] == sorted(age.values())
+    assert [ids[place] for place in places] == list(map(id, items))
+    assert {*items} == {item for generation in wanted for item in generation if isinstance(item, Base)}
+
+
+def test_what_is_young_is_what_the_collector_lists_but_what_is_made_to_ask() -> None:
+    classes = (Base, type("Other", (), {}))
+    older = gc.get_objects(generation=1)
+    newer = gc.get_objects(generation=0)
+    listed = [*map(id, older), *map(id, newer)]
+    ids, _, _ = of_generations(1, classes)
+    listed.remove(id(classes))
+    known = set(listed)
+    assert [each for each in ids if each in known] == listed
+    assert id(classes) not in ids
+
+
+def test_no_young_object_gets_a_reference_but_what_is_watched() -> None:
+    kept, other = Base(), [1]
+    before = sys.getrefcount(kept), sys.getrefcount(other)
+    ids, _, items = of_generations(1, (Base,))
+    assert (sys.getrefcount(kept), sys.getrefcount(other)) == (before[0] + 1, before[1])
+    assert items == [kept]
+    assert id(other) in ids
+
+
+@pytest.mark.parametrize(
+    ("oldest", "classes", "error"),
+    [(3, (), ValueError), (-1, (), ValueError), ("1", (), TypeError), (1, [], TypeError), (1, (1,), TypeError)],
+)
+def test_other_generations_and_classes_are_refused(oldest: Any, classes: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        of_generations(oldest, classes)
+
+
+def test_the_types_of_what_is_young_come_behind_it() -> None:
+    assert native.young_with_types is not None
+    middle = [Derived()]
+    gc.collect(0)
+    young, first = [Base()], Base()
+    ids, types = np.split(np.frombuffer(native.young_with_types(first), np.int64), 2)
+    found = list(zip(ids.tolist(), types.tolist(), strict=True))
+    assert found[0] == (id(first), id(Base))
+    assert {(id(item), id(type(item))) for item in (*middle, middle, *young, first)} <= {*found[1:]}
+    assert found.index((id(middle), id(list))) < found.index((id(young), id(list)))
 
 
 @pytest.mark.parametrize("wrong", [[Base], (1,), Base])
