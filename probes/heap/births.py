@@ -416,7 +416,7 @@ class Births:
             within = _since(aside, self._changes)
             young = _young(0)
             born: list[Newborn] | None = None
-            if within and np.any(young.ids == id(aside.mark)):
+            if within and (young.ids == id(aside.mark)).any():
                 born = [
                     Newborn(item, span.label, span.turn)
                     for span in _spans(young.ids, within, self.label, self.turn)[1:]
@@ -461,7 +461,7 @@ class Births:
         self._changes = self._changes[len(due) :]
         label, turn = (self._changes[0].label, self._changes[0].turn) if self._changes else (self.label, self.turn)
         spans = _spans(ids, due, label, turn)
-        if not np.any(ids == witness) and not self._record.is_incomplete:
+        if not (ids == witness).any() and not self._record.is_incomplete:
             self._lost = True
             self.froze_in = self.froze_in or _label_at_freeze(ids, due, label)
         return spans
@@ -677,7 +677,7 @@ def _label_at_freeze(ids: Ints, changes: list[_Change], label: str) -> str:
 def _places_of_marks(ids: Ints, changes: list[_Change]) -> list[int | None]:
     marks = [id(change.mark) for change in changes]
     if len(marks) <= _FEW_MARKS:
-        found = [np.flatnonzero(ids == mark) for mark in marks]
+        found = [(ids == mark).nonzero()[0] for mark in marks]
         return [int(at[0]) if len(at) else None for at in found]
     at = np.flatnonzero(np.isin(ids, np.array(marks, np.int64)))
     places = dict(zip(ids[at].tolist(), at.tolist(), strict=True))
@@ -705,7 +705,7 @@ class _Young:
 
     def watched_in(self, span: _Span) -> list[Any]:
         """Return what is watched and lies in a part of them."""
-        begin, end = np.searchsorted(self.places, (span.begin, span.end))
+        begin, end = self.places.searchsorted((span.begin, span.end)) if self.watched else (0, 0)
         return self.watched[begin:end]
 
 
