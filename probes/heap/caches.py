@@ -14,7 +14,7 @@ from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import held_ranges, survey_storages
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import module_of_class, type_name
-from lowtide.probes.objects.identities import identities, misses_of
+from lowtide.probes.objects.identities import misses_of
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, logging, weakref
@@ -120,33 +120,35 @@ class CacheActivity:
 
     def known(self) -> list[Any]:
         """All that are watched and alive."""
-        return self._alive()
+        return _alive(self._caches)
 
     def mark(self) -> None:
         """From here on."""
-        self._misses = misses_of(self._alive())
+        self._misses = self._read()
 
     def take(self, wrappers: Iterable[Any]) -> None:
         """What these were asked for until now counts as before the mark."""
-        asked = list(wrappers)
-        self._misses[[self._places[id(wrapper)] for wrapper in asked]] = misses_of(asked)
+        places = [self._places[id(wrapper)] for wrapper in wrappers]
+        self._misses[places] = misses_of([self._caches[place] for place in places])
 
     def changed(self) -> list[Any]:
         """The caches that were asked since the mark for what they did not have."""
-        alive = self._alive()
-        return [alive[place] for place in np.flatnonzero(misses_of(alive) != self._misses).tolist()]
+        return _alive(self._caches[place] for place in (self._read() != self._misses).nonzero()[0].tolist())
 
-    def _alive(self) -> list[Any]:
-        """The caches by their places; what is gone has none any more."""
-        alive = [reference() for reference in self._caches]
-        # Not `None in alive`, which compares every cache with it.
-        if (identities(alive) == id(None)).any():
-            there = [cache is not None for cache in alive]
-            self._misses = self._misses[there]
-            self._caches = list(compress(self._caches, there))
-            alive = list(compress(alive, there))
-            self._places = {id(cache): place for place, cache in enumerate(alive)}
-        return alive
+    def _read(self) -> Ints:
+        """How often each was asked for what it did not have, by their places; what is gone has none any more."""
+        misses = misses_of(self._caches)
+        if misses.min(initial=0) >= 0:
+            return misses
+        there = misses >= 0
+        self._misses = self._misses[there]
+        self._caches = list(compress(self._caches, there.tolist()))
+        self._places = {id(reference()): place for place, reference in enumerate(self._caches)}
+        return misses[there]
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [item for reference in references if (item := reference()) is not None]
 
 
 def walk_caches(

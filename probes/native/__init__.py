@@ -21,3 +21,5 @@ of_generations: Callable[[int, tuple[type, ...]], tuple[bytes, bytes, list[Any]]
     heap, "of_generations", None
 )
 young_with_types: Callable[[object], bytes] | None = getattr(heap, "young_with_types", None)
+namespace_sizes: Callable[[list[Any]], tuple[bytes, bytes]] | None = getattr(heap, "namespace_sizes", None)
+numbers_in: Callable[[list[Any], int], bytes] | None = getattr(heap, "numbers_in", None)

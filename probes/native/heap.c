@@ -1035,6 +1035,8 @@ marks_of(PyObject *Py_UNUSED(module), PyObject *dicts)
     char *place = marks == NULL ? NULL : PyBytes_AsString(marks);
     for (Py_ssize_t at = 0; place != NULL && at < count; at++, place += sizeof(uint64_t)) {
         PyObject *dict = PyTuple_GetItem(dicts, at);
+        if (at + AHEAD < count)
+            PREFETCH((uint64_t *)PyTuple_GetItem(dicts, at + AHEAD) + TAG);
         if (!PyDict_Check(dict)) {
             PyErr_SetString(PyExc_TypeError, "dictionaries only");
             Py_CLEAR(marks);
@@ -1044,6 +1046,70 @@ marks_of(PyObject *Py_UNUSED(module), PyObject *dicts)
         memcpy(place, &mark, sizeof(mark));
     }
     return marks;
+}
+
+/* Modules and caches ----------------------------------------------------------------------------------------------- */
+
+static PyObject *
+namespace_sizes(PyObject *Py_UNUSED(module), PyObject *modules)
+{
+    if (!PyList_Check(modules)) {
+        PyErr_SetString(PyExc_TypeError, "modules are a list");
+        return NULL;
+    }
+    Array spaces = {.width = sizeof(PyObject *)}, sizes = {.width = sizeof(int64_t)};
+    PyObject *found = NULL;
+    Py_ssize_t count = PyList_Size(modules);
+    int failed = 0;
+    for (Py_ssize_t at = 0; !failed && at < count; at++) {
+        PyObject *item = PyList_GetItem(modules, at);
+        if (at + AHEAD < count)
+            PREFETCH(PyList_GetItem(modules, at + AHEAD));
+        /* One that the collector has cleared, and somebody has kept all the same, has none any more. */
+        PyObject *space = PyModule_Check(item) ? PyModule_GetDict(item) : NULL;
+        failed = array_push(&spaces, &space) < 0;
+    }
+    for (Py_ssize_t at = 0; !failed && at < count; at++) {
+        PyObject **space = (PyObject **)spaces.items + at;
+        if (at + AHEAD < count)
+            PREFETCH(space[AHEAD]);
+        int64_t size = *space == NULL ? 0 : PyDict_Size(*space);
+        failed = array_push(&sizes, &size) < 0;
+    }
+    if (failed)
+        PyErr_NoMemory();
+    else
+        found = Py_BuildValue("(NN)", array_take(&spaces), array_take(&sizes));
+    free(spaces.items);
+    free(sizes.items);
+    return found;
+}
+
+/* The number at so many bytes in each object that weak references refer to; -1 for what is gone. */
+static PyObject *
+numbers_in(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "a list of weak references and a number");
+        return NULL;
+    }
+    Py_ssize_t offset = PyLong_AsSsize_t(args[1]);
+    if (offset == -1 && PyErr_Occurred())
+        return NULL;
+    PyObject *numbers = PyBytes_FromStringAndSize(NULL, PyList_Size(args[0]) * (Py_ssize_t)sizeof(int64_t));
+    char *place = numbers == NULL ? NULL : PyBytes_AsString(numbers);
+    for (Py_ssize_t at = 0; place != NULL && at < PyList_Size(args[0]); at++, place += sizeof(int64_t)) {
+        PyObject *item = PyWeakref_GetObject(PyList_GetItem(args[0], at));
+        int64_t number = -1;
+        if (item == NULL) {
+            Py_CLEAR(numbers);
+            break;
+        }
+        if (item != Py_None)
+            memcpy(&number, (char *)item + offset, sizeof(number));
+        memcpy(place, &number, sizeof(number));
+    }
+    return numbers;
 }
 
 static PyMethodDef functions[] = {
@@ -1064,6 +1130,12 @@ static PyMethodDef functions[] = {
      "the places (int64) of those whose types derive from one of a tuple of classes, and these."},
     {"young_with_types", young_with_types, METH_O,
      "Return the identities (int64) of an object and of all that is young, and then those of their types."},
+    {"namespace_sizes", namespace_sizes, METH_O,
+     "Return the identity (int64) of the namespace of each module of a list, and how many names (int64) are in it; 0 for "
+     "what is no module."},
+    {"numbers_in", (PyCFunction)(void (*)(void))numbers_in, METH_FASTCALL,
+     "Return the number (int64) at so many bytes in what each of a list of weak references refers to; -1 for what is "
+     "gone."},
     {"frozen", frozen, METH_O,
      "Return how many objects are frozen, counted up to a number (-1: all), and what says which are the first and the "
      "last."},

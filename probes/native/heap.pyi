@@ -114,3 +114,17 @@ def frozen(most: int) -> tuple[int, int, int]:
 
 def marks_of(dicts: tuple[dict[str, Any], ...]) -> bytes:
     """Return a number (uint64) for each dictionary, which is another one once a value in it is another."""
+
+def namespace_sizes(modules: list[Any], /) -> tuple[bytes, bytes]:
+    """Return the identity of each module's namespace, and how many names it has (int64); 0 for what is no module."""
+
+def numbers_in(references: list[Any], offset: int, /) -> bytes:
+    """Return the number (int64) in each object that a weak reference refers to; -1 for what is gone.
+
+    Args:
+        references: weak references to objects of a type that is known to have a number there.
+        offset: where, in bytes.
+
+    Raises:
+        SystemError: one of them is no weak reference.
+    """

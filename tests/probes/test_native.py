@@ -189,6 +189,13 @@ def test_the_types_of_what_is_young_come_behind_it() -> None:
     assert found.index((id(middle), id(list))) < found.index((id(young), id(list)))
 
 
+@pytest.mark.parametrize("wrong", [(), [1], [Base]])
+def test_numbers_are_read_behind_weak_references_alone(wrong: Any) -> None:
+    assert native.numbers_in is not None
+    with pytest.raises((TypeError, SystemError)):
+        native.numbers_in(wrong, 16)
+
+
 @pytest.mark.parametrize("wrong", [[Base], (1,), Base])
 def test_only_classes_are_looked_for(wrong: Any) -> None:
     assert native.all_instances is not None
