@@ -372,7 +372,8 @@ def test_a_limit_of_the_card_that_stays_changed_is_a_setting(leaks: Report) -> N
 def test_an_array_on_the_host_is_found_below_what_a_card_s_libraries_may_take_there(leaks: Report) -> None:
     (finding,) = subject(leaks, "test_host_array").findings
     assert (finding.resource, finding.holder) == ("host-memory", "test_inner.ARRAYS['batch']")
-    assert finding.bytes >= 250 << 20
+    # It is a level: what libraries give back meanwhile, up to 8 MiB here, is taken off.
+    assert finding.bytes >= 240 << 20
 
 
 def test_what_another_process_has_exported_is_the_tensor_alone(of_others: Report) -> None:
