@@ -109,29 +109,18 @@ def all_objects() -> list[object]:
     The list keeps its objects alive: drop it as soon as it is read.
     """
     with collector_paused():
-        return _objects_and_kinds()[0]
-
-
-def census_of_all() -> Census:
-    """Every object that `all_objects` gives, with the types that the walk has seen already."""
-    with collector_paused():
-        objects, kinds = _objects_and_kinds()
-        return Census(objects) if kinds is None else Census.of_kinds(objects, kinds)
-
-
-def _objects_and_kinds() -> tuple[list[object], Any]:
-    """The objects, and the identity of each one's type where a walk was needed; else None."""
-    # What is returned must not hold this function's frame: from Python 3.12 on that frame can be among the objects, and
-    # list and frame would keep each other, and with them the whole heap, until the next collection.  So no local
-    # variable holds what the collector lists, and of what a walk meets no frame is left.
-    if not any_frozen():
-        return gc.get_objects(), None
-    found = gc.get_objects()
-    try:
-        return found, _add_what_is_reached(found)
-    except BaseException:
-        found.clear()
-        raise
+        # What is returned must not hold this function's frame: from Python 3.12 on that frame can be among the objects,
+        # and list and frame would keep each other, and with them the whole heap, until the next collection. So no local
+        # variable holds what the collector lists, and of what a walk meets no frame is left.
+        if not any_frozen():
+            return gc.get_objects()
+        found = gc.get_objects()
+        try:
+            _add_what_is_reached(found)
+        except BaseException:
+            found.clear()
+            raise
+        return found
 
 
 def all_instances(*classes: type) -> list[Any]:
@@ -177,21 +166,15 @@ class Census:
             self._types = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
 
     @classmethod
-    def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type] | None = None) -> Census:
+    def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type]) -> Census:
         """That of objects whose types are known.
 
         Args:
             objects: the objects.
             kinds: the identity of each one's type, shape [len(objects)].
-            types: the types, by their identities, if they are known.
+            types: the types, by their identities.
         """
-        from lowtide.probes.objects.identities import object_at
-
         census = cls([])
-        if types is None:
-            from lowtide.probes.original_numpy import np
-
-            types = {kind: object_at(kind) for kind in np.unique(kinds).tolist()}
         census._objects, census._kinds, census._types = objects, kinds, types
         return census
 
@@ -222,14 +205,11 @@ class Census:
         return [self._objects[place] for place in places.tolist()]
 
 
-def _add_what_is_reached(found: list[object]) -> Any:
+def _add_what_is_reached(found: list[object]) -> None:
     """Adds to the objects every tracked one that they, the modules, classes and frames lead to; takes out the frames.
 
     A step is a few calls per chunk, all of them in C: on a heap of a million objects that is the difference between
     a third of a second and ten.
-
-    Returns:
-        The identity of each object's type, shape [len(found)].
     """
     # Not at the top: see `Census`.
     from lowtide.probes.objects.foreign import is_kind_of_module, without_state
@@ -264,8 +244,6 @@ def _add_what_is_reached(found: list[object]) -> Any:
     for place in reversed(np.flatnonzero(all_kinds == id(FrameType)).tolist()):
         found[place] = found[-1]
         found.pop()
-        all_kinds[place] = all_kinds[len(found)]
-    return all_kinds[: len(found)]
 
 
 def _roots() -> Iterator[object]:

@@ -169,7 +169,7 @@ sys.path.insert(0, sys.argv[1])
 import numpy
 from lowtide.probes.objects import identities
 from lowtide.probes.objects.foreign import is_kind_of_module, without_state
-from lowtide.probes.objects.listed import Census, _roots, all_objects, census_of_all
+from lowtide.probes.objects.listed import Census, _roots, all_objects
 if sys.argv[2] == "slow":
     identities._LAID_OUT = False
 
@@ -233,7 +233,7 @@ assert len(plain) > 10_000, len(plain)
 assert len(left) < 40, collections.Counter(left)
 assert {id(item) for item in kept if gc.is_tracked(item)} <= ours
 assert len(inner) > 200 and inner <= ours, len(inner - ours)
-census = census_of_all()
+census = Census(all_objects())
 kinds = [kind for kind in {type(item) for item in kept}]
 for kind in kinds:
     told = census.exactly(kind)
