@@ -89,7 +89,7 @@ def _rows(lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         if line and not line.strip():
             continue
-        if not re.match(r"(\s*\d+  \S|\S.*\s{2,}[\d—.]+\s*$)", line):
+        if not re.match(r"(\s*\d+  \S|\S.*\s{2,}-?[\d—.]+\s*$)", line):
             return
         yield line
 

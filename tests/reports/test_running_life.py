@@ -219,13 +219,13 @@ def test_a_run_shows_each_arena_live_and_ends_with_its_verdict(tmp_path: Path) -
     report = schema.read(tmp_path)
     check_figures(report, lines)
     for stage in ("create", "sleep(2)", "shutdown", "judgement"):
-        assert any(f"cycle 2/2: {stage}" in line and "/18 since" in line for line in lines)
+        assert any(f"cycle 2/2: {stage}" in line and "/26 since" in line for line in lines)
     last = next(turn for turn, line in enumerate(lines) if "cycle 2/2: judgement" in line)
     # One bar per reading: before each life and after each of its stages.
     bars = dict(re.findall(r"^(\S.*?) +([▁▂▃▄▅▆▇█]+) ", "\n".join(lines[last + 1 : last + 7]), re.MULTILINE))
     assert list(bars) == ["arena kv_cache", "arena runtime", "arena weights", "arena workspace", "RSS"]
-    assert bars["arena weights"] == "▁██▁██▁██▁" * 2
-    assert {len(line) for line in bars.values()} == {20}
+    assert bars["arena weights"] == "▁██▁██▁██████▁" * 2
+    assert {len(line) for line in bars.values()} == {28}
     # Nobody draws in a thread of its own: it would be among those that are counted.
     assert {stage.after.threads for stage in report.subjects[0].stages} == {1}
     assert [line for line in lines if line][-1] == "CLEAN: 2 cycles, everything came back"

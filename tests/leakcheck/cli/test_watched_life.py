@@ -45,7 +45,7 @@ def test_a_life_is_seen_while_it_runs_and_then_its_report(tmp_path: Path) -> Non
     assert len(seen) >= 3
     assert all(str(each["now"]).startswith("cycle ") for each in seen)
     assert "CLEAN: 1 subject, everything came back" in page
-    assert len(read(tmp_path).subjects[0].stages) == 18
+    assert len(read(tmp_path).subjects[0].stages) == 26
     assert not list(tmp_path.glob("live.*"))
 
 
