@@ -129,7 +129,8 @@ def test_each_way_reads_the_same_of_the_whole_heap(monkeypatch: pytest.MonkeyPat
     in_c, _ = read_lengths()
     monkeypatch.setattr(native, "lengths_of_all", None)
     in_numpy, _ = read_lengths()
-    assert abs(in_c.objects - in_numpy.objects) < 100
+    # Python 3.12 freezes some objects of its own at its start, which the other way leaves out.
+    assert abs(in_c.objects - in_numpy.objects - gc.get_freeze_count()) < 100
     # Readings make dicts of names themselves.
     both = np.intersect1d(in_c.ids, in_numpy.ids)
     assert len(both) > len(in_c.ids) - 100
