@@ -627,18 +627,6 @@ class Births:
         return old if self._full else old[-self._moved :]
 
 
-def _lists_can_be_read() -> bool:
-    """Whether the collector has its objects in lists as `followers_among` takes them to be."""
-    if native.followers_among is None or sys.maxsize < 1 << 32:
-        return False
-    with collector_paused():
-        first: list[object] = []
-        second: list[object] = []
-        ids = identities([second, first]).tobytes()
-        found = [native.followers_among(first, ids, most) for most in (0, 1, -1)]
-    return [list(map(id, items)) for items in found] == [[], [id(second)], [id(second)]]
-
-
 def _since(change: _Change, changes: list[_Change]) -> list[_Change]:
     """A change and those behind it; empty where it is not among them."""
     for place in range(len(changes) - 1, -1, -1):
@@ -768,6 +756,6 @@ def _watched_among(census: Census) -> Iterator[Any]:
     yield from census.instances_of(*_classes())
 
 
-_followers_among = native.followers_among if _lists_can_be_read() else None
+_followers_among = native.followers_among if lists_can_be_read() else None
 _of_generations = native.of_generations if lists_can_be_read() else None
 _young_with_types = native.young_with_types if lists_can_be_read() else None

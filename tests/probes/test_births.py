@@ -7,7 +7,6 @@ import functools
 import gc
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +18,7 @@ from lowtide.probes.heap.births import Births, young_generations_tell
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.objects import listed
 from lowtide.probes.objects.listed import frozen_by_program
+from tests.resized_buffers import buffers_resized_meanwhile
 
 pytestmark = pytest.mark.skipif(not young_generations_tell(), reason="this interpreter has no young generations")
 
@@ -561,32 +561,16 @@ def moved(births: Births) -> None:
     ids=["mark", "survivors", "born", "unfrozen", "aside", "collection"],
 )
 def test_no_other_thread_sees_what_it_lets_go_of_alive(births: Births, look: Callable[[Births], object]) -> None:
-    kept = []
-    ended = threading.Event()
-
-    def serve() -> None:
-        while not ended.is_set():
-            buffer = bytearray(100)
-            shown = [memoryview(buffer)]
-            del shown
-            try:
-                buffer.extend(b"x" * 100)
-            except BufferError as error:
-                kept.append(error)
-
     gc.disable()
     # What is done with so many takes long enough that the other thread gets a turn.
     young = [[] for _ in range(200_000)]
-    thread = threading.Thread(target=serve)
-    thread.start()
     try:
-        for _ in range(10):
-            look(births)
+        with buffers_resized_meanwhile() as errors:
+            for _ in range(10):
+                look(births)
     finally:
-        ended.set()
-        thread.join()
         gc.enable()
-    assert kept == []
+    assert errors == []
     assert young
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from lowtide.probes.heap import container_lengths
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.objects import identities
 from lowtide.probes.original_numpy import np
+from tests.resized_buffers import buffers_resized_meanwhile
 
 
 class Boasting(list[int]):
@@ -142,28 +142,10 @@ def test_each_way_reads_the_same_of_the_whole_heap(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(native.lengths_of_all is None, reason="the extension is not built here")
 def test_no_other_thread_sees_what_it_lets_go_of_alive() -> None:
-    kept = []
-    ended = threading.Event()
-
-    def serve() -> None:
-        while not ended.is_set():
-            buffer = bytearray(100)
-            shown = [memoryview(buffer)]
-            del shown
-            try:
-                buffer.extend(b"x" * 100)
-            except BufferError as error:
-                kept.append(error)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with buffers_resized_meanwhile() as errors:
         for _ in range(20):
-            read_lengths([id(kept)])
-    finally:
-        ended.set()
-        thread.join()
-    assert kept == []
+            read_lengths([id(errors)])
+    assert errors == []
 
 
 def test_what_is_not_there_has_no_place() -> None:

@@ -106,6 +106,18 @@ def test_frozen_garbage_is_found() -> None:
         gc.unfreeze()
 
 
+def test_of_what_is_frozen_alone_nothing_else_is_found() -> None:
+    kept = [Derived()]
+    gc.freeze()
+    try:
+        others = [Base()]
+        frozen, some = listed.frozen_instances(Base), listed.all_instances(Base)
+    finally:
+        gc.unfreeze()
+    assert list(map(id, frozen)) == list(map(id, kept))
+    assert set(map(id, some)) == {id(kept[0]), id(others[0])}
+
+
 def test_no_instance_gets_a_reference_but_what_is_returned() -> None:
     kept, other = Base(), [1]
     before = sys.getrefcount(kept), sys.getrefcount(other)

@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -213,3 +214,12 @@ def test_the_lines_of_a_file_end_at_line_breaks_alone(tmp_path: Path) -> None:
     assert originals.lines_of(str(file)) == ["first\x0c1", "\ufffd", "last"]
     file.write_bytes(b"")
     assert originals.lines_of(str(file)) == []
+
+
+def test_numpy_imports_nothing_in_the_middle_of_a_reading() -> None:
+    script = (
+        "import sys; from lowtide.probes.original_numpy import np; before = set(sys.modules); "
+        "np.unique(np.arange(3)); np.isin(np.arange(3), np.arange(2)); print(sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
 from lowtide.probes import native
 from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments
 from lowtide.probes.stages import PoolReading, announce, withdraw
+from tests.resized_buffers import buffers_resized_meanwhile
 
 SIZE = 4 << 20
 
@@ -53,28 +53,10 @@ def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena, own: OwnTenso
 
 @pytest.mark.skipif(native.all_instances is None, reason="the extension is not built here")
 def test_no_other_thread_sees_what_it_lets_go_of_alive(own: OwnTensors) -> None:
-    kept = []
-    ended = threading.Event()
-
-    def serve() -> None:
-        while not ended.is_set():
-            buffer = bytearray(100)
-            shown = [memoryview(buffer)]
-            del shown
-            try:
-                buffer.extend(b"x" * 100)
-            except BufferError as error:
-                kept.append(error)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with buffers_resized_meanwhile() as errors:
         for _ in range(20):
             own.levels()
-    finally:
-        ended.set()
-        thread.join()
-    assert kept == []
+    assert errors == []
 
 
 def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena, own: OwnTensors) -> None:
