@@ -112,10 +112,12 @@ def _number(name: str) -> int:
     return int(name.partition(" ")[0])
 
 
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+
+
 def _installed(names: Names) -> Names:
     """Return the files that lie where libraries are installed."""
-    places = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
-    return {name for name in names if _target(name).startswith(places)}
+    return {name for name in names if _target(name).startswith(_LIBRARIES)}
 
 
 def _is_torchs_own(name: str) -> bool:

@@ -242,7 +242,6 @@ class EdgeNamer:
         self._known_variables = variables
         self._read: list[FrameType] = []
         self._known_names: dict[int, set[str]] = {}
-        self._nameless: set[int] = set()
         self._containers = Containers()
 
     def undo(self) -> None:
@@ -311,20 +310,17 @@ class EdgeNamer:
         # What was found on one instance is tried first on the next; all code there is, which takes 0.2 s to go through,
         # only where nothing else has it.
         known = self._known_names.setdefault(id(type(holder)), set())
-        for names in self._candidates(type(holder), known):
+        for names in self._candidates(type(holder), known) if _has_values_inside(type(holder)) else ():
             for name in sorted(names):
                 if attribute(holder, name) is held:
                     known.add(name)
                     return Edge(attribute_text(name), "instance-attribute")
-        self._nameless.add(id(type(holder)))
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
             return of_hidden_attribute(way) or of_inline_attribute(way) or Edge(UNNAMED, "opaque")
         return Edge(f"inside {type_name(type(holder))}", "opaque")
 
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
         yield known
-        if id(cls) in self._nameless and not _has_values_inside(cls):
-            return
         yield names_in_class(cls)
         yield names_in_module(cls)
         yield self._all_names
@@ -370,7 +366,7 @@ def _of_callers(way: Rest) -> Edge:
 
 
 def _has_values_inside(cls: type) -> bool:
-    """Whether instances have attributes in themselves and not in a dict; else what one does not name, none does."""
+    """Whether instances have attributes in themselves and not in a dict, as no type written in C has."""
     return sys.version_info >= (3, 11) and bool(flags_of(cls) & _MANAGED_DICT)
 
 

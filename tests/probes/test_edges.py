@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from lowtide.probes.heap.holders import find_paths
 from lowtide.probes.heap.paths import Path
 from lowtide.probes.host.counters import SettingReader
+from lowtide.probes.references import edges as naming
 from lowtide.probes.references.edges import UNNAMED, EdgeNamer
 
 
@@ -247,6 +249,20 @@ def test_an_attribute_that_the_module_of_its_class_names_is_found_without_a_look
     helper.holder = helper.Holder()
     helper.Other().put(helper.holder, thing)
     assert edges(find_paths([thing])[0]) == ".put_by_another_class"
+
+
+def test_for_what_c_has_no_name_no_code_is_looked_at(helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_at_code(*_: object) -> set[str]:
+        raise AssertionError
+
+    monkeypatch.setattr(EdgeNamer, "_all_names", property(look_at_code))
+    monkeypatch.setattr(naming, "names_in_class", look_at_code)
+    # It keeps the file below its buffer by a pointer of its own.
+    with open(os.devnull) as text:  # noqa: PTH123 - `Path` is another one here
+        helper.holder = text
+        path = find_paths([text.buffer.raw])[0]
+        assert path is not None
+        assert [step.type_name for step in path.steps][-2:] == ["_io.TextIOWrapper", "_io.FileIO"]
 
 
 def test_a_class_whose_module_is_gone_or_is_no_name_has_its_attributes_named_all_the_same(helper: Any) -> None:
