@@ -148,7 +148,7 @@ def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
     of_session = {missing for subject in subjects if subject.id == SESSION for missing in subject.not_measured}
     for missing, tests in found[:MOST_NOT_MEASURED]:
         # The names of what may be a library's are in a report: here they would be lines of pipes.
-        amount_of = missing.what.partition(" did not come back")[0]
+        amount_of = missing.what.partition(", since ")[0]
         where = "" if missing in of_session else f" in {format_amount(tests, 'tests')}"
         yield f"not judged{where}: {amount_of} ({missing.why})"
     if len(found) > MOST_NOT_MEASURED:
@@ -192,7 +192,7 @@ def line(subject: Subject, finding: Finding) -> str:
 
 
 def headline(subject: Subject, before: Mapping[int, Sighting] = NOTHING_BEFORE) -> str:
-    """Return what stands behind FAILED in pytest's summary.
+    """Return what stands behind FAILED in pytest's summary: of its one line a narrow terminal shows the holder.
 
     Args:
         subject: what left something.
@@ -205,7 +205,8 @@ def headline(subject: Subject, before: Mapping[int, Sighting] = NOTHING_BEFORE) 
     others = len(subject.findings) - 1
     more = f" (and {others} more)" if others else ""
     same = f"as in {before[turn].subject.id}: " if turn in before else ""
-    return one_line(f"leak: {same}{first.resource}/{first.cause}: {first.message}{more}")
+    holder = f"{first.holder}: " if first.holder else ""
+    return one_line(f"leak: {holder}{same}{first.resource}/{first.cause}: {first.message}{more}")
 
 
 def details(subject: Subject, verbosity: int, before: Mapping[int, Sighting] = NOTHING_BEFORE) -> str:

@@ -10,6 +10,17 @@ from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Cause, Finding, Hop, Verdict, as_written
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
 
+_STILL = {
+    "asyncio tasks that nothing can wake": " still pending",
+    "bytes": " still held",
+    "file descriptors": " still open",
+    "frozen objects": " still frozen",
+    "processes": " still running",
+    "reserved ranges of addresses": " still reserved",
+    "threads": " still running",
+}
+"""What is said of what was to be gone, by its unit."""
+
 
 class Note(msgspec.Struct, frozen=True):
     """What more is known: a part of a sentence, with the punctuation before it.
@@ -32,8 +43,8 @@ class Statement(msgspec.Struct, frozen=True):
         unit: in which it is counted: `bytes`, or the things themselves in the plural.
         what: bytes of what: `driver on cuda:0`.
         amount: what it is and how much of it, where that is said in other words.
-        came: what it did not do at the finding's stage, or since it; None where that is no matter.
-        is_since: whether it is there since the finding's stage; else it did not come back at that.
+        came: what became of it, where that is not what its unit says; None where that is no matter.
+        is_since: whether it is there since the finding's stage; else it is still there after that.
         things: what it is, each by its name.
         most: how many of these are named.
         names: what each of several settings is called, all of them.
@@ -44,7 +55,7 @@ class Statement(msgspec.Struct, frozen=True):
     unit: str = "bytes"
     what: str = ""
     amount: str = ""
-    came: str | None = " did not come back"
+    came: str | msgspec.UnsetType | None = msgspec.UNSET
     is_since: bool = False
     things: tuple[str, ...] = ()
     most: int | None = None
@@ -61,8 +72,9 @@ class Statement(msgspec.Struct, frozen=True):
         elif not amount:
             amount = format_amount(finding.count, self.unit)
         when = ""
-        if self.came is not None:
-            when = self.came + (f", since {finding.stage}" if self.is_since else f" at {finding.stage}")
+        came = _STILL.get(self.unit, " still there") if self.came is msgspec.UNSET else self.came
+        if came is not None:
+            when = came + (f", since {finding.stage}" if self.is_since else f" after {finding.stage}")
         shown = first_of(self.things, self.most)
         notes = "".join(f"{note.text}{note.holder}{note.rest}" for note in self.notes)
         return f"{where}{amount}{when}{': ' if shown else ''}{shown}{notes}"

@@ -433,6 +433,14 @@ def on(code: str, ending: str) -> str:
     return f"await {code}.{ending.removeprefix('await ')}" if ending.startswith("await ") else f"{code}.{ending}"
 
 
+def ended(code: str, ending: str) -> str:
+    """Return the advice to end an object that is given as code, with its ending if one is known."""
+    if not ending:
+        return f"end {code} in teardown"
+    call = on(code, ending)
+    return f"{call} in teardown" if call.startswith("await ") else f"call {call} in teardown"
+
+
 def _call(name: str, function: object) -> str:
     if type(function) is not FunctionType:
         return f"{name}()"

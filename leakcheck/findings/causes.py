@@ -16,7 +16,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.explain import Holder
-from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
+from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
@@ -329,8 +329,7 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
         if place and len(some) > 1:
             holders = [holder for holder, _ in some]
             first, more = holders[0], f" (and {len(some) - 1} more)"
-            each = f": {first.ending}" if first.ending else ""
-            advice = f"end each in its owner's teardown{each}"
+            advice = f"{f'call {first.ending} of' if first.ending else 'end'} each in teardown"
             alone = replace(first, holder=first.holder + more, path=(), advice=advice)
             cause = replace(_container_of(holders) or alone, key=("made", place))
             causes.update(dict.fromkeys(itertools.chain(*(members for _, members in some)), cause))
@@ -454,8 +453,8 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
     path = holders[0].path[:-1]
     name = way_text(path)
     endings = {holder.ending for holder in holders}
-    each = f": call {endings.pop()} of each" if len(endings) == 1 and "" not in endings else ""
-    return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds in its owner's teardown{each}")
+    end = f"call {endings.pop()} of" if len(endings) == 1 and "" not in endings else "end"
+    return replace(holders[0], holder=name, path=path, advice=f"{end} each that {name} holds in teardown")
 
 
 def _causes_by_name(
@@ -483,10 +482,10 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
     path = _of_thread(holder.path)
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(item) if holder.identity == id(item) else class_named(last.type))
-    advice = f"end {name} in its owner's teardown" + (f": {on(name, ending)}" if ending else "")
+    advice = ended(name, ending)
     if root.type in ("interpreter", "thread"):
         # No code leads to what only C holds, or a thread that runs.
-        advice = f"end the {last.type} in its owner's teardown" + (f": {ending}" if ending else "")
+        advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
     return CommonCause(holder.identity, name, path, advice, holder.cause, ending, holder.identity == id(item))
 

@@ -107,7 +107,7 @@ def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanatio
 def _advice(explanation: Explanation) -> str:
     if explanation.cut is not None and explanation.cut.is_code:
         return explanation.cut.code
-    return explanation.advice or f"let go of {explanation.holder} in its owner's teardown"
+    return explanation.advice or f"let go of {explanation.holder} in teardown"
 
 
 def _arrays(wanted: int, context: Context) -> Sequence[_Held]:

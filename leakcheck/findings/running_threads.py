@@ -133,9 +133,9 @@ def _kept_by(held: Sequence[tuple[Any, Holder]], runs: str, *, one: bool) -> tup
         ways = list(dict.fromkeys(way_text(of.path) for _, of in held))
         name, path, call = ways[0], holder.path, outer
     others = f" (and {len(ways) - 1} more)" if len(ways) > 1 else ""
-    advice = f"let {runs} return, and join {name}{others} in the owner's teardown"
+    advice = f"let {runs} return, and join {name}{others} in teardown"
     if call:
-        advice = f"end {'it' if one else 'them'} in the owner's teardown: {on(name, call)}{others}"
+        advice = f"call {on(name, call)}{others} in teardown"
     return f"{name}{others}", path, advice
 
 

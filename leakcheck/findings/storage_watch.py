@@ -178,5 +178,5 @@ class Collected:
             ),
             holder=through or None,
             remedy=Remedy(action="gc.collect()", returns_bytes=size),
-            advice=f"break the cycle in its owner's teardown: set {named[0]} to None" if named else None,
+            advice=f"break the cycle in teardown: set {named[0]} to None" if named else None,
         )

@@ -233,7 +233,7 @@ def _finding(
     if cause == "driver" and remedy is None:
         holder, advice = holder or DRIVER_HOLDER, DRIVER_ADVICE
     elif cause == "native" and new:
-        advice = f"release or deregister it at {stage}, in its owner's teardown"
+        advice = f"release or deregister it before {stage} ends"
     elif (kind := resource_of(metric.key)) is not None:
         advice = kind.advice(new) or None
         if more := kind.remark(new):

@@ -88,7 +88,7 @@ class AddressSpace(Resource):
         """Return what gives addresses back that no object of Python's stands for."""
         if self.objects(names):
             return ""
-        return "give the addresses back in their owner's teardown: munmap"
+        return "give the addresses back in teardown: munmap"
 
 
 def reserved_ranges(lines: Iterable[str]) -> Iterator[Range]:

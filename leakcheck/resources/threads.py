@@ -127,7 +127,7 @@ class AsyncioTasks(Resource):
 
     def advice(self, names: Collection[str]) -> str:
         """Return how such a task ends."""
-        return "nothing can wake it: cancel() it and await it in its owner's teardown, before the loop is closed"
+        return "nothing can wake it: cancel() it and await it in teardown, before the loop is closed"
 
     def _was_stuck(self, task: Any) -> bool:
         return self._is_known(task) and self._seen[id(task)][1]

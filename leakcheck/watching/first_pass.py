@@ -276,7 +276,7 @@ class SmallRetention:
             count=len(turns),
             device="",
             stage=stage,
-            message=f"{format_bytes(total)} of host-memory did not come back over the session, {size}: {names}",
+            message=f"{format_bytes(total)} of host-memory kept over the session, {size}: {names}",
             fingerprint=fingerprint(
                 resource="host-memory", device="", stage=stage, suspects=("session",), module=module
             ),

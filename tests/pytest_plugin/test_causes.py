@@ -463,16 +463,16 @@ def test_the_finding_of_what_a_setting_holds_says_how_to_put_it_back(run: InnerR
 def test_the_finding_names_the_pool_and_how_to_end_it(run: InnerRun) -> None:
     (finding,) = run.subject("test_causes.py::test_pool").findings
     assert finding.holder == "kept.POOLS[0]"
-    assert finding.advice == "end kept.POOLS[0] in its owner's teardown: kept.POOLS[0].shutdown()"
+    assert finding.advice == "call kept.POOLS[0].shutdown() in teardown"
     assert [hop.edge for hop in finding.path] == ["kept", ".POOLS", "[0]"]
-    assert "; end kept.POOLS[0] in its owner's teardown: kept.POOLS[0].shutdown()" in run.out
+    assert "; call kept.POOLS[0].shutdown() in teardown" in run.out
 
 
 def test_a_descriptor_names_who_holds_its_object_and_how_to_close_that(run: InnerRun) -> None:
     (finding,) = run.subject("test_causes.py::test_socket").findings
     told = (finding.resource, finding.cause, finding.holder)
     assert told == ("file-descriptors", "module-global", "kept.SOCKETS[0]")
-    assert finding.advice == "end kept.SOCKETS[0] in its owner's teardown: kept.SOCKETS[0].close()"
+    assert finding.advice == "call kept.SOCKETS[0].close() in teardown"
     # What holds one of the two is not said of both.
     held, bare = run.subject("test_causes.py::test_socket_and_a_bare_descriptor").findings
     assert (held.count, held.cause, held.holder.startswith("kept.SOCKETS[")) == (1, "module-global", True)
@@ -488,7 +488,7 @@ def test_each_of_the_two_names_only_its_own(run: InnerRun) -> None:
     assert all("/dev/null" not in part.message for part in pool.parts)
     assert other.count == 1
     _, thread = run.subject("test_causes.py::test_pool_and_a_thread").findings
-    assert "1 thread did not come back, since call: unrelated" in thread.message
+    assert "1 thread still running, since call: unrelated" in thread.message
 
 
 def test_a_fingerprint_is_that_of_the_resource_whatever_else_the_cause_left(run: InnerRun) -> None:
@@ -533,7 +533,7 @@ def test_threads_name_what_the_program_keeps_of_them_and_its_own_call(
     call = call.replace("kept.POOLS[-1]", holder)
     assert finding.holder == holder
     assert [hop.suspect for hop in finding.path] == [False, False, True]
-    assert (finding.advice or "").endswith(f" in the owner's teardown: {call}")
+    assert (finding.advice or "") == f"call {call} in teardown"
     assert f", held by {holder}; " in run.out
     assert f", started in {STARTED.get(name, name)}, test_causes.py:" in finding.message
 
@@ -559,7 +559,7 @@ STARTED = {"test_connection": "Connection.__init__" if sys.version_info >= (3, 1
             "test_causes.Connection.work (test_causes.py:",
             "keep the test_causes.Connection, and await its close() at the end",
         ),
-        ("test_function", "threading.Event.wait (threading.py:", "end it in the owner's teardown: kept.RELEASE.set()"),
+        ("test_function", "threading.Event.wait (threading.py:", "call kept.RELEASE.set() in teardown"),
     ],
 )
 def test_threads_say_what_they_run_and_what_to_change(name: str, runs: str, advice: str, run: InnerRun) -> None:
@@ -591,7 +591,7 @@ def test_what_a_thread_keeps_is_let_go_of_by_the_thread_s_owner(run: InnerRun) -
 def test_an_event_loop_that_was_set_is_called_by_what_gives_it(run: InnerRun) -> None:
     (finding,) = run.subject("test_causes.py::test_event_loop").findings
     assert finding.holder == "asyncio.get_event_loop()"
-    assert finding.advice == "end asyncio.get_event_loop() in its owner's teardown: asyncio.get_event_loop().close()"
+    assert finding.advice == "call asyncio.get_event_loop().close() in teardown"
 
 
 ENGINE = ["tensors", "threads", "file-descriptors"]

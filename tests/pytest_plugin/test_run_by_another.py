@@ -77,4 +77,4 @@ def test_the_failure_shows_the_remedy_that_was_tried_at_the_end(run: InnerRun) -
 def test_the_short_summary_says_what_leaks(run: InnerRun) -> None:
     short = [line for line in run.out.splitlines() if line.startswith("ERROR test_inner.py::test_cached - ")]
     assert len(short) == 1
-    assert " - leak: tensors/lru-cache: 3.9 KiB in 1 tensor on cpu" in short[0]
+    assert " - leak: test_inner.table (lru_cache value): tensors/lru-cache: 3.9 KiB in 1 tensor on cpu" in short[0]

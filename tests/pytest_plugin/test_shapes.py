@@ -613,7 +613,7 @@ def test_a_leak_is_a_failure_of_its_test_and_counted_once(light: InnerRun) -> No
 
 def test_the_summary_says_what_leaked(light: InnerRun) -> None:
     assert light.message("test_outcomes.py::test_leaking").startswith(
-        "leak: globals/not-restored: 1 process-wide setting"
+        "leak: gc.get_threshold(): globals/not-restored: 1 process-wide setting"
     )
 
 
@@ -1054,7 +1054,7 @@ def test_junit_counts_every_test_once(junit: InnerRun) -> None:
 
 def test_junit_has_the_leak_as_the_tests_one_failure(junit: InnerRun) -> None:
     (case,) = ElementTree.parse(junit.folder / "junit.xml").getroot().iter("failure")
-    assert str(case.get("message")).startswith("leak: globals/not-restored")
+    assert str(case.get("message")).startswith("leak: gc.get_threshold(): globals/not-restored")
     assert "test_junit.py::test_leaking left something behind" in str(case.text)
 
 

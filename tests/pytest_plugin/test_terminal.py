@@ -72,8 +72,8 @@ def test_what_concerns_most_tests_comes_first_and_the_rest_is_counted() -> None:
 
 def test_what_may_be_a_library_s_is_counted_on_the_terminal_and_listed_in_a_report_only() -> None:
     pipes = ", ".join(f"{number} -> pipe:[{number}]" for number in range(20, 41))
-    missing = NotMeasured(what=f"21 file descriptors did not come back, since call: {pipes}", why="libnccl.so.2 is new")
-    assert said([clean("a", missing)]) == ["not judged in 1 test: 21 file descriptors (libnccl.so.2 is new)"]
+    missing = NotMeasured(what=f"21 file descriptors still open, since call: {pipes}", why="libnccl.so.2 is new")
+    assert said([clean("a", missing)]) == ["not judged in 1 test: 21 file descriptors still open (libnccl.so.2 is new)"]
 
 
 def test_what_python_will_wait_for_at_its_end_is_named(run_inner: RunInner) -> None:

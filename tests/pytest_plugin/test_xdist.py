@@ -119,7 +119,7 @@ def test_the_report_is_written_once_and_by_the_controller(run: InnerRun) -> None
 
 def test_a_leak_in_a_worker_fails_its_test(run: InnerRun) -> None:
     assert run.counted("test_plain.py::test_leaking") == "failed"
-    assert run.message("test_plain.py::test_leaking").startswith("leak: globals/not-restored")
+    assert run.message("test_plain.py::test_leaking").startswith("leak: gc.get_threshold(): globals/not-restored: ")
     assert run.leaks("test_plain.py::test_leaking") == [("globals", "call")]
 
 

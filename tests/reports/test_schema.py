@@ -47,7 +47,7 @@ def report(outcome: schema.Outcome = "leak") -> schema.Report:
         count=1,
         device="cuda:0",
         stage="shutdown",
-        message="112.0 MiB of tensors on cuda:0 did not come back at shutdown [not markup]",
+        message="112.0 MiB of tensors on cuda:0 still held after shutdown [not markup]",
         fingerprint="0123456789abcdef",
         holder="supports_kw",
         remedy=schema.Remedy(action="supports_kw.cache_clear()", returns_bytes=112 << 20),
@@ -136,7 +136,7 @@ def test_the_terminal_shows_stages_ledger_findings_and_what_was_not_judged() -> 
     assert "create" in text
     for line in ("context", "arena weights", "unexplained", "total"):
         assert line in text
-    assert "tensors/lru-cache 112.0 MiB of tensors on cuda:0 did not come back at shutdown [not markup]" in text
+    assert "tensors/lru-cache 112.0 MiB of tensors on cuda:0 still held after shutdown [not markup]" in text
     assert "held by supports_kw" in text
     assert "cycle 1: driver on cuda:0 (64.0 MiB) came back at rung settle, 1.25 s after shutdown" in text
     assert "not judged: host-memory (one life only)" in text

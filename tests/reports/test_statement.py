@@ -31,21 +31,21 @@ def finding(statement: Statement, **facts: Any) -> StatedFinding:
 @pytest.mark.parametrize(
     ("statement", "facts", "message"),
     [
-        (Statement(unit="threads"), {}, "3 threads did not come back at call"),
-        (Statement(unit="threads"), {"count": 1}, "1 thread did not come back at call"),
+        (Statement(unit="threads"), {}, "3 threads still running after call"),
+        (Statement(unit="threads"), {"count": 1}, "1 thread still running after call"),
         (
             Statement(what="driver on cuda:0"),
             {"bytes": 4 << 20},
-            "4.0 MiB of driver on cuda:0 did not come back at call",
+            "4.0 MiB of driver on cuda:0 still held after call",
         ),
-        (Statement(unit="threads", is_since=True), {}, "3 threads did not come back, since call"),
-        (Statement(unit="threads", things=("a", "b", "c")), {}, "3 threads did not come back at call: a, b, c"),
+        (Statement(unit="threads", is_since=True), {}, "3 threads still running, since call"),
+        (Statement(unit="threads", things=("a", "b", "c")), {}, "3 threads still running after call: a, b, c"),
         (
             Statement(unit="threads", things=("a", "b", "c"), most=1),
             {},
-            "3 threads did not come back at call: a and 2 more",
+            "3 threads still running after call: a and 2 more",
         ),
-        (Statement(amount="x is 1 now", came=", and not restored"), {}, "x is 1 now, and not restored at call"),
+        (Statement(amount="x is 1 now", came=", and not restored"), {}, "x is 1 now, and not restored after call"),
         (
             Statement(amount="grows", came=None, notes=(Note(", held by ", "A.b", " too"),)),
             {},
@@ -54,7 +54,7 @@ def finding(statement: Statement, **facts: Any) -> StatedFinding:
         (
             Statement(unit="threads", process="pid 7 (worker)"),
             {},
-            "pid 7 (worker): 3 threads did not come back at call",
+            "pid 7 (worker): 3 threads still running after call",
         ),
     ],
 )
@@ -66,18 +66,18 @@ def test_whatever_changes_the_message_follows() -> None:
     one = finding(Statement(unit="threads", things=("a", "b")))
     assert (
         msgspec.structs.replace(one, stage="shutdown", count=2).message
-        == "2 threads did not come back at shutdown: a, b"
+        == "2 threads still running after shutdown: a, b"
     )
     changed = restated(one, {"count": 1}, things=("b",), is_since=True)
-    assert (changed.message, changed.count) == ("1 thread did not come back, since call: b", 1)
-    assert restated_as(one, changed, {"count": 5}).message == "5 threads did not come back, since call: b"
+    assert (changed.message, changed.count) == ("1 thread still running, since call: b", 1)
+    assert restated_as(one, changed, {"count": 5}).message == "5 threads still running, since call: b"
 
 
 def test_notes_come_in_their_order_and_a_holder_is_the_finding_s() -> None:
     told = noted(
         noted(finding(Statement(unit="threads")), "; made in f"), ", held by ", "m.POOL", " (and 1 more)", count=2
     )
-    assert told.message == "2 threads did not come back at call; made in f, held by m.POOL (and 1 more)"
+    assert told.message == "2 threads still running after call; made in f, held by m.POOL (and 1 more)"
     assert told.holder == "m.POOL"
     assert noted(told, "; seen").holder == "m.POOL"
 
@@ -88,7 +88,7 @@ def test_who_holds_it_may_be_said_by_another_process() -> None:
     )
     sent = msgspec.json.decode(msgspec.json.encode(facts), type=HolderFacts)
     told = with_holder(finding(Statement(unit="threads")), sent)
-    assert told.message == "3 threads did not come back at call; held by m.POOL"
+    assert told.message == "3 threads still running after call; held by m.POOL"
     assert (told.holder, told.cause, told.advice) == ("m.POOL", "module-global", "end it")
 
 
@@ -96,8 +96,8 @@ def test_of_a_finding_from_elsewhere_its_message_is_stated_as_a_whole() -> None:
     read = as_written(finding(Statement(unit="threads")))
     assert type(read) is Finding
     process = ProcessName(pid=7, name="worker")
-    assert noted(read, "; seen").message == "3 threads did not come back at call; seen"
-    assert in_process(read, process).message == f"{process.text}: 3 threads did not come back at call"
+    assert noted(read, "; seen").message == "3 threads still running after call; seen"
+    assert in_process(read, process).message == f"{process.text}: 3 threads still running after call"
     assert in_process(read, process).process == process
 
 

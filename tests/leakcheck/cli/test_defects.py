@@ -199,7 +199,7 @@ def is_memory_of_a_transport(findings: tuple[Finding, ...]) -> None:
     # That of both lives.
     assert (found.resource, found.cause, found.bytes) == ("host-memory", "native", 128 << 20)
     assert (found.holder or "").startswith("kv transport at 0x")
-    assert found.advice == "release or deregister it at shutdown, in its owner's teardown"
+    assert found.advice == "release or deregister it before shutdown ends"
 
 
 def is_patched_functions(findings: tuple[Finding, ...]) -> None:

@@ -126,7 +126,7 @@ def test_a_file_beside_process_groups_is_a_leak_of_its_own() -> None:
     ]
     drafts, _ = with_causes([beside, leak("process-groups", *GROUPS)], Context())
     messages = [draft.finding.message for draft in drafts if isinstance(draft, ItemLeak)]
-    assert "1 file descriptor did not come back, since call: 990004 -> /etc/hostname" in messages
+    assert "1 file descriptor still open, since call: 990004 -> /etc/hostname" in messages
 
 
 def test_without_process_groups_descriptors_stay_as_they_are() -> None:
@@ -227,7 +227,7 @@ def on_card(resource: ResourceName, key: str, cause: Any, names: dict[str, int],
         count=1,
         device=CARD,
         stage="call",
-        message=f"{size} B of something on {CARD} did not come back at call: {', '.join(names)}",
+        message=f"{size} B of something on {CARD} still held after call: {', '.join(names)}",
         fingerprint=f"{key} {cause}",
         verdict="native-held" if cause == "native" else None,
         path=way,

@@ -192,7 +192,7 @@ def test_what_only_the_collector_gives_back_of_a_sleep_is_told_with_its_cycle() 
     assert finding.message == (
         "8.0 MiB on cpu came back only when the collector ran, at the end of sleep, in a cycle through Request.data"
     )
-    assert finding.advice == "break the cycle in its owner's teardown: set Request.data to None"
+    assert finding.advice == "break the cycle in teardown: set Request.data to None"
     assert slept.only_collected("sleep") == []
 
 

@@ -78,9 +78,7 @@ def test_what_is_back_at_a_later_rung_is_a_finding_with_what_brought_it_back() -
     # What counts is what was left when it had to be back.
     assert (found.bytes, found.count) == (9, 1)
     assert found.remedy == Remedy(action=ACTIONS[Rung.EMPTY_CACHE], returns_bytes=6)
-    assert (
-        found.message == "9 B of tensors on cuda:0 did not come back at shutdown; torch.cuda.empty_cache() returns 6 B"
-    )
+    assert found.message == "9 B of tensors on cuda:0 still held after shutdown; torch.cuda.empty_cache() returns 6 B"
     (late,) = judgement.returns
     assert (late.bytes, late.rung, late.seconds) == (10, "empty_cache", 6.0)
 
@@ -89,7 +87,7 @@ def test_what_only_is_counted_has_no_bytes() -> None:
     judgement = judged(metric("threads", unit="threads"), 3, 3, 2, 2)
     (found,) = judgement.findings
     assert (found.bytes, found.count) == (0, 2)
-    assert found.message == "2 threads did not come back at shutdown"
+    assert found.message == "2 threads still running after shutdown"
     (late,) = judged(metric("threads", unit="threads"), 3, 0).returns
     assert late.bytes == 0
 
@@ -139,7 +137,7 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
     named = Metric[Any]("pinned", "", lambda r: len(r), cause="native", items=lambda r: dict.fromkeys(r, 1))
     steps = [LadderStep(rung, ("ring at 0x10",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
     (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
-    assert found.advice == "release or deregister it at shutdown, in its owner's teardown"
+    assert found.advice == "release or deregister it before shutdown ends"
 
 
 @pytest.mark.parametrize("cause", ["cuda-graph", "library-workspace", "unknown"])
@@ -157,7 +155,7 @@ def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
     steps = [LadderStep(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
     (found,) = judge([known], ("gone", "gone too"), steps, stage="call", cycle=1).findings
     assert (found.count, found.holder) == (2, "a, b")
-    assert found.message == "2 threads did not come back at call: a, b"
+    assert found.message == "2 threads still running after call: a, b"
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,7 @@ def test_what_waits_for_ever_is_in_flight() -> None:
     (finding,) = judge(METRICS, NOTHING, steps, stage="call", cycle=1).findings
     assert (finding.resource, finding.bytes, finding.verdict) == ("tensors", 4096, "in-flight")
     assert finding.cause == "pending-transfer"
-    assert finding.message.startswith("4.0 KiB of memory that waits for a stream on cuda:0 did not come back at call")
+    assert finding.message.startswith("4.0 KiB of memory that waits for a stream on cuda:0 still held after call")
 
 
 @pytest.mark.parametrize("known", [WAITING, NOTHING])

@@ -123,7 +123,7 @@ def test_what_an_empty_pool_of_the_first_life_keeps_is_found_where_no_second_beg
     (finding,) = subject.findings
     assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("reserved", 300 * MIB, CARD, "shutdown")
     assert finding.message.startswith(
-        "300.0 MiB reserved on cuda:0 in a private pool of torch's allocator, in which nothing lives, did not come back"
+        "300.0 MiB reserved on cuda:0 in a private pool of torch's allocator, in which nothing lives, still held"
         " at shutdown (pool (0, 2): 300.0 MiB); the pool is held by "
     )
     assert "Allocator.pools" in (finding.holder or "")
@@ -239,7 +239,7 @@ def test_what_torch_caches_in_pools_and_beside_them_is_one_finding(
         resource="reserved", device=CARD, stage="shutdown", suspects=("", "allocator-cache")
     )
     assert finding.message == (
-        f"{format_bytes(size)} of reserved on cuda:0 did not come back at shutdown, 34.0 MiB of it in private pools in"
+        f"{format_bytes(size)} of reserved on cuda:0 still held after shutdown, 34.0 MiB of it in private pools in"
         f" which nothing lives; torch.cuda.empty_cache() returns {format_bytes(size)}"
     )
 

@@ -324,7 +324,7 @@ def test_what_lives_leave_is_told_by_what_it_is_and_who_holds_it() -> None:
     assert "started in Serving.create, test_target_life.py:" in found["processes"].message
     assert "made in Worker.__init__, test_target_life.py:" in found["file-descriptors"].message
     assert f"held by {kept}[2] (and 1 more)" in found["shared-memory"].message
-    assert found["shared-memory"].advice == f"end {kept}[2] in its owner's teardown: {kept}[2].unlink()"
+    assert found["shared-memory"].advice == f"call {kept}[2].unlink() in teardown"
     assert found["file-descriptors"].path[1].edge == ".KEPT"
 
 

@@ -126,7 +126,7 @@ def test_where_a_card_is_used_none_is_judged(memory: Memory) -> None:
 def test_what_no_object_stands_for_has_advice(memory: Memory) -> None:
     space = AddressSpace(memory.contents)
     memory.map((0, GIB))
-    assert space.advice(list(space.read())) == "give the addresses back in their owner's teardown: munmap"
+    assert space.advice(list(space.read())) == "give the addresses back in teardown: munmap"
 
 
 def test_a_life_is_judged_by_what_it_leaves() -> None:
@@ -137,7 +137,7 @@ def test_a_life_is_judged_by_what_it_leaves() -> None:
     left = reserve()
     (found,) = state.findings("shutdown", remedies=True)
     assert (found.resource, found.count, found.stage) == ("address-space", 1, "shutdown")
-    assert found.message.startswith("1 reserved range of addresses did not come back at shutdown: 2.0 GiB at 0x")
+    assert found.message.startswith("1 reserved range of addresses still reserved after shutdown: 2.0 GiB at 0x")
     left.close()
     assert state.findings("shutdown", remedies=True) == []
 

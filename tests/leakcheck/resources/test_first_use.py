@@ -112,7 +112,7 @@ def finding_of(resource: ResourceName, message: str) -> Finding:
 
 
 DRIVER = Counters({"file-descriptors": {"5 -> /dev/nvidiactl": 1}}, {}, {})
-PIPES = finding_of("file-descriptors", "2 file descriptors did not come back: 7 -> pipe:[1], 8 -> pipe:[1]")
+PIPES = finding_of("file-descriptors", "2 file descriptors still open: 7 -> pipe:[1], 8 -> pipe:[1]")
 OF_DRIVER = finding_of("driver", "152.0 MiB of driver on cuda:0 did not come back")
 
 

@@ -35,8 +35,7 @@ def test_three_tests_that_keep_less_than_the_tolerance_are_too_much_together() -
     assert finding is not None
     assert (finding.bytes, finding.count, finding.trend) == (120 * MIB, 3, "growth")
     assert finding.message == (
-        "120.0 MiB of host-memory did not come back over the session, +40.0 MiB in each of 3 tests: "
-        "test_0, test_1, test_2"
+        "120.0 MiB of host-memory kept over the session, +40.0 MiB in each of 3 tests: test_0, test_1, test_2"
     )
 
 

@@ -55,7 +55,7 @@ def test_a_variable_that_is_shown_too_is_given_back_by_xdel(notebook: Notebook) 
 def test_advice_that_is_better_than_to_delete_a_variable_stays(notebook: Notebook) -> None:
     notebook.run("import threading", "done = threading.Event()")
     finding = notebook.finding("t = threading.Thread(target=done.wait)", "t.start()", options="--settle 0.05")
-    assert finding.advice == "end it in the owner's teardown: done.set()"
+    assert finding.advice == "call done.set() in teardown"
     notebook.run("done.set()", "t.join()")
 
 
