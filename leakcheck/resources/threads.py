@@ -61,7 +61,7 @@ _PAUSES = 10
 """Times as long as a look took, for which what it saw holds."""
 
 _BUDGET_S = 1.0
-"""Seconds that a look may take."""
+"""Seconds of processor time that a look may take: what it finds does not depend on what else the machine does."""
 
 _MOST_REACHED = 50_000
 """Objects that are looked at from the loops on."""
@@ -198,7 +198,7 @@ def _verdicts(asked: Iterable[Any]) -> dict[int, tuple[Any, bool]]:
     own, roots = frozenset(map(id, tasks)), module_namespaces() | _running_frames()
     looked_at: dict[int, Any] = {}
     wakers: dict[int, frozenset[int] | None] = {}
-    waiting, until = list(asked), time.perf_counter() + _BUDGET_S
+    waiting, until = list(asked), time.thread_time() + _BUDGET_S
     while waiting:
         task = waiting.pop()
         if id(task) in looked_at:
@@ -206,7 +206,7 @@ def _verdicts(asked: Iterable[Any]) -> dict[int, tuple[Any, bool]]:
         looked_at[id(task)] = task
         is_seen = id(_awaited(task)) in reached and not _is_closed(task)
         others = None
-        if not is_seen and time.perf_counter() < until:
+        if not is_seen and time.thread_time() < until:
             others = _wakers(task, own, by_referent, roots)
         wakers[id(task)] = None if others is None else frozenset(map(id, others)) - {id(task)}
         waiting += others or ()
