@@ -124,7 +124,7 @@ def test_what_an_empty_pool_of_the_first_life_keeps_is_found_where_no_second_beg
     assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("reserved", 300 * MIB, CARD, "shutdown")
     assert finding.message.startswith(
         "300.0 MiB reserved on cuda:0 in a private pool of torch's allocator, in which nothing lives, still held"
-        " at shutdown (pool (0, 2): 300.0 MiB); the pool is held by "
+        " after shutdown (pool (0, 2): 300.0 MiB); the pool is held by "
     )
     assert "Allocator.pools" in (finding.holder or "")
     assert f"let go of {finding.holder} at shutdown" in (finding.advice or "")
