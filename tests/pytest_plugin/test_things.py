@@ -274,7 +274,7 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
-        ("test_at_exit[True]", "shared-memory", "atexit.register(", "; call unlink() of the multiprocessing.shared_memory."),
+        ("test_at_exit[True]", "shared-memory", "atexit.register(", "; call unlink() of the multiprocessing."),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call unlink() of each"),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "; made in test_segments"),
         ("test_closed_segment[True]", "shared-memory", "psm_", "; made in test_closed_segment, test_inner.py:"),
