@@ -573,6 +573,9 @@ def excused_by_libraries(
     elif now.native_threads > before.native_threads and first_use.any_loaded:
         of_memory = "a native thread started here, and libraries keep memory of their own for each thread"
         of_descriptors = "a native thread started here, and may keep descriptors of its own"
+        if _native_threads(now) <= _native_threads(before):
+            # Python's threads open what the program has them open.
+            may_be = [each for each in may_be if each.resource == "driver"]
     elif prepared_by:
         may_be = [each for each in may_be if each.resource == "driver" and (each.bytes or 0) <= _TABLES_BYTES]
         of_memory = of_descriptors = f"{first_of(sorted(prepared_by), _SHOWN_LIBRARIES)} {_PREPARED}"
@@ -612,6 +615,11 @@ def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
     if any(item.suppressed_by is None for item in applied):
         return None
     return msgspec.structs.replace(applied[0], holder=", ".join(holders))
+
+
+def _native_threads(counters: Counters) -> int:
+    """Return how many threads are none of Python's."""
+    return counters.native_threads - len(counters.items.get("threads", ()))
 
 
 def driver_is_open(counters: Counters) -> bool:

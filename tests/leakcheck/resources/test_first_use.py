@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -157,6 +159,19 @@ def test_without_a_card_libraries_are_loaded_and_not_used(memory: Memory) -> Non
     """A torch that was built for cards loads them; nobody adopts what is loaded where there is no card."""
     memory.resident["libnccl.so.2"] = MUCH
     assert excused_by_libraries([PIPES], NOTHING, NOTHING, FirstUse()) == ((PIPES,), ())
+
+
+@pytest.mark.parametrize(("names", "is_excused"), [((), True), (("Thread-1",), False)])
+def test_descriptors_are_excused_for_a_thread_that_is_none_of_python_s(
+    uses: FirstUse, memory: Memory, names: Sequence[str], *, is_excused: bool
+) -> None:
+    memory.resident["libnccl.so.2"] = MUCH
+    uses.adopt()
+    now = replace(DRIVER, items={**DRIVER.items, "threads": dict.fromkeys(names, 1)}, native_threads=1)
+    findings, (excused, *_) = excused_by_libraries([OF_DRIVER, PIPES], DRIVER, now, uses)
+    # What a library keeps for each thread it may keep for Python's, too.
+    assert excused.what == OF_DRIVER.message
+    assert findings == (() if is_excused else (PIPES,))
 
 
 def test_tables_of_a_library_that_has_made_plans_are_its_own_up_to_a_limit(uses: FirstUse) -> None:
