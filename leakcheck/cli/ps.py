@@ -21,7 +21,7 @@ def ps(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with stable names (lowtide-ps/1).")] = False,
 ) -> None:
-    """List who holds memory on each card, orphans of engines, and files of dead processes in /dev/shm.
+    """List who holds memory on each card, engines without a card and orphans, and files of the dead in /dev/shm.
 
     Exit codes: 0 listed; with --fail-above: 1 something holds more, 2 a card could not be measured; 2 nothing could be
     measured, or bad input.

@@ -331,7 +331,7 @@ class Holders:
         driver: which driver was asked: `nvml`, `amdsmi` or `none`.
         driver_note: why no card was found; empty if one was.
         cards: what the driver says of each card.
-        processes: those that the driver lists and that are seen here, and orphans of engines; sorted by beginning.
+        processes: those that the driver lists and that are seen here, engines and orphans of them; sorted by beginning.
         unseen: what the driver counts for processes that are not seen here, by process identifier: they are in another
             container, or have ended.
         files: what is in /dev/shm.
@@ -346,14 +346,14 @@ class Holders:
 
 
 def read_holders(driver: Driver) -> Holders:
-    """Read all cards, their processes, orphans of engines, and the files of the dead.
+    """Read all cards, their processes, engines and orphans of them without a card, and the files of the dead.
 
     Args:
         driver: reports who holds what on cards.
     """
     cards = read_card_holders(driver)
     listed = by_process(cards)
-    here = [pid for pid in listed if _is_here(pid)]
+    here = {pid for pid in listed if _is_here(pid)} | _engines()
     processes = read_processes({*here, *_left_processes()}, listed)
     seen = {view.pid for view in processes}
     return Holders(
@@ -376,6 +376,27 @@ def _is_here(pid: int) -> bool:
     return any(file.startswith(_CARD_FILES) for file in open_files(pid))
 
 
+def _engines() -> set[int]:
+    """Return the processes of engines, by their titles and threads, and those that have started these."""
+    found: set[int] = set()
+    for process in _all():
+        role = read_role(process.command)
+        if not role.engine and runs_python(process):
+            role = read_role(process.command, threads=thread_names(process.pid))
+        if role.engine:
+            parent = stat(process.parent)
+            is_started = role.is_child and parent is not None and runs_python(parent)
+            found |= {process.pid, process.parent} if is_started else {process.pid}
+    return found
+
+
+def _all() -> Iterator[ProcessStat]:
+    for entry in Path("/proc").iterdir():
+        process = stat(int(entry.name)) if entry.name.isdigit() else None
+        if process is not None:
+            yield process
+
+
 def _left_processes() -> list[int]:
     """Orphans of engines, and of programs that lowtide has watched."""
     left = read_side_by_side(is_left_by_an_engine, _children_of_init(), PATIENCE_S)
@@ -384,8 +405,7 @@ def _left_processes() -> list[int]:
 
 def _children_of_init() -> Iterator[int]:
     """Processes that the system has started, and orphans."""
-    for entry in Path("/proc").iterdir():
-        process = stat(int(entry.name)) if entry.name.isdigit() else None
-        parent = stat(process.parent) if process is not None else None
-        if process is not None and parent is not None and (parent.pid == 1 or parent.command in REAPERS):
+    for process in _all():
+        parent = stat(process.parent)
+        if parent is not None and (parent.pid == 1 or parent.command in REAPERS):
             yield process.pid

@@ -39,7 +39,7 @@ class Card(_Record, frozen=True, kw_only=True):
 
 
 class Process(_Record, frozen=True, kw_only=True):
-    """A process that holds memory on a card, or an orphan of an engine; memory in bytes.
+    """A process that holds memory on a card, or one of an engine; memory in bytes.
 
     Attributes:
         is_here: false for one that the driver lists and that is not seen here: in another container, or ended.

@@ -16,8 +16,9 @@ _OF_OTHERS = 64 << 20
 
 
 def render(listing: Listing) -> str:
-    """The listing: cards with their processes, orphans without a card, files of the dead, what was not measured."""
-    parts = [list(_cards(listing)), list(_orphans(listing)), list(_files(listing)), list(_not_measured(listing))]
+    """The listing: cards with their processes, engines without one, files of the dead, what was not measured."""
+    parts = [list(_cards(listing)), list(_engines(listing, left=False)), list(_engines(listing, left=True))]
+    parts += [list(_files(listing)), list(_not_measured(listing))]
     parts.append(
         [
             f"ABOVE {format_bytes(listing.limit)}: {found.what}: {format_bytes(found.bytes)}"
@@ -36,7 +37,7 @@ def _cards(listing: Listing) -> Iterator[str]:
         yield f"{card.device}: {format_bytes(card.used)} of {format_bytes(card.total)} in use{_reserve(card)}"
         held = [(each, size.bytes) for each in listing.processes for size in each.cards if size.device == card.device]
         rows = [_row(process, size, listing) for process, size in sorted(held, key=lambda pair: -(pair[1] or 0))]
-        yield from _table(("pid", "name", "user", "bytes", "parent", "since"), rows) if rows else ()
+        yield from table(("pid", "name", "user", "bytes", "parent", "since"), rows) if rows else ()
         if card.unlisted:
             whose = ": another container's?" if card.unlisted > _OF_OTHERS else ", as the driver needs for contexts"
             yield f"  {format_bytes(card.unlisted)} held by no process that the driver lists{whose}"
@@ -77,11 +78,15 @@ def _duration(seconds: float) -> str:
     return " ".join(words[:2]) or "0 s"
 
 
-def _orphans(listing: Listing) -> Iterator[str]:
-    rows = [_row(each, each.private or each.resident, listing) for each in listing.processes if not each.cards]
+def _engines(listing: Listing, *, left: bool) -> Iterator[str]:
+    rows = [
+        _row(each, each.private or each.resident, listing)
+        for each in listing.processes
+        if not each.cards and each.is_orphan is left
+    ]
     if rows:
-        yield "orphans of engines, without a card:"
-        yield from _table(("pid", "name", "user", "host memory", "parent", "since"), rows)
+        yield f"{'orphans of engines' if left else 'engines'}, without a card:"
+        yield from table(("pid", "name", "user", "host memory", "parent", "since"), rows)
 
 
 def _files(listing: Listing) -> Iterator[str]:
@@ -99,7 +104,7 @@ def _files(listing: Listing) -> Iterator[str]:
         )
         for file in listing.dead_files
     ]
-    yield from _table(("bytes", "owner", "age", "made by", "to remove it"), rows)
+    yield from table(("bytes", "owner", "age", "made by", "to remove it"), rows)
 
 
 def _not_measured(listing: Listing) -> Iterator[str]:
@@ -108,7 +113,8 @@ def _not_measured(listing: Listing) -> Iterator[str]:
             yield f"not measured: {each.what}: {each.why}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: its head, and a line for each row."""
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:

@@ -142,7 +142,21 @@ def test_an_orphan_of_an_engine_is_listed_without_a_card(ps: Ps) -> None:
             clean = ps()
     assert "orphans of engines, without a card:" in done.stdout
     assert words(done.stdout, str(orphan))[1].strip() == "VLLM::EngineCore [vllm engine-core]"
-    assert str(twin) not in clean.stdout
+    assert words(clean.stdout, str(twin))[4].strip() == str(os.getpid())
+
+
+def test_an_engine_is_listed_without_a_card_with_who_has_started_it_and_another_program_is_not(ps: Ps) -> None:
+    code = left_processes.TITLE + "take_title(b'VLLM::EngineCore')\n"
+    with holder("lowtide-ps-other", 30 * MIB, left=False) as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(left_processes, "HOLD", code + left_processes.HOLD)
+        with holder("lowtide-ps-engine", 30 * MIB, left=False) as engine:
+            done = ps()
+            found = {each["pid"]: each for each in document(ps)["processes"]}
+    assert "\nengines, without a card:\n" in done.stdout
+    assert words(done.stdout, str(engine))[4].strip() == str(os.getpid())
+    assert (found[engine]["role"], found[engine]["is_orphan"]) == ("vllm engine-core", False)
+    assert os.getpid() in found
+    assert other not in found
 
 
 def test_an_orphan_of_a_program_that_was_watched_is_listed_and_another_is_not(
