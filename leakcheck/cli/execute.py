@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from lowtide.leakcheck.cli.console import (
     write,
     write_report,
 )
+from lowtide.leakcheck.cli.growth_report import allowed_bytes, seconds_of, with_known
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -127,23 +127,12 @@ def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> G
             )
         return None
     from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
-    from lowtide.reports.sizes import parse_bytes
 
-    seconds = _seconds("--growth", growth)
+    seconds = seconds_of("--growth", growth)
     if seconds < SHORTEST_S:
         refuse(f"--growth {growth} is not possible: what grows shows after {SHORTEST_S:g} s or more")
-    try:
-        allowed = 0 if max_growth is None else parse_bytes(max_growth)
-    except ValueError as error:
-        refuse(f"--max-growth: {error}")
-    return GrowthAsked(seconds, None if warm_up is None else _seconds("--warm-up", warm_up), allowed)
-
-
-def _seconds(option: str, text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text.strip())
-    if found is None:
-        refuse(f"{option} {text!r} is no time: use seconds such as 30, or a unit such as 30s, 5m, 8h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    until = None if warm_up is None else seconds_of("--warm-up", warm_up)
+    return GrowthAsked(seconds, until, allowed_bytes(max_growth))
 
 
 def _execute(
@@ -298,23 +287,9 @@ class _MarkedLife:
 
 def _with_growth(end: TreeEnd, growth: TimedGrowth, allowed: int) -> TreeEnd:
     """Return what a tree has left, with what has grown in it meanwhile; what may grow is known."""
-    import msgspec
-
-    from lowtide.leakcheck.processes.timed_growth import grown_above
-    from lowtide.reports.sizes import format_bytes
-
-    found = growth.findings()
-    above = grown_above(found, allowed)
-    known = f"--max-growth {format_bytes(allowed)}"
-    told = [
-        finding
-        if finding.process is None or finding.process.pid in above
-        else msgspec.structs.replace(finding, suppressed_by=known)
-        for finding in found
-    ]
     return replace(
         end,
-        findings=(*told, *end.findings),
+        findings=(*with_known(growth.findings(), allowed), *end.findings),
         not_measured=(*end.not_measured, *growth.not_measured),
         not_judged=(*end.not_judged, *growth.not_judged),
     )

@@ -90,6 +90,7 @@ def growth_of_containers(
     roots: Sequence[tuple[str, object]] = (),
     by_frames: bool = False,
     seconds: float = 0.0,
+    since: str = "",
 ) -> dict[int, Finding]:
     """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
 
@@ -101,6 +102,7 @@ def growth_of_containers(
         roots: what is held, by name, where no path can see it.
         by_frames: whether what a running function of this thread holds is the program's.
         seconds: how long a turn takes; 0 where it may take any time.
+        since: the moment from which they have grown, where nobody has counted the turns.
     """
     wanted = [
         (course, containers[course.identity])
@@ -117,7 +119,7 @@ def growth_of_containers(
     explained = explain(targets, ignore=ignore, roots=roots, living=True)
     return {
         course.identity: _finding(
-            course, container, explanation, turns, module_of(course), seconds, is_cache=id(container) in caches
+            course, container, explanation, turns, module_of(course), seconds, since, is_cache=id(container) in caches
         )
         for (course, container), explanation in zip(wanted, explained, strict=True)
         if _is_of_program(explanation, by_frames=by_frames)
@@ -166,6 +168,7 @@ def _finding(
     turns: str,
     module: str,
     seconds: float,
+    since: str,
     *,
     is_cache: bool,
 ) -> Finding:
@@ -175,6 +178,12 @@ def _finding(
     ((kind, _),) = kinds.most_common(1)
     rate = course.items / course.span
     size = _said(rate, each)
+    of_kind = f": {course.lengths[-1]} of {kind}"
+    amount = f"{_name_of(explanation)} takes {size} in each of {course.span} {turns}"
+    kept = Note(f", {format_bytes(each * course.span)} in all{of_kind}")
+    if since:
+        amount = f"{_name_of(explanation)} has {_said(course.items, each * course.span)} more than at {since}"
+        kept = Note(of_kind)
     in_time = (Note(f"; that is {_said(rate / seconds, each / seconds)} a second"),) if seconds else ()
     stage = turns if not module else f"{turns} of {module}"
     return StatedFinding(
@@ -185,9 +194,9 @@ def _finding(
         device="",
         stage=stage,
         statement=Statement(
-            amount=f"{_name_of(explanation)} takes {size} in each of {course.span} {turns}",
+            amount=amount,
             came=None,
-            notes=(Note(f", {format_bytes(each * course.span)} in all: {course.lengths[-1]} of {kind}"), *in_time),
+            notes=(kept, *in_time),
         ),
         fingerprint=fingerprint(
             resource="host-memory", device="", stage=turns, suspects=("growth", *explanation.suspects), module=""

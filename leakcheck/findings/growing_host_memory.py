@@ -24,7 +24,7 @@ _ADVICE = {
 }
 
 
-def growth_of_host_memory(grown: HostGrowth, turns: str, module: str, seconds: float = 0.0) -> Finding:
+def growth_of_host_memory(grown: HostGrowth, turns: str, module: str, seconds: float = 0.0, since: str = "") -> Finding:
     """Return the finding on host memory that grows.
 
     Args:
@@ -32,11 +32,14 @@ def growth_of_host_memory(grown: HostGrowth, turns: str, module: str, seconds: f
         turns: what a turn is, in the plural: `tests`.
         module: the module to which the turns belong; empty if to none.
         seconds: how long a turn takes; 0 where it may take any time.
+        since: the moment from which it has grown, where nobody has counted the turns.
     """
     rate, low, high = (format_bytes(round(size)) for size in (grown.slope.rate, grown.slope.low, grown.slope.high))
     each = f"{rate} with each" if low == high else f"{rate} with each ({low} to {high})"
     each += f" ({format_bytes(round(grown.slope.rate / seconds))} a second)" if seconds else ""
     said = f"host memory grew by {format_bytes(grown.bytes)} over {grown.turns} {turns}, {each}"
+    if since:
+        said = f"host memory is {format_bytes(grown.bytes)} more than at {since}"
     return StatedFinding(
         resource="host-memory",
         cause=_CAUSES.get(grown.part, "unknown"),

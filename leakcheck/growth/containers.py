@@ -107,6 +107,10 @@ class ContainerCourses:
         """Return those that have done so between three readings or more, by identity."""
         return {identity: course for identity, course in self._courses.items() if len(course.turns) > 2}
 
+    def risen(self) -> list[Course]:
+        """Return those that have taken something in every turn until the last reading, of however few."""
+        return list(self._courses.values())
+
     def drop(self, identity: int) -> None:
         """What a container has taken is known, or of no interest: its course begins anew."""
         self._courses.pop(identity, None)

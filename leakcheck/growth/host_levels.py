@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,9 +44,18 @@ class HostLevels:
     """Follows the memory that the kernel counts for the process, and what malloc has given out of it.
 
     Both: where what is kept lies in pages that were there before, only malloc knows of it.
+
+    Args:
+        levels: reads both; those of this process unless said otherwise, as the parts.
+        parts: reads what the memory is made of.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        levels: Callable[[], tuple[int, int]] | None = None,
+        parts: Callable[[], MemoryParts] = read_parts,
+    ) -> None:
+        self._read_levels, self._read_parts = levels or read_levels, parts
         self._resident, self._malloc = TurnSeries(), TurnSeries()
         self._first = (0, 0)
         self._parts: MemoryParts | None = None
@@ -54,7 +63,7 @@ class HostLevels:
     def note(self, levels: tuple[int, int]) -> None:
         """Note what `read_levels` has read after a turn."""
         if self._parts is None:
-            self._first, self._parts = levels, read_parts()
+            self._first, self._parts = levels, self._read_parts()
         self._resident.add(levels[0])
         self._malloc.add(levels[1])
 
@@ -80,13 +89,13 @@ class HostLevels:
 
     def grown(self) -> HostGrowth | None:
         """Say by how much it has grown; to be asked when what can go back has gone."""
-        now = read_levels()
+        now = self._read_levels()
         for rising in self._rising():
             kept = now[rising.place] - self._first[rising.place]
             least = max(LEAST_IN_ALL, rising.slope.rate * rising.turns / 2)
             if self._parts is None or kept < least:
                 continue
-            parts = read_parts().since(self._parts)
+            parts = self._read_parts().since(self._parts)
             # Python's heap gives an arena back only once nothing in it is in use: what is free there nobody holds.
             free = max(0, parts[NAMES["python_free"]]) if rising.place == _RESIDENT else 0
             if kept - free >= least:

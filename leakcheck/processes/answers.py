@@ -35,6 +35,9 @@ _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 _GROWTH = "lowtide.leakcheck.findings.turn_growth"
 """What a process imports in which it is read what grows."""
 
+_LOOKS = "lowtide.leakcheck.processes.looks"
+"""What a process imports in which somebody looks."""
+
 Importing = Callable[[str], AbstractContextManager[object]]
 """Makes the block in which a module is imported: the agent's makes sure that nobody else imports anything."""
 
@@ -50,6 +53,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         msgspec.DecodeError: it is none.
     """
     question = messages.decode_question(data)
+    if isinstance(question, messages.Look | messages.ExplainGrown):
+        return messages.encode(_look(question, importing))
     own = _own_tensors(importing)
     if isinstance(question, messages.Begin):
         if own is not None:
@@ -93,6 +98,15 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         gc.collect()
     levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
     return messages.encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
+
+
+def _look(question: messages.Look | messages.ExplainGrown, importing: Importing) -> messages.Seen | messages.Findings:
+    with importing(_LOOKS):
+        from lowtide.leakcheck.processes import looks
+
+    if isinstance(question, messages.ExplainGrown):
+        return looks.explain_grown(question)
+    return msgspec.structs.replace(looks.look(lists=question.lists), variables=_rank_variables(), called=_called())
 
 
 def _preserved(

@@ -164,6 +164,41 @@ class ReadTurn(_Message, frozen=True, kw_only=True, tag="read-turn"):
     seconds: float = 0.0
 
 
+class Look(_Message, frozen=True, kw_only=True, tag="look"):
+    """What there is now, to be compared with another moment; answered by `Seen`.
+
+    Attributes:
+        lists: whether tensors and caches are listed, too.
+    """
+
+    lists: bool = False
+
+
+class GrownContainer(msgspec.Struct, frozen=True):
+    """How much a container held at some moments; see `Course`."""
+
+    identity: int
+    kind: int
+    turns: list[int]
+    lengths: list[int]
+
+
+class ExplainGrown(_Message, frozen=True, kw_only=True, tag="explain-grown"):
+    """Who holds some containers that have grown, and what they took; answered by `Findings`.
+
+    Attributes:
+        containers: these.
+        turns: what a turn is, in the plural: `requests`.
+        seconds: how long a turn takes; 0 where it may take any time.
+        since: the moment from which they have grown, where that is not told by turns.
+    """
+
+    containers: tuple[GrownContainer, ...]
+    turns: str
+    seconds: float = 0.0
+    since: str = ""
+
+
 Question: TypeAlias = (
     Begin
     | Read
@@ -177,6 +212,8 @@ Question: TypeAlias = (
     | ComparePreserved
     | Trim
     | ReadTurn
+    | Look
+    | ExplainGrown
 )
 
 
@@ -274,6 +311,68 @@ class GrownContainers(Findings, frozen=True, kw_only=True):
 
     more: int = 0
     cards: dict[str, int] = {}
+    variables: dict[str, str] = {}
+    called: str = ""
+
+
+class TensorKind(msgspec.Struct, frozen=True):
+    """The live tensors of one type and shape on one device.
+
+    Attributes:
+        dtype: their data type; empty where no tensor views the storage, as `shape`.
+        shape: as `2x3`, of the largest tensor over each storage.
+        device: `cpu`, `cuda:0`.
+        count: how many storages there are.
+        bytes: under them.
+    """
+
+    dtype: str
+    shape: str
+    device: str
+    count: int
+    bytes: int
+
+
+class FilledCache(msgspec.Struct, frozen=True):
+    """An `lru_cache` with entries.
+
+    Attributes:
+        name: module and qualified name of the function.
+        entries: how many it has.
+        maxsize: how many it may have; None without bound.
+        tensor_bytes: bytes under tensors that its entries reach.
+    """
+
+    name: str
+    entries: int
+    maxsize: int | None
+    tensor_bytes: int
+
+
+class Seen(_Message, frozen=True, kw_only=True):
+    """What there is in a process at one moment.
+
+    Attributes:
+        ids: identities of its containers, in their order, as the others: 8 bytes each, as the machine has them.
+        kinds: those of their types.
+        lengths: how many things each holds.
+        parts: bytes of its memory by part, as of `MemoryParts`.
+        malloc: what malloc has given out.
+        tensors: bytes under live tensors, by device.
+        tensor_kinds: the largest kinds of these, where they are listed.
+        caches: where they are listed.
+        variables: as of `Levels`.
+        called: as of `Levels`.
+    """
+
+    ids: bytes
+    kinds: bytes
+    lengths: bytes
+    parts: dict[str, int]
+    malloc: int
+    tensors: dict[str, int]
+    tensor_kinds: tuple[TensorKind, ...] = ()
+    caches: tuple[FilledCache, ...] = ()
     variables: dict[str, str] = {}
     called: str = ""
 

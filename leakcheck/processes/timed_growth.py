@@ -118,7 +118,7 @@ class TimedGrowth:
     @property
     def interval(self) -> float:
         """Return the seconds of one interval."""
-        return max(1.0, self.seconds / _READINGS)
+        return intervals(self.seconds)
 
     def look(self) -> None:
         """Read what grows, if that is due; to be called a few times a second."""
@@ -244,6 +244,11 @@ class TimedGrowth:
             for pid, grown in self._grown.items()
             if grown.more and not grown.findings
         )
+
+
+def intervals(seconds: float) -> float:
+    """Return the seconds of one of the intervals into which a time is cut."""
+    return max(1.0, seconds / _READINGS)
 
 
 def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:

@@ -100,7 +100,7 @@ def catches(pid: int, number: int) -> bool | None:
 
     False, too, where the process has ended or may not be read.
     """
-    fields = _status(f"/proc/{pid}/status")
+    fields = status(pid)
     bit = 1 << (number - 1)
     if not int(fields.get("SigCgt", "0"), 16) & bit:
         return False
@@ -123,6 +123,11 @@ def resting_threads(pid: int, number: int) -> list[int]:
             if fields.get("State", "")[:1] == "S" and not blocks:
                 resting.append(int(name))
     return resting
+
+
+def status(pid: int) -> dict[str, str]:
+    """Return the lines of a process's status, by their names; empty where it has ended."""
+    return _status(f"/proc/{pid}/status")
 
 
 def _status(path: str) -> dict[str, str]:
@@ -254,11 +259,25 @@ def command_line(pid: int) -> str:
 
 def open_files(pid: int) -> set[str]:
     """What its descriptors lead to; empty where that may not be read."""
+    return set(descriptors_of(pid))
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """Return what each of its descriptors leads to; empty where that may not be read."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
-            return {_target(entry.path) for entry in entries} - {""}
+            return [target for entry in entries if (target := _target(entry.path))]
     except OSError:  # it ended meanwhile
-        return set()
+        return []
+
+
+def open_mappings(pid: int) -> list[str]:
+    """Return the files that it has mapped to run them, each once; empty where that may not be read."""
+    try:
+        fields = [line.split(None, 5) for line in lines_of(f"/proc/{pid}/maps")]
+    except OSError:  # it ended, or is another user's
+        return []
+    return list(dict.fromkeys(each[5].rstrip("\n") for each in fields if len(each) == 6 and "x" in each[1]))
 
 
 def count_descriptors(pid: int) -> int | None:

@@ -41,7 +41,7 @@ from lowtide.probes.originals import contents, os, signal, tempfile, temporary_f
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 """The folder in front of `PYTHONPATH`; it imports nothing but what Python starts with."""
 
-_ROOT = Path(__file__).absolute().parents[3]
+ROOT = Path(__file__).absolute().parents[3]
 """The folder that has the package `lowtide`; not resolved, since its rooms are links in a checkout."""
 
 ANSWER_S = 5.0
@@ -129,7 +129,7 @@ class Agents:
         path = os.environ.get("PYTHONPATH")
         self._set("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), *([path] if path else [])]))
         self._set(names.SOCKETS, str(self.folder))
-        self._set(names.ROOT, str(_ROOT))
+        self._set(names.ROOT, str(ROOT))
         self._answer_in_forks(self.folder)
 
     def _answer_in_forks(self, folder: Path) -> None:
@@ -148,6 +148,21 @@ class Agents:
             if not own.folders:
                 with contextlib.suppress(ValueError):  # not the main thread; it does nothing any more all the same
                     signal.signal(AGENTS_SIGNAL, own.before)
+
+    @classmethod
+    def of_process(cls, pid: int) -> Agents | None:
+        """Return what asks the agents that another run has put into a process and others, and puts none in itself.
+
+        None where the process has none.
+        """
+        told = (environment(pid) or {}).get(_agent().SOCKETS, "")
+        agents = cls()
+        for folder in [told, *_folders()]:
+            agents.folder = Path(folder) if folder and os.path.isdir(folder) else None
+            agents.began()
+            if agents.has_agent(pid):
+                return agents
+        return None
 
     def stop(self) -> None:
         """Give no more agents to new processes, and forget those that there are; legal twice."""

@@ -1,0 +1,228 @@
+"""What has become more in a process between two looks at it, or look by look."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
+from lowtide.leakcheck.findings.life_findings import LEAST
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
+from lowtide.leakcheck.growth.containers import ContainerCourses, Course
+from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
+from lowtide.leakcheck.growth.slope import Slope
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.processes.messages import ExplainGrown, Findings, GrownContainer, Seen
+from lowtide.leakcheck.processes.timed_growth import INTERVALS
+from lowtide.probes.heap.container_lengths import ContainerLengths
+from lowtide.probes.host.memory_parts import NAMES, MemoryParts
+from lowtide.probes.host.process_files import descriptors_of, stat, thread_names
+from lowtide.probes.original_numpy import np
+from lowtide.reports.schema import Finding, ResourceName
+from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement
+
+REQUESTS = "requests"
+"""What turns are called that somebody has counted."""
+
+_MARKED = "marks"
+"""The same where nobody has, in a fingerprint."""
+
+Explain = Callable[[ExplainGrown], Findings]
+"""Asks the process who holds what has grown in it."""
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """A process at one moment.
+
+    Attributes:
+        started: when it began, in ticks since boot: another one may have its number.
+        seen: what there is, as it says itself.
+        descriptors: how many it has open of each kind.
+        threads: how many it has of each name.
+    """
+
+    started: int
+    seen: Seen
+    descriptors: Mapping[str, int]
+    threads: Mapping[str, int]
+
+
+def moment_of(pid: int, seen: Seen) -> Moment:
+    """Return a process as it is, with what it has just said itself."""
+    process = stat(pid)
+    return Moment(
+        started=0 if process is None else process.started,
+        seen=seen,
+        descriptors=counted(descriptors_of(pid)),
+        threads=counted(thread_names(pid)),
+    )
+
+
+def counted(names: Iterable[str]) -> Counter[str]:
+    """Return how many there are of each name, numbers aside."""
+    return Counter(re.sub(r"\d+", "N", name) for name in names)
+
+
+def lengths_in(seen: Seen) -> ContainerLengths:
+    """Return the lengths of containers that a process has said."""
+    ids, kinds, lengths = (np.frombuffer(each, np.int64) for each in (seen.ids, seen.kinds, seen.lengths))
+    return ContainerLengths(ids, kinds, lengths)
+
+
+def asked_for(courses: Iterable[Course]) -> tuple[GrownContainer, ...]:
+    """Return containers as a process is asked who holds them."""
+    return tuple(GrownContainer(each.identity, each.kind, each.turns, each.lengths) for each in courses)
+
+
+def grown_between(before: Moment, now: Moment, since: str, requests: int, explain: Explain) -> list[Finding]:
+    """Return what a process has more of than at an earlier moment, each cause once.
+
+    Containers come with their holders; host memory and tensors are told where these do not explain half of them.
+
+    Args:
+        before: the earlier moment.
+        now: this one.
+        since: what the earlier one is called.
+        requests: how many the process has had in between; 0 where nobody has counted: then what is more by as little as
+            `FEWEST_TURNS` turns would add is none.
+        explain: see `Explain`.
+    """
+    found = _containers(before.seen, now.seen, since, requests, explain)
+    since = "" if requests else since
+    known = sum(finding.bytes for finding in found)
+    for device, size in now.seen.tensors.items():
+        more = size - before.seen.tensors.get(device, 0)
+        if more >= LEAST and 2 * known < more:
+            found.append(_of_tensors(device, more, since, requests))
+            known += more if device == "cpu" else 0
+    host = _host_growth(before.seen, now.seen, requests)
+    if host is not None and 2 * known < host.bytes:
+        found.append(growth_of_host_memory(host, REQUESTS if requests else _MARKED, "", since=since))
+    found += _more_of("file-descriptors", "descriptors", before.descriptors, now.descriptors, since, requests)
+    found += _more_of("threads", "threads", before.threads, now.threads, since, requests)
+    return found
+
+
+class WatchedLooks:
+    """Judges looks at one process that follow each other at equal distances, as of any turns.
+
+    Args:
+        seconds: from one look to the next.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._containers = ContainerCourses()
+        self._host = HostLevels(lambda: self._levels, lambda: self._parts)
+        self._levels = (0, 0)
+        self._parts = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)
+        self.turn = self.looks = 0
+
+    def note(self, turn: int, seen: Seen, anonymous: int) -> None:
+        """Note a look.
+
+        Args:
+            turn: which interval has ended.
+            seen: what the process has said.
+            anonymous: bytes of its memory that are no file's, as the kernel counts them.
+        """
+        self.turn, self.looks = turn, self.looks + 1
+        self._levels, self._parts = (anonymous, seen.malloc), MemoryParts(**seen.parts)
+        self._containers.note(turn, lengths_in(seen))
+        self._host.note(self._levels)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether a container has grown in each of enough looks, and no other one may yet."""
+        is_enough = self.looks >= FEWEST_TURNS
+        return is_enough and bool(self._containers.growing(self.turn)) and not self._containers.undecided(self.turn)
+
+    def found(self, explain: Explain) -> list[Finding]:
+        """Return what grows, each cause once."""
+        growing = self._containers.growing(self.turn)
+        question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=self._seconds)
+        found = list(explain(question).findings) if growing else []
+        host = self._host.grown() if self._host.seem_to_grow() else None
+        if host is not None and 2 * sum(finding.bytes for finding in found) < host.bytes:
+            found.append(growth_of_host_memory(host, INTERVALS, "", self._seconds))
+        return found
+
+
+def _containers(before: Seen, now: Seen, since: str, requests: int, explain: Explain) -> list[Finding]:
+    courses = ContainerCourses()
+    courses.note(0, lengths_in(before))
+    courses.note(requests or FEWEST_TURNS, lengths_in(now))
+    risen = courses.risen()
+    if not risen:
+        return []
+    question = ExplainGrown(
+        containers=asked_for(risen), turns=REQUESTS if requests else _MARKED, since="" if requests else since
+    )
+    return list(explain(question).findings)
+
+
+def _host_growth(before: Seen, now: Seen, requests: int) -> HostGrowth | None:
+    """Return by how much host memory that is no file's has grown; what Python's heap has free nobody holds."""
+    parts = MemoryParts(**now.parts).since(MemoryParts(**before.parts))
+    own = {name: size for name, size in parts.items() if name not in (NAMES["files"], NAMES["shared"])}
+    kept = sum(own.values()) - max(0, own[NAMES["python_free"]])
+    if kept < LEAST_IN_ALL:
+        return None
+    part = max(own, key=lambda name: own[name])
+    rate = kept / max(1, requests)
+    return HostGrowth(Slope(rate, rate, rate), max(1, requests), kept, part, own[part], (0, 0))
+
+
+def _with_each(more: str, each: str, since: str, requests: int) -> str:
+    return f"{more} more than at {since}" if since else f"{more} more over {requests} {REQUESTS}, {each} with each"
+
+
+def _of_tensors(device: str, more: int, since: str, requests: int) -> Finding:
+    said = _with_each(format_bytes(more), format_bytes(round(more / max(1, requests))), since, requests)
+    return StatedFinding(
+        resource="tensors",
+        cause="unknown",
+        bytes=more,
+        count=max(1, requests),
+        device=device,
+        stage=REQUESTS if requests else _MARKED,
+        statement=Statement(amount=f"tensors on {device} have {said}", came=None),
+        fingerprint=fingerprint(resource="tensors", device=device, stage=_MARKED, suspects=("growth",)),
+        advice="look for what keeps tensors of each request, in no list, dict, set or deque that grows",
+        trend="growth",
+    )
+
+
+def _more_of(
+    resource: ResourceName,
+    unit: str,
+    before: Mapping[str, int],
+    now: Mapping[str, int],
+    since: str,
+    requests: int,
+) -> list[Finding]:
+    more = sum(now.values()) - sum(before.values())
+    if more < FEWEST_TURNS:
+        return []
+    grown = Counter(now)
+    grown.subtract(before)
+    ((kind, count),) = grown.most_common(1)
+    said = _with_each(format_amount(more, unit), f"{more / max(1, requests):.2g}", since, requests)
+    return [
+        StatedFinding(
+            resource=resource,
+            cause="unknown",
+            bytes=0,
+            count=more,
+            device="",
+            stage=REQUESTS if requests else _MARKED,
+            statement=Statement(amount=said, came=None, notes=(Note(f": {count} of {kind}"),)),
+            fingerprint=fingerprint(resource=resource, device="", stage=_MARKED, suspects=("growth", kind)),
+            advice=f"close or end with each request the {unit} that it opens or starts",
+            trend="growth",
+        )
+    ]
