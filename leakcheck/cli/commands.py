@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 import lowtide
+from lowtide.leakcheck.cli.ask import ask
+from lowtide.leakcheck.cli.attach import attach
 from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.console import INTERRUPTED, colors_are_off, guard_standard_output, report_own_error, say
 from lowtide.leakcheck.cli.defects import defects
@@ -132,6 +134,8 @@ app.command()(bisect_step)
 app.command()(history)
 app.command()(init)
 app.command()(ps)
+app.command()(ask)
+app.command()(attach)
 app.command()(report)
 app.command("open")(open_page)
 app.command()(diff)

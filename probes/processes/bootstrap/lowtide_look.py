@@ -1,0 +1,147 @@
+"""Looks into a process that was not started with us, from a fork of it, and leaves nothing there.
+
+It runs in a thread of that process, which blocks all signals, uses what every Python has loaded, and ends once nobody
+asks any more: at the end of a pipe that whoever asks holds open.  For each question it forks the process.  The fork
+sees the heap as it was at that moment, and may import, walk and count what it likes while the process goes on: it
+answers into a file, and ends without running anything of the program's.  Where memory is short, it is what the kernel
+ends first.
+
+`folder`, with the pipe and the answers, and `paths`, where lowtide and what it needs are, are given by who starts it.
+"""
+
+import _signal  # type: ignore[import-not-found]
+import _thread
+import posix
+import sys
+
+ANSWERS = "lowtide.leakcheck.processes.answers"
+"""The module whose `answer(question)` is called, as by an agent."""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    folder = ""
+    paths: list[str] = []
+
+
+def serve() -> None:
+    """Answer until the other end of the pipe is closed."""
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+    # Without waiting, or it would wait for ever for somebody who has ended.
+    pipe = posix.open(f"{folder}/questions", posix.O_RDONLY | posix.O_CLOEXEC | posix.O_NONBLOCK)
+    try:
+        posix.set_blocking(pipe, True)
+        _write("thread", str(_thread.get_native_id()).encode())
+        while posix.read(pipe, 1):
+            _answer_in_a_fork()
+    finally:
+        posix.close(pipe)
+        _remove_folder()
+
+
+def _remove_folder() -> None:
+    """Remove the folder, for whoever asked may have been killed."""
+    try:
+        for name in posix.listdir(folder):
+            posix.unlink(f"{folder}/{name}")
+        posix.rmdir(folder)
+    except OSError:  # it is removed
+        pass
+
+
+def _answer_in_a_fork() -> None:
+    # A fork has one thread: what the others run, and who they are, is taken with it.
+    frames = sys._current_frames()
+    threading = sys.modules.get("threading")
+    threads = dict(getattr(threading, "_active", ()))
+    try:
+        child = posix.fork()
+    except Exception as error:
+        _write("error", f"it cannot be forked: {error}".encode(errors="replace"))
+        return
+    if not child:
+        try:
+            _look(frames, threading, threads)
+        finally:
+            posix._exit(0)
+    try:
+        posix.waitpid(child, 0)
+    except OSError:  # the program lets nobody wait, or has done so itself
+        pass
+
+
+def _look(frames: "dict[int, Any]", threading: "Any", threads: "dict[int, Any]") -> None:
+    """Answer the question: in the fork."""
+    _write("child", str(posix.getpid()).encode())
+    nowhere = posix.open("/dev/null", posix.O_RDWR)
+    for number in range(3):
+        posix.dup2(nowhere, number)
+    posix.nice(10)
+    try:
+        _write("/proc/self/oom_score_adj", b"1000")
+    except OSError:
+        pass
+    try:
+        _pass_for_the_process(frames, threading, threads)
+        from importlib import import_module
+
+        _keep_the_memory_as_it_was()
+        _write("answer", import_module(ANSWERS).answer(_read(f"{folder}/question")))
+    except BaseException as error:
+        _write("error", f"{type(error).__name__}: {error}".encode(errors="replace"))
+
+
+def _pass_for_the_process(frames: "dict[int, Any]", threading: "Any", threads: "dict[int, Any]") -> None:
+    import gc
+
+    gc.disable()
+    # Collecting would run what the program's garbage does at its end, as removing its files: by the fork, too.
+    gc.collect = lambda *_, **__: 0
+    sys._current_frames = lambda: dict(frames)
+    if threading is not None:
+        threading._active.update(threads)
+    sys.dont_write_bytecode = True
+    sys.path += [path for path in paths if path not in sys.path]
+
+
+def _keep_the_memory_as_it_was() -> None:
+    """Let what is said of this process's memory be what it was before all that a look imports."""
+    from lowtide.probes.host import memory_parts
+
+    parts, malloc = memory_parts.read_parts(), memory_parts.malloc_in_use()
+    memory_parts.read_parts, memory_parts.malloc_in_use = lambda: parts, lambda *_: malloc
+
+
+def _read(path: str) -> bytes:
+    number = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC)
+    try:
+        parts = []
+        while part := posix.read(number, 1 << 20):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        posix.close(number)
+
+
+def _write(name: str, text: bytes) -> None:
+    """Write a file of the folder, or another one, which is there under its name only once it is whole."""
+    path = name if name[:1] == "/" else f"{folder}/{name}.new"
+    number = posix.open(path, posix.O_WRONLY | posix.O_CREAT | posix.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(text)
+        while view:
+            view = view[posix.write(number, view) :]
+    finally:
+        posix.close(number)
+    if name[:1] != "/":
+        posix.rename(path, f"{folder}/{name}")
+
+
+try:
+    serve()
+except Exception as error:
+    try:
+        _write("error", f"{type(error).__name__}: {error}".encode(errors="replace"))
+    except OSError:  # whoever asked has ended
+        pass

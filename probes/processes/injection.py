@@ -1,0 +1,254 @@
+"""Runs a line of Python in a process that was not started with us, between two of its own instructions.
+
+From Python 3.14 on by `sys.remote_exec`.  Below by gdb, which stops the process where one of its threads is about to
+let others run, as before any call that waits: it has the GIL then, and no lock of an allocator.  There the thread is
+sent through `PyRun_SimpleString` on its way: by its registers alone, since gdb's own calls of functions write those
+for floating point back, and gdb before 14 cannot on a processor with AMX; a process that it has stopped in a call of
+the kernel ends with `OSError: [Errno 512]` then (seen with gdb 13.1, so also under `memray attach`).  `hypno`, which
+stops the main thread anywhere, ended a server whose main thread was at work at its twentieth attach of a thousand.
+
+The text lies on the thread's stack, far below what is in use; nothing is loaded, allocated or left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from lowtide.probes.host.process_files import name_of, open_mappings, stat, status
+from lowtide.probes.originals import contents, os
+
+PATIENCE_S = 15.0
+"""Seconds for gdb to read the program's symbols, and for a thread to come to where it can be stopped."""
+
+_ENDING_S = 30.0
+"""Seconds that gdb has to read a large program's symbols, and to let go of the process."""
+
+_BELOW = 16384
+"""Bytes below what a thread has in use of its stack: Python copies the text before it needs as much."""
+
+_SCRIPT = """
+set pagination off
+set confirm off
+handle all nostop noprint pass
+attach {pid}
+sharedlibrary libpython
+hbreak *(long)&PyEval_SaveThread
+echo waiting\\n
+continue
+if $pc == (long)&PyEval_SaveThread
+set {{char[{length}]}} ($rsp - {below}) = "{text}"
+find /b1 (long)&PyEval_SaveThread, +4000, 0xc3
+set {{long}} ($rsp - 8) = $pc
+set {{long}} ($rsp - 16) = $_
+set $rdi = $rsp - {below}
+set $rsp = $rsp - 16
+select-frame 0
+set $pc = (long)&PyRun_SimpleString
+echo sent\\n
+end
+delete
+detach
+"""
+"""What gdb does.  A return instruction, to which the call returns, goes on to the function that was to be called: so
+the stack is aligned as for any call."""
+
+_PYTHON = re.compile(r"(?:lib)?python(3\.\d+)(t?)\b")
+_LIBRARIES = re.compile(r"/(?:lib)?python3\.\d+t?(?:\.so[^/]*)?$")
+
+_SET_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of the kernel's include/uapi/linux/prctl.h."""
+
+_SYS_PTRACE = 1 << 19
+"""CAP_SYS_PTRACE of its include/uapi/linux/capability.h."""
+
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+class InjectionError(RuntimeError):
+    """Nothing can be run in a process; the message says why, and what helps."""
+
+
+def python_of(pid: int) -> tuple[str, bool] | None:
+    """Return the version of the Python that a process runs, as `3.12`, and whether it is free-threaded; None if none.
+
+    By the name of its program or of the library that it has mapped.
+    """
+    for file in open_mappings(pid):
+        found = _PYTHON.search(os.path.basename(file)) if _LIBRARIES.search(file) else None
+        if found is not None:
+            return found[1], bool(found[2])
+    return None
+
+
+def refuse_unless_possible(pid: int) -> None:
+    """Make sure that something can be run in a process, as far as that shows without stopping it.
+
+    Raises:
+        InjectionError: it cannot.
+    """
+    process = stat(pid)
+    if process is None or process.state in ("Z", "X"):
+        raise InjectionError(f"there is no process {pid}: `lowtide ps` lists engines")
+    if pid == os.getpid():
+        raise InjectionError(f"pid {pid} is lowtide itself")
+    _refuse_unless_allowed(pid)
+    python = python_of(pid)
+    named = f"pid {pid} ({name_of(pid)})"
+    if python is None:
+        raise InjectionError(f"{named} runs no Python that is known by its file's name")
+    if python[1]:
+        raise InjectionError(
+            f"{named} runs a free-threaded Python, whose threads would run on beside: use a build with the GIL"
+        )
+    if _namespace(pid) != _namespace(os.getpid()):
+        raise InjectionError(f"{named} is in another container: run lowtide in that one")
+    tracer = int(status(pid).get("TracerPid", "0"))
+    if tracer:
+        raise InjectionError(f"{named} is traced by pid {tracer} ({name_of(tracer)}): end that first")
+    if _has_remote_exec(python[0]):
+        return
+    if platform.machine() != "x86_64":
+        raise InjectionError(f"{named} runs Python {python[0]}: on {platform.machine()} it takes Python 3.14 or newer")
+    if shutil.which("gdb") is None:
+        raise InjectionError("gdb was not found, by which processes of Python before 3.14 are entered: install gdb")
+
+
+def _has_remote_exec(version: str) -> bool:
+    """Return whether both Pythons are one, and have it: each reads the other's structures."""
+    return hasattr(sys, "remote_exec") and version == f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _refuse_unless_allowed(pid: int) -> None:
+    # Opening it takes the same right as to stop the process.
+    try:
+        with open(f"/proc/{pid}/mem", "rb"):  # noqa: PTH123 - no file to be read
+            return
+    except FileNotFoundError:
+        raise InjectionError(f"pid {pid} has ended") from None
+    except OSError:
+        pass
+    owner = psutil.Process(pid).username()
+    if os.geteuid() and psutil.Process(pid).uids().effective != os.geteuid():
+        raise InjectionError(
+            f"pid {pid} is {owner}'s: run lowtide as {owner}{'' if owner == 'root' else ', or as root'}"
+        )
+    scope = _yama()
+    if scope == 3:
+        raise InjectionError("kernel.yama.ptrace_scope is 3, which forbids it to all until the next start of the host")
+    if scope and not int(status(os.getpid()).get("CapEff", "0"), 16) & _SYS_PTRACE:
+        raise InjectionError(
+            f"kernel.yama.ptrace_scope is {scope}, which lets only root enter other processes: "
+            "use sudo, or `sysctl kernel.yama.ptrace_scope=0`; in a container add --cap-add=SYS_PTRACE"
+        )
+    raise InjectionError(
+        f"the kernel does not let pid {pid} be entered: in Docker add --cap-add=SYS_PTRACE, "
+        "in Kubernetes SYS_PTRACE to securityContext.capabilities"
+    )
+
+
+def _yama() -> int:
+    try:
+        return int(contents(str(_YAMA)))
+    except OSError:  # a kernel without it
+        return 0
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt")
+    except OSError:  # it ended
+        return ""
+
+
+def run_in(pid: int, text: str, folder: Path, patience: float = PATIENCE_S) -> None:
+    """Let a process run some Python, of ASCII and less than 8 KiB, in a thread that has the GIL.
+
+    Args:
+        pid: the process, of which `refuse_unless_possible` says nothing.
+        text: statements that raise nothing; they run in the namespace of `__main__`, and must be quick.
+        folder: where the process may read files, and where one is written for it.
+        patience: seconds until a thread must have come to where it can run it.
+
+    Raises:
+        InjectionError: it cannot be, or no thread has come there; then nothing of it runs later either.
+    """
+    python = python_of(pid)
+    if python is not None and _has_remote_exec(python[0]):
+        _remote_exec(pid, text, folder)
+    else:
+        _by_gdb(pid, text, folder, patience)
+
+
+def _remote_exec(pid: int, text: str, folder: Path) -> None:
+    script = folder / "run.py"
+    script.write_text(text, encoding="ascii")
+    script.chmod(0o644)
+    try:
+        sys.remote_exec(pid, str(script))  # type: ignore[attr-defined]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InjectionError(f"pid {pid} cannot be entered: {error}") from error
+
+
+def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
+    script = folder / "gdb"
+    quoted = "".join(f"\\{byte:03o}" if chr(byte) in '"\\' or byte < 32 else chr(byte) for byte in text.encode("ascii"))
+    script.write_text(_SCRIPT.format(pid=pid, length=len(text) + 1, below=_BELOW, text=quoted), encoding="ascii")
+    command = ["gdb", "-nx", "-batch", "-readnever", "-iex", "set auto-solib-add off", "-iex", "set auto-load off"]
+    with subprocess.Popen(
+        [*command, "-x", str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # What a terminal sends is for us alone, and gdb must let go of the process where we are killed.
+        start_new_session=True,
+        preexec_fn=_interrupt_with_parent,
+    ) as gdb:
+        said, is_cut = _said_by(gdb, patience)
+    if "\nsent\n" in said:
+        return
+    if "received signal SIGINT" in said and not is_cut:
+        # Gdb keeps the one signal to itself by which it is interrupted.
+        os.kill(pid, signal.SIGINT)
+        raise InjectionError(f"pid {pid} was interrupted meanwhile")
+    if is_cut:
+        raise InjectionError(
+            f"no thread of pid {pid} ({name_of(pid)}) has run Python for {patience:g} s: attach while it has work"
+        )
+    if stat(pid) is None:
+        raise InjectionError(f"pid {pid} has ended")
+    raise InjectionError(f"gdb could not enter pid {pid}: {_reason_in(said)}")
+
+
+def _said_by(gdb: subprocess.Popen[str], patience: float) -> tuple[str, bool]:
+    """Return what gdb has said until its end, and whether it was cut short: by SIGINT alone it undoes what it does."""
+    try:
+        return gdb.communicate(timeout=patience)[0], False
+    except subprocess.TimeoutExpired:
+        gdb.send_signal(signal.SIGINT)
+    except BaseException:
+        gdb.send_signal(signal.SIGINT)
+        gdb.communicate(timeout=_ENDING_S)
+        raise
+    return gdb.communicate(timeout=_ENDING_S)[0], True
+
+
+def _reason_in(said: str) -> str:
+    lines = [line for line in said.splitlines() if line.strip() and not line.startswith(("[", "Using host", "0x"))]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _interrupt_with_parent() -> None:
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGINT)
