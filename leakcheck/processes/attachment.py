@@ -29,12 +29,12 @@ _BEGINS_S = 5.0
 _LOOKS_S = 0.005
 """Seconds between two looks at whether an answer is there."""
 
-_RUN = "try:\n __import__('_thread').start_new_thread(exec, ({code!r}, {names!r}))\nexcept Exception:\n pass\n"
-"""What is run in the process. It binds no name, since the namespace is that of its `__main__`."""
+_RUN = "try:\n __import__('_thread').start_new_thread(exec, ({code!a}, {names!a}))\nexcept Exception:\n pass\n"
+"""What is run in the process, of ASCII alone. It binds no name, since the namespace is that of its `__main__`."""
 
 _CODE = (
     "import posix\n"
-    "file = posix.open({path!r}, posix.O_RDONLY | posix.O_CLOEXEC)\n"
+    "file = posix.open({path!a}, posix.O_RDONLY | posix.O_CLOEXEC)\n"
     "text = posix.read(file, 1 << 20)\n"
     "posix.close(file)\n"
     "exec(compile(text, 'lowtide_look.py', 'exec'), globals())\n"

@@ -271,13 +271,17 @@ def descriptors_of(pid: int) -> list[str]:
         return []
 
 
-def open_mappings(pid: int) -> list[str]:
-    """Return the files that it has mapped to run them, each once; empty where that may not be read."""
+def mapped_files(pid: int) -> list[tuple[str, int]]:
+    """Return the files that it has mapped, each once with its first address; empty where that may not be read."""
     try:
         fields = [line.split(None, 5) for line in lines_of(f"/proc/{pid}/maps")]
     except OSError:  # it ended, or is another user's
         return []
-    return list(dict.fromkeys(each[5].rstrip("\n") for each in fields if len(each) == 6 and "x" in each[1]))
+    found: dict[str, int] = {}
+    for each in fields:
+        if len(each) == 6 and each[5].startswith("/"):
+            found.setdefault(each[5].rstrip("\n"), int(each[0].partition("-")[0], 16))
+    return list(found.items())
 
 
 def count_descriptors(pid: int) -> int | None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from lowtide.probes.host.process_files import name_of, open_mappings, stat, status
+from lowtide.probes.host.process_files import mapped_files, name_of, stat, status
 from lowtide.probes.originals import contents, os
 
 PATIENCE_S = 15.0
@@ -40,29 +40,34 @@ _SCRIPT = """
 set pagination off
 set confirm off
 handle all nostop noprint pass
+file "{python}"
+set $save = (long)&PyEval_SaveThread + {base}
+set $run = (long)&PyRun_SimpleString + {base}
+file "{program}"
 attach {pid}
-sharedlibrary libpython
-hbreak *(long)&PyEval_SaveThread
-echo waiting\\n
+hbreak *$save
 continue
-if $pc == (long)&PyEval_SaveThread
+if $pc == $save
 set {{char[{length}]}} ($rsp - {below}) = "{text}"
-find /b1 (long)&PyEval_SaveThread, +4000, 0xc3
+find /b1 $save, +4000, 0xc3
 set {{long}} ($rsp - 8) = $pc
 set {{long}} ($rsp - 16) = $_
 set $rdi = $rsp - {below}
 set $rsp = $rsp - 16
 select-frame 0
-set $pc = (long)&PyRun_SimpleString
+set $pc = $run
 echo sent\\n
 end
 delete
 detach
 """
-"""What gdb does.  A return instruction, to which the call returns, goes on to the function that was to be called: so
-the stack is aligned as for any call."""
+"""What gdb does.  What takes long, to read symbols, it does while the process runs.  A return instruction, to which the
+call returns, goes on to the function that was to be called: so the stack is aligned as for any call."""
 
 _PYTHON = re.compile(r"(?:lib)?python(3\.\d+)(t?)\b")
+_FIXED = 2
+"""ET_EXEC of a program's header: its addresses are what it says."""
+
 _LIBRARIES = re.compile(r"/(?:lib)?python3\.\d+t?(?:\.so[^/]*)?$")
 
 _SET_DEATH_SIGNAL = 1
@@ -83,10 +88,19 @@ def python_of(pid: int) -> tuple[str, bool] | None:
 
     By the name of its program or of the library that it has mapped.
     """
-    for file in open_mappings(pid):
-        found = _PYTHON.search(os.path.basename(file)) if _LIBRARIES.search(file) else None
-        if found is not None:
-            return found[1], bool(found[2])
+    mapped = _mapped_python(pid)
+    found = None if mapped is None else _PYTHON.search(os.path.basename(mapped[0]))
+    return None if found is None else (found[1], bool(found[2]))
+
+
+def _mapped_python(pid: int) -> tuple[str, int] | None:
+    """Return the file with a process's Python, a library or the program, and what is added to addresses in it."""
+    programs = [(file, start) for file, start in mapped_files(pid) if _LIBRARIES.search(file)]
+    # A program that has a library is small, and has nothing of Python's.
+    for file, start in sorted(programs, key=lambda each: ".so" not in each[0]):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/root{file}", "rb") as program:  # noqa: PTH123
+            is_fixed = program.read(18)[16] == _FIXED
+            return file, 0 if is_fixed else start
     return None
 
 
@@ -110,7 +124,7 @@ def refuse_unless_possible(pid: int) -> None:
         raise InjectionError(
             f"{named} runs a free-threaded Python, whose threads would run on beside: use a build with the GIL"
         )
-    if _namespace(pid) != _namespace(os.getpid()):
+    if _files_of(pid) != _files_of(os.getpid()):
         raise InjectionError(f"{named} is in another container: run lowtide in that one")
     tracer = int(status(pid).get("TracerPid", "0"))
     if tracer:
@@ -163,11 +177,12 @@ def _yama() -> int:
         return 0
 
 
-def _namespace(pid: int) -> str:
+def _files_of(pid: int) -> tuple[str, ...]:
+    """Return which files a process sees: by its namespace, and where that begins for it."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/mnt")
+        return os.readlink(f"/proc/{pid}/ns/mnt"), os.readlink(f"/proc/{pid}/root")
     except OSError:  # it ended
-        return ""
+        return ()
 
 
 def run_in(pid: int, text: str, folder: Path, patience: float = PATIENCE_S) -> None:
@@ -200,9 +215,23 @@ def _remote_exec(pid: int, text: str, folder: Path) -> None:
 
 
 def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
+    mapped = _mapped_python(pid)
+    if mapped is None:
+        raise InjectionError(f"pid {pid} has ended")
     script = folder / "gdb"
     quoted = "".join(f"\\{byte:03o}" if chr(byte) in '"\\' or byte < 32 else chr(byte) for byte in text.encode("ascii"))
-    script.write_text(_SCRIPT.format(pid=pid, length=len(text) + 1, below=_BELOW, text=quoted), encoding="ascii")
+    script.write_text(
+        _SCRIPT.format(
+            pid=pid,
+            python=mapped[0],
+            base=mapped[1],
+            program=f"/proc/{pid}/exe",
+            length=len(text) + 1,
+            below=_BELOW,
+            text=quoted,
+        ),
+        encoding="utf-8",
+    )
     command = ["gdb", "-nx", "-batch", "-readnever", "-iex", "set auto-solib-add off", "-iex", "set auto-load off"]
     with subprocess.Popen(
         [*command, "-x", str(script)],

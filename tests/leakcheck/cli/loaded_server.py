@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lowtide.probes.host.process_files import descriptors_of, open_mappings, status
+from lowtide.probes.host.process_files import descriptors_of, mapped_files, status
 from tests.waiting import wait_until
 
 SERVER = """
@@ -194,7 +194,7 @@ class LoadedServer:
             "tasks": fields["Threads"],
             "signals": [fields[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
             "descriptors": sorted(descriptors_of(self.pid)),
-            "files": sorted(open_mappings(self.pid)),
+            "files": sorted({file for file, _ in mapped_files(self.pid)}),
             "children": sorted(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()),
         }
 

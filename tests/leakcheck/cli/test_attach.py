@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowtide.leakcheck.processes.attachment import Attachment
-from lowtide.leakcheck.processes.messages import Begin, Followed, Look, Seen
+from lowtide.leakcheck.processes.messages import Begin, Followed, Look, Seen, Trim, Trimmed
 from lowtide.probes.host.process_files import status
 from lowtide.probes.processes import injection
 from lowtide.probes.processes.agents import AgentError
@@ -110,6 +111,24 @@ def test_its_quiet_twin_is_silent(tmp_path: Path) -> None:
     assert (status_, subject.outcome, subject.findings, subject.not_measured) == (0, "clean", (), ())
 
 
+@contextmanager
+def running(code: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program that prints a line when it has begun, until the block ends."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, *words], stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
 LOCAL = """
 import os, threading, time
 class Core:
@@ -129,11 +148,8 @@ while True:
 
 @pytest.fixture
 def local() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", LOCAL], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
+    with running(LOCAL) as process:
         yield process
-        process.kill()
 
 
 @needs_gdb
@@ -150,16 +166,36 @@ def test_what_only_a_running_function_of_another_thread_holds_has_a_path(local: 
 @pytest.mark.nightly
 def test_live_tensors_are_listed_by_type_and_shape() -> None:
     pytest.importorskip("torch")
-    code = "import time, torch\nkept = [torch.ones(256, 1024) for _ in range(3)]\nprint(1, flush=True)\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{code}while True: time.sleep(0.01)"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    code = "import time, torch\nkept = [torch.ones(256, 1024) for _ in range(3)]\nprint('begun', flush=True)\n"
+    with running(f"{code}while True: time.sleep(0.01)") as process:
         done = attached(process.pid)
-        process.kill()
     assert "\ntensors on cpu: 3.0 MiB\n" in done.stdout
     assert ["3.0", "MiB", "3", "float32", "256x1024"] in [line.split() for line in done.stdout.splitlines()]
+
+
+GARBAGE = """
+import gc, os, sys, time
+class Last:
+    def __del__(self):
+        os.unlink(sys.argv[1])
+gc.disable()
+last = Last()
+last.own = last
+del last
+print("begun", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+@needs_gdb
+def test_what_the_program_s_garbage_does_at_its_end_is_not_done_by_a_fork(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with running(GARBAGE, str(tmp_path / "file")) as process:
+        with Attachment(process.pid) as attachment:
+            attachment.ask(Look(lists=True), Seen)
+            assert attachment.ask(Trim(), Trimmed).imported > 0
+        assert (tmp_path / "file").exists()
 
 
 @needs_gdb
@@ -207,7 +243,7 @@ def test_a_process_that_is_not_there_is_lowtide_itself_or_no_python_is_refused()
     ("name", "value", "why"),
     [
         ("python_of", lambda _: ("3.13", True), r"runs a free-threaded Python, whose threads would run on beside"),
-        ("_namespace", str, r"is in another container: run lowtide in that one"),
+        ("_files_of", str, r"is in another container: run lowtide in that one"),
         ("status", lambda _: {"TracerPid": "1"}, r"is traced by pid 1 \(.*\): end that first"),
     ],
 )
@@ -267,14 +303,11 @@ def test_without_the_right_to_trace_it_the_reason_and_a_remedy_are_said(yama: st
     scope = f"/dev/shm/lowtide-test-{os.getpid()}"
     Path(scope).write_text(yama)
     # What has become another user's may not be traced by that one either.
-    code = f"import os, time\n{AS_NOBODY if is_own else ''}\nprint(1, flush=True)\ntime.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+    code = f"import os, time\n{AS_NOBODY if is_own else ''}\nprint('begun', flush=True)\ntime.sleep(600)"
+    with running(code) as other:
         done = subprocess.run(
             [sys.executable, "-c", REFUSED, str(other.pid), scope], capture_output=True, text=True, check=False
         )
-        other.kill()
     Path(scope).unlink()
     assert done.stdout.strip() == why.format(pid=other.pid), done.stderr
 
@@ -282,41 +315,56 @@ def test_without_the_right_to_trace_it_the_reason_and_a_remedy_are_said(yama: st
 @needs_gdb
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="there it takes no gdb")
 def test_a_process_that_rests_for_good_is_let_go_of_and_runs_on(tmp_path: Path) -> None:
-    code = "import sys\nprint(1, flush=True)\nfor line in sys.stdin: print(line, flush=True)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as resting:
+    code = "import sys\nprint('begun', flush=True)\nfor line in sys.stdin: print(line, flush=True)"
+    with running(code) as resting:
         assert resting.stdin is not None
-        assert resting.stdout is not None
-        resting.stdout.readline()
         with pytest.raises(InjectionError, match=r"has run Python for 3 s: attach while it has work"):
             run_in(resting.pid, "1/0", tmp_path, patience=3.0)
         assert status(resting.pid)["TracerPid"] == "0"
         resting.stdin.write("once more\n")
         resting.stdin.flush()
-        assert resting.stdout.readline() == "once more\n"
+        assert line_of(resting) == "once more\n"
         resting.stdin.close()
         assert resting.wait() == 0
+
+
+RESTS = """
+import time
+print("begun", flush=True)
+try:
+    time.sleep(50)
+    print("woken", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
 
 
 @needs_gdb
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="there it takes no gdb")
 def test_an_interrupt_that_comes_while_it_is_entered_reaches_the_program(tmp_path: Path) -> None:
-    code = "import time\nprint(1, flush=True)\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{code}    print(2, flush=True)"], stdout=subprocess.PIPE, text=True
-    ) as resting:
-        assert resting.stdout is not None
-        resting.stdout.readline()
+    with running(RESTS) as resting:
         entering = subprocess.Popen(
             [sys.executable, "-m", "lowtide", "attach", str(resting.pid)], stderr=subprocess.PIPE, text=True
         )
         wait_until(lambda: status(resting.pid).get("TracerPid", "0") != "0")
         time.sleep(1.0)  # gdb has gone on from attaching to waiting
         resting.send_signal(signal.SIGINT)
-        assert resting.stdout.readline() == "2\n"
+        assert line_of(resting) == "interrupted\n"
         _, said = entering.communicate()
     assert said == f"lowtide: pid {resting.pid} was interrupted meanwhile\n"
+
+
+@needs_gdb
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there it takes no gdb")
+def test_whoever_attaches_may_be_killed_while_gdb_waits() -> None:
+    with running(RESTS) as resting:
+        with subprocess.Popen([sys.executable, "-m", "lowtide", "attach", str(resting.pid)]) as entering:
+            wait_until(lambda: status(resting.pid).get("TracerPid", "0") != "0")
+            time.sleep(1.0)  # gdb has gone on from attaching to waiting
+            entering.kill()
+        wait_until(lambda: status(resting.pid).get("TracerPid", "0") == "0")
+        resting.send_signal(signal.SIGINT)
+        assert (line_of(resting), resting.wait()) == ("interrupted\n", 0)
 
 
 @pytest.mark.parametrize(
