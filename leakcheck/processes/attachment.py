@@ -82,17 +82,22 @@ class Attachment:
         self._pipe = os.open(folder / "questions", os.O_RDWR | os.O_CLOEXEC)
         look = folder / "look.py"
         shutil.copyfile(BOOTSTRAP / "lowtide_look.py", look)
-        names = {"__name__": "lowtide.probes.look", "folder": str(folder), "paths": self._paths()}
+        names = {
+            "__name__": "lowtide.probes.look",
+            "folder": str(folder),
+            "root": str(ROOT),
+            "paths": self._paths(),
+        }
         for file in (folder, look, folder / "questions"):
             self._give(file)
         run_in(self.pid, _RUN.format(code=_CODE.format(path=str(look)), names=names), folder)
         self._thread = int(self._awaited("thread", _BEGINS_S) or 0)
 
     def _paths(self) -> list[str]:
-        """Return where the fork finds lowtide; and what that needs, if it is of the same Python."""
+        """Return where the fork may find what lowtide needs: if it is of the same Python."""
         python = python_of(self.pid)
         is_same = python is not None and python[0] == f"{sys.version_info.major}.{sys.version_info.minor}"
-        return [str(ROOT), *(path for path in sys.path if path.endswith("-packages") and is_same)]
+        return [path for path in sys.path if path.endswith("-packages") and is_same]
 
     def _give(self, file: Path) -> None:
         """Let the process use a file of ours, where it is another user's and we are root."""

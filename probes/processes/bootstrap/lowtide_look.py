@@ -6,7 +6,8 @@ sees the heap as it was at that moment, and may import, walk and count what it l
 answers into a file, and ends without running anything of the program's.  Where memory is short, it is what the kernel
 ends first.
 
-`folder`, with the pipe and the answers, and `paths`, where lowtide and what it needs are, are given by who starts it.
+`folder`, with the pipe and the answers, `root`, which has the package `lowtide`, and `paths`, where there is what it
+needs, are given by who starts it.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -21,7 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    folder = ""
+    folder = root = ""
     paths: list[str] = []
 
 
@@ -84,6 +85,7 @@ def _look(frames: "dict[int, Any]", threading: "Any", threads: "dict[int, Any]")
         pass
     try:
         _pass_for_the_process(frames, threading, threads)
+        _import_lowtide()
         from importlib import import_module
 
         _keep_the_memory_as_it_was()
@@ -103,6 +105,19 @@ def _pass_for_the_process(frames: "dict[int, Any]", threading: "Any", threads: "
         threading._active.update(threads)
     sys.dont_write_bytecode = True
     sys.path += [path for path in paths if path not in sys.path]
+
+
+def _import_lowtide() -> None:
+    """Import the lowtide that asks, and not another version that the program's path may have."""
+    if "lowtide" not in sys.modules:
+        from importlib.util import module_from_spec, spec_from_file_location
+
+        package = f"{root}/lowtide"
+        spec = spec_from_file_location("lowtide", f"{package}/__init__.py", submodule_search_locations=[package])
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["lowtide"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 def _keep_the_memory_as_it_was() -> None:

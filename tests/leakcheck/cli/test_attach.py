@@ -199,6 +199,15 @@ def test_what_the_program_s_garbage_does_at_its_end_is_not_done_by_a_fork(tmp_pa
 
 
 @needs_gdb
+def test_a_fork_imports_the_lowtide_that_asks_and_not_one_in_the_program_s_path(tmp_path: Path) -> None:
+    (tmp_path / "lowtide").mkdir()
+    (tmp_path / "lowtide" / "__init__.py").write_text("raise ImportError('another version')")
+    code = f"import sys, time\nsys.path.insert(0, {str(tmp_path)!r})\nprint('begun', flush=True)\n"
+    with running(f"{code}while True: time.sleep(0.01)") as process, Attachment(process.pid) as attachment:
+        assert attachment.ask(Look(), Seen).ids
+
+
+@needs_gdb
 def test_whoever_attaches_may_be_killed_meanwhile(local: subprocess.Popen[str]) -> None:
     code = (
         "import time\nfrom lowtide.leakcheck.processes.attachment import Attachment\n"
