@@ -55,8 +55,10 @@ from lowtide.pytest_plugin.session_watch import (
 )
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.turns import SESSION, TestTurns
+from lowtide.reports.escaping import one_line
+from lowtide.reports.out_of_memory import TITLE, out_of_memory_lines
 from lowtide.reports.outcomes import judged_as, tries_as_one
-from lowtide.reports.schema import Finding, NotMeasured, Subject
+from lowtide.reports.schema import Finding, NotMeasured, OutOfMemory, Subject
 from lowtide.reports.sizes import first_of
 
 
@@ -90,6 +92,7 @@ class Checker:
         self._setup: Owner | None = None
         self._records: StageRecords | None = None
         self._raised: list[BaseException] = []
+        self._out_of_memory: OutOfMemory | None = None
         self._instance: Callable[[], object] = _nothing
         self._checked = CheckedLeaks()
         self._results = Results(config, self.settings)
@@ -224,7 +227,7 @@ class Checker:
         self._debugged = False
         self._session.failure = ""
         self._checked.clear()
-        self._setup = None
+        self._setup = self._out_of_memory = None
         others = lambda: self._session.watch.others.readings  # noqa: E731
         card = self.settings.device != "cpu"
         self._records = StageRecords(card=card, others=others) if self.settings.report is not None else None
@@ -305,6 +308,8 @@ class Checker:
         report = yield
         if call.excinfo is not None:
             self._raised.append(call.excinfo.value)
+            if report.failed and self._session.is_open:
+                self._note_out_of_memory(item, call.excinfo.value, report)
         if call.when == "teardown" and _PENDING in item.stash:
             subjects = item.stash[_PENDING]
             attach(report, subjects)
@@ -317,6 +322,15 @@ class Checker:
                 report.user_properties += [("leakcheck", terminal.line(subject, found)) for found in subject.findings]
             del item.stash[_PENDING]
         return report
+
+    def _note_out_of_memory(self, item: pytest.Item, error: BaseException, report: Any) -> None:
+        """Say of a test that ends with such an error who held the memory, while its frames still have what they had."""
+        with self._session.guarded():
+            found = self._session.watch.out_of_memory.read(error, self._results.snapshots, item.nodeid)
+            if found is not None:
+                self._out_of_memory = found
+                lines = map(one_line, out_of_memory_lines(found))
+                report.sections.append((f"leakcheck: {TITLE.lower()}", "\n".join(lines)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what was judged, here or in a worker."""
@@ -453,7 +467,7 @@ class Checker:
             not_measured = (*not_measured, *self._records.not_measured())
             own = msgspec.structs.replace(own, stages=tuple(self._records.stages))
             self._records.close()
-        own = msgspec.structs.replace(own, not_measured=not_measured)
+        own = msgspec.structs.replace(own, not_measured=not_measured, out_of_memory=self._out_of_memory)
         of_turns = [self._results.subject(name, findings) for name, findings in self._turns.judged(verdict, ended)]
         unread = self._turns.take_unread()
         of_turns += [Subject(id=SESSION, outcome="clean", not_measured=unread)] if unread else []

@@ -12,7 +12,7 @@ import re
 import sys as sys_module
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.probes.objects.described import is_library
-from lowtide.probes.objects.foreign import attribute, is_a, module_of_class, mro_of, namespace_of
+from lowtide.probes.objects.foreign import module_of_class, mro_of, namespace_of, traceback_of, with_errors_behind
 from lowtide.probes.objects.listed import frame_locals
 from lowtide.probes.originals import gc, loaded, sys, weakref
 from lowtide.pytest_plugin.settings import usage_error
@@ -203,12 +203,6 @@ def _finalizers(fixture: pytest.FixtureDef[Any]) -> list[Callable[[], object]]:
     return [call for call in found if getattr(getattr(call, "func", call), "__self__", None) is None]
 
 
-# As the interpreter has them, whatever the error's class makes of such a name.
-_TRACEBACK_OF = BaseException.__dict__["__traceback__"].__get__
-_CAUSE_OF = BaseException.__dict__["__cause__"].__get__
-_CONTEXT_OF = BaseException.__dict__["__context__"].__get__
-
-
 def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
     """What pytest would drop by itself a little later: at the next test, or never while the session lasts.
 
@@ -350,30 +344,12 @@ def clear_tracebacks(errors: Iterable[BaseException]) -> None:
     Whoever keeps an exception of a test that is over (pytest-rerunfailures, a log record, a cycle) keeps its frames,
     and those the test's local variables; the exception and its lines stay readable.
     """
-    waiting = list(errors)
-    seen: set[int] = set()
-    while waiting:
-        error = waiting.pop()
-        if id(error) in seen:
-            continue
-        seen.add(id(error))
-        trace = _TRACEBACK_OF(error)
+    for error in with_errors_behind(errors):
+        trace = traceback_of(error)
         if trace is not None:
             traceback.clear_frames(trace)
             _clear_callers(trace)
             _clear_views(trace)
-        waiting += [other for other in (_CAUSE_OF(error), _CONTEXT_OF(error)) if other is not None]
-        waiting += _exceptions_of(error)
-
-
-def _exceptions_of(error: BaseException) -> Sequence[BaseException]:
-    """Those in a group."""
-    kind = getattr(builtins, "BaseExceptionGroup", None)
-    if kind is not None:
-        return kind.exceptions.__get__(error) if is_a(error, kind) else ()
-    # Python 3.10, and the package that stands in there.
-    found: Any = attribute(error, "_exceptions")
-    return found if type(found) is tuple else ()
 
 
 def _clear_callers(trace: TracebackType) -> None:

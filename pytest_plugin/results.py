@@ -275,6 +275,7 @@ class Results:
         subjects: in the order in which they were judged.
         problems: what is wrong with the suppressions, once the session is over.
         unwritten: why the report could not be written; empty if it was.
+        snapshots: keeps what torch's allocator has on cards beside the report; None where none is wanted.
 
     Raises:
         pytest.UsageError: the file of suppressions cannot be used.
@@ -289,8 +290,9 @@ class Results:
         self._suppressions = _suppressions(config, settings.suppressions)
         self._used: set[str] = set()
         self._unfinished: UnfinishedReport | None = None
-        if settings.report is not None and not hasattr(config, "workerinput"):
-            AllocatorSnapshots(settings.report).remove_old()
+        self.snapshots = None if settings.report is None else AllocatorSnapshots(settings.report)
+        if self.snapshots is not None and not hasattr(config, "workerinput"):
+            self.snapshots.remove_old()
 
     def subject(self, name: str, findings: Sequence[Finding]) -> Subject:
         """What was judged, with the findings that a suppression covers marked so."""
@@ -301,9 +303,9 @@ class Results:
     def with_snapshot(self, subject: Subject) -> Subject:
         """The subject of a leak on a card, with what torch's allocator has there kept beside the report."""
         on_card = any(finding.device.startswith("cuda") for finding in subject.findings)
-        if self._settings.report is None or subject.outcome != "leak" or not on_card:
+        if self.snapshots is None or subject.outcome != "leak" or not on_card:
             return subject
-        why = AllocatorSnapshots(self._settings.report).keep(subject.id)
+        why = self.snapshots.keep(subject.id)
         missing = NotMeasured(what="torch's snapshot after the test", why=why)
         return msgspec.structs.replace(subject, not_measured=(*subject.not_measured, missing)) if why else subject
 

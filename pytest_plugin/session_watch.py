@@ -176,6 +176,9 @@ class SessionWatch:
 
     def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """And that it is there no more."""
+        if error is not None:
+            with self.guarded():
+                self.watch.out_of_memory.stage_left(stage, error)
         if stage.thread == _MAIN_THREAD:
             with self.guarded():
                 self.watch.stage(self._stages.pop())

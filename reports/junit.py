@@ -11,6 +11,7 @@ from lowtide.reports.causes import Sighting, seen_before
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import advice_text, amount, finding_lines, lines_again
 from lowtide.reports.markdown import count_outcomes, not_measured
+from lowtide.reports.out_of_memory import out_of_memory_lines
 from lowtide.reports.schema import Finding, Report, Subject
 
 
@@ -113,6 +114,7 @@ def _facts(turn: int, finding: Finding) -> Iterator[tuple[str, str]]:
 
 def _details(subject: Subject, before: Mapping[int, Sighting]) -> str:
     lines = [subject.reason] if subject.reason else []
+    lines += out_of_memory_lines(subject.out_of_memory) if subject.out_of_memory is not None else []
     for place, finding in enumerate(subject.findings):
         known = lines_again(finding, before[place], subject) if place in before else finding_lines(finding)
         lines.append(

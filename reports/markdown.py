@@ -19,6 +19,7 @@ from lowtide.reports.finding_lines import (
     growth_cells,
     remedy_effect,
 )
+from lowtide.reports.out_of_memory import TITLE, out_of_memory_lines
 from lowtide.reports.outcomes import ENDED
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Report, Subject
 from lowtide.reports.sizes import format_amount
@@ -62,6 +63,7 @@ def render_markdown(report: Report) -> str:
         parts.append("\n".join([*_TABLE_HEAD, *map(_row, leaks[:MOST])]))
         parts += _rest(len(leaks), "leaks")
     parts += _details(leaks)
+    parts += _out_of_memory(report)
     parts += _growth(report)
     missing = list(_missing(report))
     if missing:
@@ -196,6 +198,14 @@ def _growth(report: Report) -> Iterator[str]:
     )
     yield "\n".join([*_GROWTH_HEAD, *rows])
     yield from _rest(len(grown), "rows")
+
+
+def _out_of_memory(report: Report) -> Iterator[str]:
+    found = [(subject.id, subject.out_of_memory) for subject in report.subjects if subject.out_of_memory is not None]
+    for name, out_of_memory in found[:MOST_DETAILED]:
+        first, *lines = out_of_memory_lines(out_of_memory)
+        yield f"### {TITLE}: {as_code(name)}"
+        yield "\n".join([as_text(first), "", *(f"- {as_text(line.strip())}" for line in lines)])
 
 
 def _missing(report: Report) -> Iterator[str]:

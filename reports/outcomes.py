@@ -61,6 +61,7 @@ def _as_one(tries: Sequence[Subject]) -> Subject:
         reason=worst.reason,
         findings=tuple(finding for each in tries for finding in each.findings),
         not_measured=tuple(dict.fromkeys(missing for each in tries for missing in each.not_measured)),
+        out_of_memory=next((each.out_of_memory for each in tries if each.out_of_memory is not None), None),
     )
 
 

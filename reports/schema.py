@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -327,6 +327,40 @@ class NotMeasured(_Record, frozen=True, kw_only=True):
     process: OtherProcess | None = None
 
 
+class OutOfMemory(_Record, frozen=True, kw_only=True):
+    """What there was when the memory of a device was not enough, and an error with which a subject ended said so.
+
+    Attributes:
+        error: its type and the first line of its message.
+        device: on which; `cpu` for the host.
+        stage: in which stage.
+        asked: bytes that were asked for; None where the error does not say it.
+        memory: the device's memory and the allocator's, each line for itself: they do not add up.
+        held: the largest of what was in use there, each with who held it and where it was allocated.
+        others: how many more such parts there were.
+        other_bytes: bytes of these.
+        advice: what to change, where the figures say it.
+        unread: what could not be read.
+        snapshot: the file with torch's snapshot, in the report's folder; empty where there is none.
+    """
+
+    error: str
+    device: str
+    stage: str
+    asked: Int64 | None = None
+    memory: tuple[LedgerLine, ...] = ()
+    held: tuple[Finding, ...] = ()
+    others: Int64 = 0
+    other_bytes: Int64 = 0
+    advice: str = ""
+    unread: tuple[NotMeasured, ...] = ()
+    snapshot: str = ""
+
+    def __post_init__(self) -> None:
+        """Keep of what was held what is written."""
+        msgspec.structs.force_setattr(self, "held", tuple(map(as_written, self.held)))
+
+
 class Subject(_Record, frozen=True, kw_only=True):
     """What was judged: a test, a run, a life."""
 
@@ -338,6 +372,7 @@ class Subject(_Record, frozen=True, kw_only=True):
     returns: tuple[Return, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
     type_growth: tuple[TypeGrowth, ...] = ()
+    out_of_memory: OutOfMemory | None = None
 
     def __post_init__(self) -> None:
         """Keep of the findings what is written."""
@@ -440,10 +475,16 @@ def decode(data: bytes, name: str = "report") -> Report:
     """
     try:
         report = decode_json(data, Report)
-        refuse_deep_parts(finding for subject in report.subjects for finding in subject.findings)
+        refuse_deep_parts(_findings_of(report.subjects))
     except UnreadableError as error:
         raise ReportError(f"{name} {why_unreadable(data, error, SCHEMA)}") from error
     return report
+
+
+def _findings_of(subjects: Iterable[Subject]) -> Iterator[Finding]:
+    for subject in subjects:
+        yield from subject.findings
+        yield from () if subject.out_of_memory is None else subject.out_of_memory.held
 
 
 def is_in(folder: Path) -> bool:
@@ -479,7 +520,7 @@ def _decode_unfinished(data: bytes, name: str) -> Report:
     for number, line in enumerate(lines):
         try:
             part = decode_json(line, Finished)
-            refuse_deep_parts(finding for subject in part.subjects for finding in subject.findings)
+            refuse_deep_parts(_findings_of(part.subjects))
         except UnreadableError:
             damaged += 1
             continue

@@ -24,15 +24,21 @@ _NEAR = 0.1
 _TELLING_PART = 0.25
 """The part of the memory that must be free in a heap to be worth saying."""
 
-_MOST = 64
+MOST = 64
 """How many of the largest are looked at."""
 
 _INDEX = re.compile(r"\[(\d+)\]$")
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A large array, and who holds it."""
+class HeldArray:
+    """A large array, and who holds it.
+
+    Attributes:
+        bytes: its length.
+        kind: its type.
+        explanation: who holds it.
+    """
 
     bytes: int
     kind: str
@@ -110,12 +116,12 @@ def _advice(explanation: Explanation) -> str:
     return explanation.advice or f"let go of {explanation.holder} in teardown"
 
 
-def _arrays(wanted: int, context: Context) -> Sequence[_Held]:
+def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
     """Return the arrays that together are about so many bytes; none if no sum matches."""
-    buffers = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:_MOST]
+    buffers = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
-    held = _held(buffers, context)
-    by_container: dict[Hashable, list[_Held]] = {}
+    held = held_arrays(buffers, context)
+    by_container: dict[Hashable, list[HeldArray]] = {}
     for each in held:
         by_container.setdefault(each.container, []).append(each)
     # Of several of that size in a list, the last is the latest.
@@ -135,11 +141,12 @@ def _is_near(amount: int, wanted: int) -> bool:
     return abs(amount - wanted) <= _NEAR * wanted
 
 
-def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
+def held_arrays(buffers: Sequence[Buffer], context: Context) -> list[HeldArray]:
+    """Return who holds some arrays, without those that nobody of the program holds."""
     items = [buffer.item for buffer in buffers]
     explanations = context.explain(items, ignore=set(map(id, buffers)))
     return [
-        _Held(buffer.bytes, type_name(type(buffer.item)), found)
+        HeldArray(buffer.bytes, type_name(type(buffer.item)), found)
         for buffer, found in zip(buffers, explanations, strict=True)
         if found.path and not _is_own(found)
     ]

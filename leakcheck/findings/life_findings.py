@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.remedies import prove
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -70,6 +71,9 @@ class LeftoverTensors:
 
     Args:
         card: whether to record where memory of cards is allocated.
+
+    Attributes:
+        out_of_memory: says who held what when memory was not enough.
     """
 
     def __init__(self, *, card: bool) -> None:
@@ -78,6 +82,7 @@ class LeftoverTensors:
         self._turns: list[_Turn] = []
         self._around_import = ("", 1)
         self._stacks = AllocationStacks(card=card)
+        self.out_of_memory = OutOfMemoryWatch(self._births, self._stacks.stacks_at, "before the first life")
         self._seen: frozenset[Key] = frozenset()
         self._found = _Found()
         self._was_frozen = False

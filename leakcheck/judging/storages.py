@@ -129,7 +129,7 @@ def read_heap(
             if key in older
         ]
         return HeapReading(
-            held=_without_overlaps(held),
+            held=without_overlaps(held),
             claimed=claimed,
             alive=frozenset({*older, *readings}),
             unreadable={name: born.label for name, born in unreadable.items() if claims.owner_of(born.item) is None},
@@ -208,7 +208,7 @@ def thaw(stage: str, held: Collection[HeldStorage], seen: Collection[Key]) -> tu
     collect()
     known = reached.union(seen, (each.key for each in held))
     hidden = [storage for storage in visible if _key(storage) not in known]
-    return _without_overlaps(HeldStorage.of(storage, stage) for storage in hidden)
+    return without_overlaps(HeldStorage.of(storage, stage) for storage in hidden)
 
 
 def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:
@@ -364,7 +364,7 @@ def _claimed_with_parts(
     return {around: owner for key, owner in claimed.items() for around in bare.around(key)}
 
 
-def _without_overlaps(held: Iterable[HeldStorage]) -> tuple[HeldStorage, ...]:
+def without_overlaps(held: Iterable[HeldStorage]) -> tuple[HeldStorage, ...]:
     """Return the same storages, each byte counted once: with the first that holds it."""
     ends: dict[str, int] = {}
     result = []

@@ -53,7 +53,7 @@ from lowtide.probes.snapshot import LedgerBase, Snapshot, base_from
 from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.processes.stage_processes import ProcessStage
-from lowtide.reports.schema import Finding, NotMeasured, Return, Stage, Subject, TypeGrowth
+from lowtide.reports.schema import Finding, NotMeasured, Outcome, OutOfMemory, Return, Stage, Subject, TypeGrowth
 from lowtide.reports.sizes import format_amount
 from lowtide.reports.statement import StatedFinding, Statement, restated
 
@@ -93,6 +93,7 @@ class LifeRecord:
 
     Attributes:
         whole: how many lives were gone through to their end, and judged.
+        out_of_memory: what there was when memory was not enough; None if it was.
     """
 
     def __init__(self, name: str, device: str, cycles: int) -> None:
@@ -100,6 +101,7 @@ class LifeRecord:
         self._device = device
         self._cycles = cycles
         self.whole = 0
+        self.out_of_memory: OutOfMemory | None = None
         self.stages: list[Lived] = []
         self.findings: list[Finding] = []
         self.returns: list[Return] = []
@@ -181,7 +183,8 @@ class LifeRecord:
         if self.whole:
             judged = f"{format_amount(self.whole, 'whole cycles')} {'was' if self.whole == 1 else 'were'} judged"
             failure = f"{failure}; {judged}" + ("" if findings else ", and everything that was judged came back")
-        return msgspec.structs.replace(subject, outcome="leak" if findings else "error", reason=failure)
+        outcome: Outcome = "leak" if findings else "error"
+        return msgspec.structs.replace(subject, outcome=outcome, reason=failure, out_of_memory=self.out_of_memory)
 
     def subject_of_latest(self, of_tensors: Sequence[Finding], more_not_measured: Sequence[NotMeasured]) -> Subject:
         """Return what is known after a life that others follow, with the stages of that life alone.

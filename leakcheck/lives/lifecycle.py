@@ -14,6 +14,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
+from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
@@ -38,7 +39,6 @@ from lowtide.leakcheck.lives.script import (
     Life,
     asked,
     failures,
-    is_out_of_memory,
     perform,
     simplest,
     version_of,
@@ -180,7 +180,7 @@ class LifecycleRun:
             self._imports.install()
             self._imports.active = True
             self._probes.start()
-            with listening(self._growth), Interrupts() as interrupts:
+            with listening(self._growth), listening(self._leftovers.out_of_memory), Interrupts() as interrupts:
                 # One that got lost while libraries were loaded.
                 interrupts.raise_if_heard()
                 for cycle in range(1, self._cycles + 1):
@@ -250,6 +250,11 @@ class LifecycleRun:
         if life is not None:
             self._end(life, cycle, baseline)
 
+    def _failed(self, cycle: int, what: str, error: Exception) -> None:
+        """Note what an engine has raised, and who had the memory where that was not enough."""
+        self._failure = f"cycle {cycle}: {what} raised {type(error).__name__}: {error}"
+        self._record.out_of_memory = self._leftovers.out_of_memory.read(error, self._snapshots, f"cycle {cycle}")
+
     def _interrupt(self) -> None:
         self.interrupted = True
         when = f"in cycle {self._cycle}" if self._cycle else "before the first life"
@@ -280,7 +285,7 @@ class LifecycleRun:
             try:
                 tokens, seconds = self._performed(life, called, cycle, before)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                self._failure = f"cycle {cycle}: {called} raised {type(error).__name__}: {error}"
+                self._failed(cycle, called, error)
                 return
             self._probes.look()
             if name.startswith("sleep"):
@@ -372,7 +377,7 @@ class LifecycleRun:
             try:
                 perform(life, "infer")
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                self._failure = f"cycle {cycle}: infer, made again, raised {type(error).__name__}: {error}"
+                self._failed(cycle, "infer, made again,", error)
                 return
             self._processes.end_stage("infer")
             self._own_growth.after("infer")
@@ -387,7 +392,7 @@ class LifecycleRun:
             try:
                 perform(life, f"{UPDATE}({(turn + 1) % 2})")
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                self._failure = f"cycle {cycle}: {UPDATE}, made again, raised {type(error).__name__}: {error}"
+                self._failed(cycle, f"{UPDATE}, made again,", error)
                 return
             self._named_growth.end()
             self._processes.end_stage(UPDATE)

@@ -140,11 +140,6 @@ def asked(engine: object, name: str) -> Any:
     return None if method is None else method()
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Python's, torch's, or an engine's own, by its name."""
-    return isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
-
-
 def failures(error: BaseException) -> list[BaseException]:
     """Return the parts of an error that are no interrupt."""
     if isinstance(error, BaseExceptionGroup):

@@ -101,7 +101,12 @@ class LeakCheck:
             if error is not None:
                 # Its traceback holds the frames of the block: nothing can be said yet.
                 self._report = self._report_of(
-                    Subject(id=self._name, outcome="error", reason=f"the block raised {type(error).__name__}")
+                    Subject(
+                        id=self._name,
+                        outcome="error",
+                        reason=f"the block raised {type(error).__name__}",
+                        out_of_memory=self._watch.out_of_memory.read(error),
+                    )
                 )
                 return
             # Before the verdict collects: what the block holds is there.
@@ -169,6 +174,7 @@ class LeakCheck:
 
     def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """Attribute what appears from here on to the stage around it."""
+        self._watch.out_of_memory.stage_left(stage, error)
         if stage.thread == threading.main_thread().ident:
             self._watch.phase(self._outer.pop())
             self._sleeps.left(stage, error)

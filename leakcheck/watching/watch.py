@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.judge import Budget
@@ -58,6 +59,7 @@ class Watch(Attribution):
         others: the other processes.
         tolerance: bytes that the test of now may leave.
         collected: bytes that it may leave to the collector before that is told.
+        out_of_memory: says who held what when memory was not enough.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -66,6 +68,7 @@ class Watch(Attribution):
         self.others = self._watched.others
         self.tolerance = self.policy.tolerance
         self.collected = COLLECTED
+        self.out_of_memory = OutOfMemoryWatch(self._watched.births, self._watched.stacks.stacks_at, "before it began")
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""

@@ -38,6 +38,11 @@ class AllocatorSnapshots:
             for old in self._folder.glob(f"{_OURS}*.pickle"):
                 old.unlink(missing_ok=True)
 
+    def file(self, name: str) -> str:
+        """The name of the file of what is kept as `name`, in `snapshots/`."""
+        words = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")
+        return f"{_OURS}{words[-_LONGEST:]}.pickle"
+
     def keep(self, name: str) -> str:
         """Write what the allocator has now, as a whole or not at all; nothing where CUDA is not in use.
 
@@ -50,8 +55,7 @@ class AllocatorSnapshots:
         torch: Any = loaded("torch")
         if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
             return ""
-        words = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")
-        path = self._folder / f"{_OURS}{words[-_LONGEST:]}.pickle"
+        path = self._folder / self.file(name)
         partial = path.with_suffix(".partial")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -353,6 +353,37 @@ def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | 
     ]
 
 
+class Room(NamedTuple):
+    """How torch's memory on a card is divided; bytes.
+
+    Attributes:
+        reserved: what it has taken from the driver.
+        in_use: of this, in blocks that are not free.
+        largest_free: the largest block that is.
+    """
+
+    reserved: int
+    in_use: int
+    largest_free: int
+
+
+def read_room(index: int) -> Room | None:
+    """How torch's memory on a card is divided; None without a snapshot."""
+    torch = initialized_torch()
+    segments = None if torch is None else _segments(torch)[0]
+    if segments is None:
+        return None
+    blocks = [
+        (block["size"], block["state"] == "inactive")
+        for segment in segments
+        if segment["device"] == index
+        for block in segment["blocks"]
+    ]
+    free = [size for size, is_free in blocks if is_free]
+    reserved = sum(size for size, _ in blocks)
+    return Room(reserved, reserved - sum(free), max(free, default=0))
+
+
 class StrandedSegment(NamedTuple):
     """A segment of the default pool with nothing in use, of a stream for which no object of Python's stands any more.
 

@@ -6,13 +6,16 @@ how much of it there is, and what nobody has a name for is left.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.probes.host.counters import read_status
 from lowtide.probes.host.fragments import said_by, tell_arenas
+from lowtide.probes.originals import contents, resource
 
 _ARENAS = re.compile(rb"^# arenas allocated current .*\n(\d+) arenas \* (\d+) bytes/arena", re.MULTILINE)
 _IN_BLOCKS = re.compile(rb"^# bytes in allocated blocks *= *([\d,]+)$", re.MULTILINE)
@@ -128,6 +131,51 @@ def malloc_in_use(info: _Mallinfo | None = None) -> int:
     """Bytes that malloc has given out, 0 where that is not glibc's; asks each arena, which takes up to 0.1 ms."""
     info = info or _mallinfo()
     return int(info.uordblks) + int(info.hblkhd)
+
+
+class Limit(NamedTuple):
+    """What limits this process's memory; bytes.
+
+    Attributes:
+        most: how much it may be.
+        used: how much it is.
+    """
+
+    most: int
+    used: int
+
+
+def memory_of_group() -> Limit | None:
+    """The narrowest limit of the control groups that this process is in; None where none limits its memory."""
+    found: list[Limit] = []
+    lines = b""
+    with contextlib.suppress(OSError):
+        lines = contents("/proc/self/cgroup")
+    for line in lines.decode(errors="replace").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            folder = "/sys/fs/cgroup/memory" if controllers else "/sys/fs/cgroup"
+            most, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else _UNIFIED
+            # In a container the path may be that of the host, where the group is at the top.
+            for group in (folder + path, folder):
+                with contextlib.suppress(OSError, ValueError):
+                    found.append(Limit(*(int(contents(f"{group}/{name}")) for name in (most, used))))
+    return min((each for each in found if each.most < _NO_LIMIT), default=None)
+
+
+def address_space() -> Limit | None:
+    """The limit of this process's addresses (`ulimit -v`); None where there is none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    return Limit(soft, _bytes_of(read_status(), b"VmSize:"))
+
+
+_UNIFIED = ("memory.max", "memory.current")
+"""The files of the second version of control groups; `max` in the first says that there is no limit."""
+
+_NO_LIMIT = 1 << 60
+"""What the first version has where there is none is beyond."""
 
 
 def _reader() -> Callable[[], _Mallinfo]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MethodType, ModuleType, WrapperDescriptorType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+    WrapperDescriptorType,
+)
 from typing import Any
 from weakref import ReferenceType
 
@@ -30,6 +39,10 @@ _qualname_of_function: Callable[[object], str] = FunctionType.__dict__["__qualna
 _function_of_partial: Callable[[object], object] = functools.partial.__dict__["func"].__get__
 _module_of = type.__dict__["__module__"].__get__
 _referent_of: Callable[[object], object] = ReferenceType.__call__  # type: ignore[assignment]
+# As the interpreter has them, whatever an error's class makes of such a name.
+traceback_of: Callable[[BaseException], TracebackType | None] = BaseException.__dict__["__traceback__"].__get__
+_cause_of: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__cause__"].__get__
+_context_of: Callable[[BaseException], BaseException | None] = BaseException.__dict__["__context__"].__get__
 
 _SHOWS_VALUES_PAST_DICTS = bool(sys.version_info >= (3, 13))
 
@@ -50,6 +63,29 @@ def is_a(item: object, cls: type) -> bool:
     # Not `isinstance`, which asks the object, nor `issubclass`, which asks the class.
     kind = type(item)
     return kind is cls or any(base is cls for base in mro_of(kind))
+
+
+def with_errors_behind(errors: Iterable[BaseException]) -> Iterator[BaseException]:
+    """Yield some errors, those that they were raised from or after, and those in groups; each once."""
+    waiting = list(errors)
+    seen: set[int] = set()
+    while waiting:
+        error = waiting.pop()
+        if id(error) not in seen:
+            seen.add(id(error))
+            yield error
+            waiting += [other for other in (_cause_of(error), _context_of(error)) if other is not None]
+            waiting += _errors_in(error)
+
+
+def _errors_in(error: BaseException) -> Sequence[BaseException]:
+    """Return those in a group."""
+    kind = getattr(builtins, "BaseExceptionGroup", None)
+    if kind is not None:
+        return kind.exceptions.__get__(error) if is_a(error, kind) else ()
+    # Python 3.10, and the package that stands in there.
+    found: Any = attribute(error, "_exceptions")
+    return found if type(found) is tuple else ()
 
 
 def namespace_of_class(cls: type) -> Any:

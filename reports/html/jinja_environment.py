@@ -15,6 +15,7 @@ from lowtide.reports.finding_lines import (
     trend_text,
     tried_effect,
 )
+from lowtide.reports.out_of_memory import out_of_memory_lines
 from lowtide.reports.sizes import format_amount, format_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def environment() -> Environment:
         "tried_effect": tried_effect,
         "cells": growth_cells,
         "entry": suppression_entry,
+        "memory_lines": out_of_memory_lines,
         "whole": _whole,
     }
     made.globals["longest_copied"] = LONGEST_COPIED

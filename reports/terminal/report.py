@@ -27,6 +27,7 @@ from lowtide.reports.finding_lines import (
     terminal_lines,
 )
 from lowtide.reports.hanging_text import HangingText, Parts
+from lowtide.reports.out_of_memory import out_of_memory_lines
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import END_OF_RUN, Finding, NotMeasured, Report, Stage, Subject, TypeGrowth
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -218,6 +219,8 @@ def verdict_lines(subject: Subject, before: Mapping[int, Sighting] = _NOTHING) -
     ]
     if subject.type_growth:
         lines.append(growth_table(subject.type_growth))
+    if subject.out_of_memory is not None:
+        lines += map(HangingText, out_of_memory_lines(subject.out_of_memory))
     if subject.reason:
         lines.append(HangingText(subject.reason, style="red" if subject.outcome != "clean" else ""))
     lines.append(_outcome_text(subject))

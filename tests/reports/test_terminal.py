@@ -145,3 +145,44 @@ def test_of_a_long_life_the_last_stages_are_shown() -> None:
 def test_a_short_report_is_shown_whole() -> None:
     assert not is_long(report(*[subject(finding(), name=f"test[{turn}]") for turn in range(20)]))
     assert not is_long(report(subject(name="run", stages=LIFE)))
+
+
+def test_an_out_of_memory_error_is_told_with_who_held_it() -> None:
+    held = schema.Finding(
+        resource="tensors",
+        cause="frame",
+        bytes=8 << 20,
+        count=2,
+        device="cpu",
+        stage="call",
+        message="8.0 MiB in 2 tensors on cpu, held by train() f_locals['kept'][/bold]",
+        fingerprint="0123456789abcdef",
+        allocated_at=(schema.Frame(file="model.py", line=40, function="forward"),),
+    )
+    told = schema.OutOfMemory(
+        error="RuntimeError: no room",
+        device="cuda:0",
+        stage="call",
+        asked=20 << 30,
+        memory=(schema.LedgerLine(name="of this free", bytes=25 << 30, note="the largest block has 2.0 GiB"),),
+        held=(held,),
+        others=3,
+        other_bytes=1 << 20,
+        advice="empty the cache",
+        unread=(schema.NotMeasured(what="torch's snapshot", why="the disk is full"),),
+        snapshot="snapshots/a.pickle",
+    )
+    text = shown(schema.Subject(id="life", outcome="error", reason="it raised", out_of_memory=told))
+    assert [line.strip() for line in text.splitlines() if line.strip()][:11] == [
+        "out of memory on cuda:0 in call: 20.0 GiB were asked for",
+        "RuntimeError: no room",
+        "of this free: 25.0 GiB (the largest block has 2.0 GiB)",
+        "advice: empty the cache",
+        "in use then, the largest first:",
+        "8.0 MiB in 2 tensors on cpu, held by train() f_locals['kept'][/bold]",
+        "allocated in forward, model.py:40",
+        "… 3 others: 1.0 MiB",
+        "not read: torch's snapshot (the disk is full)",
+        "torch's snapshot: snapshots/a.pickle in the report's folder (lowtide snapshot FILE)",
+        "it raised",
+    ]

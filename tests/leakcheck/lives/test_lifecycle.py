@@ -35,6 +35,7 @@ from lowtide.leakcheck.lives import lifecycle, shutdown_judgement
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
 from lowtide.leakcheck.resources.resource import Rung
+from lowtide.probes import stages
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
@@ -1314,3 +1315,43 @@ def test_the_same_leak_in_every_life_is_one_finding() -> None:
     subject, findings = found(KeepsTensor, cycles=2)
     assert len(findings) == 1
     assert len(subject.stages) == 2 * len(SHORT)
+
+
+# --- out of memory --------------------------------------------------------------------------------------------------
+
+
+class RunsOut(SmallLife):
+    """Asks for more than there is in an infer, and gives back what it holds when it hears no."""
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        self.activations = [torch.zeros(MIB) for _ in range(2)]
+        try:
+            with stages.stage("attention"):
+                torch.empty(1 << 50)
+        except RuntimeError as error:
+            self.activations.clear()
+            raise ValueError("infer failed") from error
+        return super().infer()
+
+
+class GoesOn(RunsOut):
+    def infer(self) -> Sequence[Sequence[int]]:
+        with contextlib.suppress(ValueError):
+            super().infer()
+        return SmallLife.infer(self)
+
+
+def test_a_life_that_ends_for_want_of_memory_says_who_held_it() -> None:
+    subject, _ = found(RunsOut, cycles=2)
+    assert subject.reason == "cycle 1: infer raised ValueError: infer failed"
+    told = subject.out_of_memory
+    assert told is not None
+    assert (told.device, told.stage, told.asked) == ("cpu", "infer", 1 << 52)
+    (released,) = [part for part in told.held if part.bytes == 8 * MIB]
+    assert (released.count, released.stage) == (2, "infer")
+    assert "freed while the error went up" in released.message
+
+
+def test_a_life_whose_engine_goes_on_is_judged_as_any_other() -> None:
+    subject, _ = found(GoesOn)
+    assert (subject.outcome, subject.reason, subject.out_of_memory) == ("clean", "", None)

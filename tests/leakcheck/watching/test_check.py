@@ -300,3 +300,28 @@ def test_a_stage_that_is_entered_in_a_loop_does_not_cost_a_look_for_the_dead_eac
                 pass
     # In the first second, and in a tenth of the time; by the watch of these tests too.
     assert 3 <= len(looks) <= 10
+
+
+def test_a_block_that_ends_for_want_of_memory_says_who_held_it() -> None:
+    def fill() -> None:
+        weights = [torch.zeros(1 << 20) for _ in range(2)]  # noqa: F841
+        with stage("load"):
+            torch.empty(1 << 50)
+
+    check = LeakCheck()
+    with pytest.raises(RuntimeError), check:
+        fill()
+    found = subject(check).out_of_memory
+    assert found is not None
+    assert (found.device, found.stage, found.asked) == ("cpu", "load", 1 << 52)
+    (weights,) = [part for part in found.held if part.bytes == 8 << 20]
+    assert (weights.count, weights.stage) == (2, "block")
+    assert str(weights.holder).endswith("fill() f_locals['weights']")
+
+
+def test_a_block_that_goes_on_says_nothing_of_memory(engine: Engine) -> None:
+    with LeakCheck() as check:
+        with pytest.raises(RuntimeError), stage("load"):
+            torch.empty(1 << 50)
+        engine.infer(keep=False)
+    assert (subject(check).outcome, subject(check).out_of_memory) == ("clean", None)
