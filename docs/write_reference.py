@@ -15,7 +15,7 @@ from typing import Any
 from typer.models import ArgumentInfo, OptionInfo
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.judging.rules import RULES
+from lowtide.leakcheck.judging.rules import PEAK, RULES
 from lowtide.leakcheck.resources.resource import Bound, Rule
 from lowtide.pytest_plugin import plugin
 from lowtide.reports.sizes import format_bytes
@@ -161,6 +161,7 @@ def judged_table() -> str:
     """What is judged, within which tolerance and at which rung, as Markdown."""
     # What people look for first are devices; the sort keeps the order within each kind.
     rows = [_judged(rule) for rule in sorted(RULES, key=lambda rule: rule.place == "process")]
+    rows.append((*_judged(PEAK)[:2], "`peak=SIZE` of its marker", "not judged"))
     return _table(("resource", "what is counted", "after a test", "after an engine's shutdown"), rows)
 
 

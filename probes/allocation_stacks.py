@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from operator import attrgetter
 from pathlib import PurePath
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from lowtide.probes.device.allocation_history import CardHistory, parse_stacks
+from lowtide.probes.device.allocation_history import CardHistory, PeakBlock, blocks_at_peak, parse_stacks
 from lowtide.probes.device.torch_allocator import Segment
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.originals import initialized_torch, loaded, sys
+from lowtide.probes.originals import initialized_torch, loaded, sys, time
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(
@@ -134,6 +134,43 @@ class AllocationStacks:
                 cut[stack] = _without_machinery(stack)[: self._depth]
         return {address: cut[stack] for address, stack in found.items() if cut[stack]}
 
+    def start_peak(self) -> None:
+        """From here to `take_peak` follow when most is allocated."""
+        torch = _loaded_torch()
+        if torch is not None and self._history is not None:
+            self._history.start_events(torch)
+        if self._recorder is not None:
+            self._recorder.peak = PeakOfStorages()
+
+    def pause_peak(self, *, paused: bool) -> None:
+        """Pause it, or go on: what is allocated in between is somebody else's."""
+        if self._recorder is not None and self._recorder.peak is not None:
+            self._recorder.peak.is_paused = paused
+
+    def take_peak(self, devices: Iterable[str], counts: Callable[[int], bool]) -> dict[str, list[PeakBlock]]:
+        """End it; what was there at the peak of some devices, as far as its allocation was recorded.
+
+        Args:
+            devices: `cpu`, `cuda:0`.
+            counts: see `blocks_at_peak`; what was allocated on the CPU in a pause does not count in any case.
+        """
+        torch = _loaded_torch()
+        found: dict[str, list[PeakBlock]] = {}
+        for device in devices:
+            index = device.partition(":")[2]
+            if index and torch is not None and self._history is not None:
+                found[device] = blocks_at_peak(torch, int(index), counts)
+            elif not index and self._recorder is not None and self._recorder.peak is not None:
+                found[device] = self._recorder.peak.blocks()
+        if self._recorder is not None:
+            self._recorder.peak = None
+        if torch is not None and self._history is not None:
+            self._history.stop_events(torch)
+        return {
+            device: [block._replace(stack=_without_machinery(block.stack)[: self._depth]) for block in blocks]
+            for device, blocks in found.items()
+        }
+
 
 def _segments() -> list[Segment]:
     """What torch's allocators hold, with the stacks; empty if they cannot report it."""
@@ -149,15 +186,73 @@ def _segments() -> list[Segment]:
         return []
 
 
+class _Live(NamedTuple):
+    reference: Any
+    bytes: int
+    stack: _FlatStack
+    time: int
+
+
+_STEP = 1 / 64
+"""By what part of the most so far there must be more before it is looked at what of it is there."""
+
+
+class PeakOfStorages:
+    """Knows which of the CPU's storages that ops have allocated were there when there was most, to within 2 %.
+
+    By weak references to the storages, which keep no memory: nobody sees a storage being freed, but whether it is there
+    is asked when the sum of all may be a new maximum.
+
+    Attributes:
+        is_paused: whether what is allocated is somebody else's.
+    """
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self._live: dict[int, _Live] = {}
+        self._sum = self._most = 0
+        self._at_peak: dict[int, _Live] = {}
+
+    def add(self, address: int, storage: Any, stack: _FlatStack) -> None:
+        """Take in a storage that was allocated just now."""
+        if self.is_paused:
+            return
+        reference: Any = loaded("torch.multiprocessing.reductions").StorageWeakRef
+        # Of one that is gone, in whose place this one is.
+        before = self._live.pop(address, None)
+        made = _Live(reference(storage), int(storage.nbytes()), stack, time.time_ns() // 1000)
+        self._live[address] = made
+        self._sum += made.bytes - (0 if before is None else before.bytes)
+        if self._sum > self._most * (1 + _STEP):
+            self._live = {each: live for each, live in self._live.items() if not live.reference.expired()}
+            self._sum = sum(live.bytes for live in self._live.values())
+            if self._sum > self._most:
+                self._most, self._at_peak = self._sum, dict(self._live)
+
+    def blocks(self) -> list[PeakBlock]:
+        """Those at the peak."""
+        return [
+            PeakBlock(live.bytes, _unfolded(live.stack), live.time, address, not live.reference.expired())
+            for address, live in self._at_peak.items()
+        ]
+
+
+def _unfolded(flat: _FlatStack) -> tuple[StackFrame, ...]:
+    # A frame of generated code may have no line.
+    return tuple(StackFrame(flat[at], flat[at + 1] or 0, flat[at + 2]) for at in range(0, len(flat), 3))
+
+
 class _CpuRecorder:
     """Remembers the stack of what the CPU's ops allocate, by the address of the storage.
 
     Attributes:
         active: whether to record; a mode that cannot be taken off its thread does nothing while this is False.
+        peak: follows when most was allocated; None: nobody asks.
     """
 
     def __init__(self, depth: int) -> None:
         self.active = False
+        self.peak: PeakOfStorages | None = None
         self._depth = depth
         self._mode: Any = None
         self._stacks: dict[int, _FlatStack] = {}
@@ -177,6 +272,7 @@ class _CpuRecorder:
 
     def stop(self, torch: Any) -> None:
         self.active = False
+        self.peak = None
         self._shared.clear()
         if self._mode is None:
             return
@@ -197,10 +293,7 @@ class _CpuRecorder:
             if flat is None:
                 continue
             if flat not in unfolded:
-                # A frame of generated code may have no line.
-                unfolded[flat] = tuple(
-                    StackFrame(flat[at], flat[at + 1] or 0, flat[at + 2]) for at in range(0, len(flat), 3)
-                )
+                unfolded[flat] = _unfolded(flat)
             found[address] = unfolded[flat]
         return found
 
@@ -234,13 +327,16 @@ class _CpuRecorder:
             if func is self._set_storage:
                 # Made unseen too, unless it is a storage that is known. (That of the op with an offset is made to
                 # rebuild a tensor: `torch.load`, `deepcopy`.)
-                fresh = [address for address in fresh if address not in self._stacks]
+                fresh = {address: tensor for address, tensor in fresh.items() if address not in self._stacks}
             if fresh:
                 stack = self._walk(caller)
-                for address in fresh:
+                for address, tensor in fresh.items():
                     # First out, for what was remembered last to be at the end.
                     self._stacks.pop(address, None)
                     self._stacks[address] = stack
+                    if self.peak is not None:
+                        with self._no_functions():
+                            self.peak.add(address, tensor.untyped_storage(), stack)
                 if len(self._stacks) > _MOST_ADDRESSES:
                     self._drop_oldest()
         except _RECORDING_ERRORS:
@@ -275,9 +371,9 @@ class _CpuRecorder:
         except RuntimeError:  # no storage: sparse, mkldnn, a transform's wrapper
             return 0
 
-    def _fresh_addresses(self, before: set[int], result: object) -> list[int]:
-        """The addresses of the CPU's storages in a result that are not among those from before."""
-        fresh = []
+    def _fresh_addresses(self, before: set[int], result: object) -> dict[int, Any]:
+        """The addresses of the CPU's storages in a result that are not among those from before, with a tensor each."""
+        fresh = {}
         for tensor in self._tensors(result):
             # What another type says of itself may be made up, or run its own code.
             if any(type(tensor) is plain for plain in self._plain):
@@ -286,7 +382,7 @@ class _CpuRecorder:
                     # The program's function modes would see the question for the device.
                     with self._no_functions():
                         if tensor.is_cpu:
-                            fresh.append(address)
+                            fresh[address] = tensor
         return fresh
 
     def _walk(self, frame: FrameType | None) -> _FlatStack:

@@ -232,10 +232,11 @@ class Checker:
         card = self.settings.device != "cpu"
         self._records = StageRecords(card=card, others=others) if self.settings.report is not None else None
         wrong = ""
-        tolerance, judged, self._cycles = None, True, self.settings.cycles
+        tolerance, peak, judged, self._cycles = None, None, True, self.settings.cycles
         try:
             markers = read_markers(item)
             judged = not markers.excused
+            peak = markers.peak if judged else None
             tolerance = None if self.settings.tolerance_is_final else markers.tolerance
             if markers.cycles is not None and self._config.getoption("leakcheck_cycles") is None:
                 self._cycles = markers.cycles
@@ -245,7 +246,13 @@ class Checker:
             module = item.nodeid.partition("::")[0]
             self._session.watch.collected = COLLECTED if self._cycles is None else self._cycles
             self._session.watch.begin(
-                "setup", tolerance, module=module, subject=item.nodeid, judged=judged, follows=self._has_judged
+                "setup",
+                tolerance,
+                module=module,
+                subject=item.nodeid,
+                judged=judged,
+                follows=self._has_judged,
+                peak=peak,
             )
             self._session.imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
@@ -256,7 +263,7 @@ class Checker:
                 pytest.fail(wrong, pytrace=False)
             return
         # For `leakcheck.check()` in the middle, what the test's fixtures hold is nothing that must be back.
-        self._setup = Owner("the test's fixtures", stage="setup")
+        self._setup = Owner("the test's fixtures", stage="setup", ends_with_test=True)
         with self._session.owned_by(self._setup), listening(self._session):
             yield
         if wrong:

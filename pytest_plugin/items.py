@@ -42,6 +42,7 @@ class TestSettings:
     Attributes:
         tolerance: bytes it may leave; None: as the run says.
         cycles: bytes from which on it may leave nothing to the collector; None: as the run says.
+        peak: bytes by which memory may rise while it runs; None: by any.
         excused: why it is not judged; empty: it is.
     """
 
@@ -49,30 +50,30 @@ class TestSettings:
 
     tolerance: int | None = None
     cycles: int | None = None
+    peak: int | None = None
     excused: str = ""
 
 
 def read_markers(item: pytest.Item) -> TestSettings:
-    """The nearest markers of a test.
+    """The markers of a test; of several that give one argument the nearest counts.
 
     Raises:
         pytest.UsageError: a marker has arguments that make no sense; the message names the test.
     """
     sizes: dict[str, int] = {}
-    marker = item.get_closest_marker("leakcheck")
-    if marker is not None:
-        if marker.args or not marker.kwargs or set(marker.kwargs) - {"tolerance", "cycles"}:
-            known = "arguments tolerance=SIZE and cycles=SIZE, such as tolerance='1MiB'"
+    for marker in item.iter_markers("leakcheck"):
+        if marker.args or not marker.kwargs or set(marker.kwargs) - {"tolerance", "cycles", "peak"}:
+            known = "arguments tolerance=SIZE, cycles=SIZE and peak=SIZE, such as tolerance='1MiB'"
             raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck takes {known}")
         for name, size in marker.kwargs.items():
             try:
-                sizes[name] = parse_bytes(size)
+                sizes.setdefault(name, parse_bytes(size))
             except ValueError as error:
                 raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck({name}=…): {error}") from None
     excused = excuse_of(item)
     if excused is None:
         raise usage_error(f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'")
-    return TestSettings(sizes.get("tolerance"), sizes.get("cycles"), excused)
+    return TestSettings(**sizes, excused=excused)
 
 
 def excuse_of(node: pytest.Item | pytest.Collector) -> str | None:

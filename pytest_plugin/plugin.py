@@ -71,7 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, and the checker if it is asked for."""
-    config.addinivalue_line("markers", "leakcheck(tolerance, cycles): how much this test may leave, such as '1MiB'")
+    config.addinivalue_line(
+        "markers",
+        "leakcheck(tolerance, cycles, peak): how much this test may leave, such as '1MiB'; peak: by how much memory "
+        "may rise while it runs",
+    )
     config.addinivalue_line("markers", "no_leakcheck(reason): what this test leaves is not judged; say why")
     if config.getoption("leakcheck"):
         from lowtide.pytest_plugin.settings import read_settings

@@ -9,6 +9,7 @@ import pytest
 
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.metrics import HOST_MEMORY_TOLERANCE, plain_metrics
+from lowtide.leakcheck.judging.rules import PEAK
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.session_watch import Spent
 from lowtide.pytest_plugin.settings import Settings
@@ -205,6 +206,8 @@ def headline(subject: Subject, before: Mapping[int, Sighting] = NOTHING_BEFORE) 
     others = len(subject.findings) - 1
     more = f" (and {others} more)" if others else ""
     same = f"as in {before[turn].subject.id}: " if turn in before else ""
+    if first.resource == PEAK.resource:
+        return one_line(f"peak: {first.message}{more}")
     holder = f"{first.holder}: " if first.holder else ""
     return one_line(f"leak: {holder}{same}{first.resource}/{first.cause}: {first.message}{more}")
 
@@ -219,7 +222,8 @@ def details(subject: Subject, verbosity: int, before: Mapping[int, Sighting] = N
     """
     if subject.outcome == "error":
         return one_line(f"{subject.id}: {subject.reason}")
-    lines = [f"{subject.id} left something behind:"]
+    is_left = any(finding.resource != PEAK.resource for finding in subject.findings)
+    lines = [f"{subject.id} {'left something behind' if is_left else 'took more memory than it may'}:"]
     for turn, finding in enumerate(subject.findings):
         if finding.suppressed_by is not None:
             continue

@@ -85,6 +85,7 @@ ResourceName = Literal[
     "asyncio-tasks",
     "address-space",
     "cuda-ipc",
+    "peak",
     "globals",
     "teardown",
     "state",

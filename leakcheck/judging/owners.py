@@ -213,6 +213,7 @@ class Owner:
         stage: in which stage what it sets up appeared, if not in its setup.
         only_adds: whether it comes in the middle of a test's own work, as an import does: what falls meanwhile (garbage
             that is collected, frozen objects that die) was not its own to give back.
+        ends_with_test: whether it lives no longer than one test all the same, whose memory its own is.
 
     Attributes:
         label: what the births during its setup are called; no other owner's is the same.
@@ -236,9 +237,11 @@ class Owner:
         stage: str | None = None,
         *,
         only_adds: bool = False,
+        ends_with_test: bool = False,
     ) -> None:
         self.name = name
         self.only_adds = only_adds
+        self.ends_with_test = ends_with_test
         self.stage = stage or f"setup of {name}"
         self.where = ""
         self.serial = next(_serial)

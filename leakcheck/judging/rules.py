@@ -188,6 +188,17 @@ _OF_DEVICES = (
 RULES = (*_HELD, *(resource.rule for resource in RESOURCES), *_OF_PROCESS, *_OF_DEVICES)
 """All that must come back, in the order in which it is judged and reported."""
 
+PEAK = Rule(
+    "peak",
+    "peak",
+    "device",
+    "how far memory rises above what there was at the start, where a marker says how far it may: the process's "
+    "resident memory, and what torch has allocated on a card",
+    test=None,
+    life=None,
+)
+"""No matter of coming back: judged with `@pytest.mark.leakcheck(peak=SIZE)` and `LeakCheck(peak=SIZE)` alone."""
+
 COLLECTED = 16 * MIB
 """Bytes of tensors that a test may leave to the collector before that is noted: nobody knows when they come back."""
 

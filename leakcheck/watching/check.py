@@ -24,6 +24,7 @@ from lowtide.probes.stages import EnteredStage, listening
 from lowtide.reports.from_snapshot import report_of
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Report, Subject
+from lowtide.reports.sizes import parse_bytes
 
 
 class LeakCheckError(RuntimeError):
@@ -46,6 +47,11 @@ class LeakCheck:
         processes: whether what the block leaves in other processes is judged, by agents in those that start in it.
         turns: how often the block does the same (requests, steps), and calls `turn` afterwards, 12 times or more: then
             it is judged, too, what grows with each.
+        peak: bytes, or a size such as "2GiB", by which memory may rise meanwhile, on the host and on each card; None:
+            by any.
+
+    Raises:
+        LeakCheckError: `peak` is no size.
     """
 
     def __init__(
@@ -58,8 +64,13 @@ class LeakCheck:
         remedies: bool = False,
         processes: bool = True,
         turns: int = 0,
+        peak: int | str | None = None,
     ) -> None:
         self._name = name
+        try:
+            self._peak = None if peak is None else parse_bytes(peak)
+        except ValueError as error:
+            raise LeakCheckError(f"LeakCheck(peak=…): {error}") from None
         policy = Policy(
             tolerance=tolerance,
             settle=settle,
@@ -67,7 +78,7 @@ class LeakCheck:
             remedies="now" if remedies else "never",
             processes=processes,
         )
-        self._settings = {name: str(value) for name, value in asdict(policy).items()}
+        self._settings = {name: str(value) for name, value in (*asdict(policy).items(), ("peak", self._peak))}
         self._watch = Watch(policy)
         self._imports = ImportWatch(self._watch.enter, self._watch.leave)
         self._stack = ExitStack()
@@ -88,7 +99,7 @@ class LeakCheck:
             stack.enter_context(listening(self))
             stack.callback(self._imports.remove)
             self._imports.install()
-            self._watch.begin("block", module=self._name)
+            self._watch.begin("block", module=self._name, peak=self._peak)
             self._imports.active = True
             self._stack = stack.pop_all()
         return self

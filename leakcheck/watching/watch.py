@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
+from lowtide.leakcheck.findings.peak_memory import PeakWatch
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.judge import Budget
@@ -69,6 +70,8 @@ class Watch(Attribution):
         self.tolerance = self.policy.tolerance
         self.collected = COLLECTED
         self.out_of_memory = OutOfMemoryWatch(self._watched.births, self._watched.stacks.stacks_at, "before it began")
+        self._peak: PeakWatch | None = None
+        self._subject = ""
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
@@ -90,6 +93,8 @@ class Watch(Attribution):
 
     def close(self) -> None:
         """End it; legal twice."""
+        if self._peak is not None:
+            self._peak.stop()
         self._warm_up.close()
         self._watched.stop()
 
@@ -102,6 +107,7 @@ class Watch(Attribution):
         *,
         judged: bool = True,
         follows: bool = False,
+        peak: int | None = None,
     ) -> None:
         """Begin a test: what is there now is its baseline.
 
@@ -112,6 +118,7 @@ class Watch(Attribution):
             subject: the test's name; without one, what it keeps of host memory does not add up with what others do.
             judged: whether what it leaves counts.
             follows: whether only a test runner has run since the last end, so that libraries' settings are the same.
+            peak: bytes by which memory may rise meanwhile; None: as many as there are.
         """
         watched = self._watched
         self._module = module
@@ -148,6 +155,10 @@ class Watch(Attribution):
         if any(not memory.knows(device) or memory.has_shrunk(device, now) for device in now.devices):
             self._adopt(now, read_heap(watched.births, Claims(()), (), ()))
         self._arrival.begin_test()
+        self._subject = subject or module
+        if peak is not None:
+            self._peak = PeakWatch(watched.stacks, lambda: self.stage_now, peak, card=self.policy.card)
+            self._peak.begin()
 
     def kept_of(self, label: str, name: str, root: object) -> list[tuple[Finding, dict[int, int]]]:
         """Say who holds what appeared in a stage and is there, with its bytes by the stage's turn; changes nothing.
@@ -177,9 +188,18 @@ class Watch(Attribution):
         """Take the process-wide settings for what they were: whoever judges has put them back."""
         self._watched.ownership.forget_settings()
 
+    def enter(self, owner: Owner) -> None:
+        """Attribute what appears from here to `leave` to `owner`; nests."""
+        if self._peak is not None and not owner.ends_with_test:
+            self._peak.entered()
+        super().enter(owner)
+
     def leave(self) -> None:
         """End the setup of the owner entered last, whether it succeeded or not."""
+        outlives = not self._watched.ownership.innermost.ends_with_test
         super().leave()
+        if self._peak is not None and outlives:
+            self._peak.left()
         self._arrival.queue()
         # A library may have come with it that binds sockets in C.
         self._watched.makers.start()
@@ -201,6 +221,11 @@ class Watch(Attribution):
         self._in_use.ending(owner)
         self._in_use.add(owner, self.others.growth_of(owner))
 
+    def _attribute_births(self, label: str, *, again: bool = False) -> None:
+        if self._peak is not None:
+            self._peak.stage_ended(label)
+        super()._attribute_births(label, again=again)
+
     def end(
         self,
         ended: Sequence[Owner] = (),
@@ -217,12 +242,19 @@ class Watch(Attribution):
             hints: advice to give where a finding is held by the object beside it.
         """
         try:
+            # First of all: to judge takes memory.
+            peak, self._peak = self._peak, None
+            peaks, hidden = ([], []) if peak is None else peak.end(self._subject)
             closed = self._watched.ownership.close(ended)
             in_others = self.others.judge([*self._watched.ownership.live, *closed])
             verdict = self._judged(closed, let_go, hints, final=True)
             if self._in_use.any_used:
                 verdict = self._in_use.with_growth(verdict)
-            return replace(verdict, findings=(*verdict.findings, *in_others))
+            return replace(
+                verdict,
+                findings=(*verdict.findings, *in_others, *peaks),
+                not_measured=(*verdict.not_measured, *hidden),
+            )
         finally:
             self._arrival.end_test()
             self._watched.caches.forget()

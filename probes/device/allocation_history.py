@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import Segment
 from lowtide.probes.memory.stack_frames import StackFrame
@@ -14,6 +15,10 @@ _RECORD = "_record_memory_history"
 
 _OF_PROGRAM = "_lowtide_history_of_program"
 """The attribute by which what stands in for torch's function says what the program has switched on."""
+
+
+MOST_EVENTS = 1 << 17
+"""Allocations and releases that are kept where their order is asked for: some hundred bytes each."""
 
 
 def history_of_program(torch: Any) -> str | None:
@@ -44,6 +49,7 @@ class CardHistory:
         self._of_program: str | None = None
         self._wanted = False
         self._queued = False
+        self._wants_events = False
         self.is_supported: bool | None = None
         # Whether it was switched on here; what the user switched on is not to be switched off.
         self._ours = False
@@ -62,8 +68,25 @@ class CardHistory:
             self._queued = True
             torch.cuda._lazy_call(self._initialized)
 
+    def start_events(self, torch: Any) -> None:
+        """From here to `stop_events` keep the allocations in their order too, where the program has no history."""
+        self._wants_events = True
+        if self._ours and torch.cuda.is_initialized() and self._of_program is None:
+            self._record(torch)
+
+    def stop_events(self, torch: Any) -> None:
+        """Keep the stack of each block in use alone again; legal twice."""
+        if not self._wants_events:
+            return
+        self._wants_events = False
+        if self._ours and torch.cuda.is_initialized() and self._of_program is None:
+            # Only when it is off does torch forget the events; the blocks keep their stacks.
+            self._original(None)
+            self._record(torch)
+
     def stop(self, torch: Any) -> None:
         """Switch it off, unless the user switched it on; legal twice."""
+        self.stop_events(torch)
         self._wanted = False
         if self._queued:
             self._queued = False
@@ -104,10 +127,16 @@ class CardHistory:
                 # cudaMallocAsync and pluggable allocators have none; to try would leave a callback behind, and fail.
                 self.is_supported = torch.cuda.get_allocator_backend() == "native"
             if self.is_supported and not torch._C._cuda_isHistoryEnabled():
-                self._original("state", context="alloc", stacks="python")
+                self._record(torch)
                 self._ours = True
         except Exception:  # noqa: BLE001 - whatever it is, it would fail the user's initialisation of CUDA
             self.is_supported = False
+
+    def _record(self, torch: Any) -> None:
+        if self._wants_events:
+            self._original("all", context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        else:
+            self._original("state", context="alloc", stacks="python")
 
 
 def _take_from_queue(cuda: Any, call: Any) -> None:
@@ -127,6 +156,68 @@ def _has_events(torch: Any) -> bool:
         return any(len(trace) > 1 for trace in torch.cuda.memory._snapshot()["device_traces"])
     except RuntimeError:
         return False
+
+
+class PeakBlock(NamedTuple):
+    """Something that was allocated, and was there when there was most.
+
+    Attributes:
+        bytes: that were asked for.
+        stack: Python's frames on which it was allocated, the innermost first.
+        time: when, in microseconds since 1970.
+        address: where it begins.
+        is_alive: whether it is there still.
+    """
+
+    bytes: int
+    stack: tuple[StackFrame, ...]
+    time: int
+    address: int
+    is_alive: bool
+
+
+def blocks_at_peak(torch: Any, index: int, counts: Callable[[int], bool]) -> list[PeakBlock]:
+    """The blocks on a card that were there when most was allocated, by a history of events, whoever's that is.
+
+    Args:
+        torch: the module.
+        index: of the card.
+        counts: tells by the time of an allocation or a release, in microseconds since 1970, whether it counts.
+    """
+    try:
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+    except RuntimeError:  # cudaMallocAsync and pluggable allocators have none
+        return []
+    return parse_peak(traces[index] if index < len(traces) else (), counts)
+
+
+def parse_peak(trace: Iterable[Mapping[str, Any]], counts: Callable[[int], bool]) -> list[PeakBlock]:
+    """The same of the events of one card, as torch writes them."""
+    # A block that waits for a stream is not allocated any more, as torch counts it.
+    events = [
+        event
+        for event in trace
+        if event["action"] in ("alloc", "free_requested") and counts(int(event.get("time_us", 0)))
+    ]
+    sums = list(itertools.accumulate(event["size"] * (1 if event["action"] == "alloc" else -1) for event in events))
+    highest = max(range(len(sums)), key=sums.__getitem__, default=-1)
+    there: dict[int, Mapping[str, Any]] = {}
+    for event in events[: highest + 1]:
+        if event["action"] == "alloc":
+            there[event["addr"]] = event
+        else:
+            there.pop(event["addr"], None)
+    freed = {event["addr"] for event in events[highest + 1 :] if event["action"] == "free_requested"}
+    return [
+        PeakBlock(
+            event["size"],
+            tuple(_frame(frame) for frame in event.get("frames") or () if _is_python(frame["filename"])),
+            int(event.get("time_us", 0)),
+            address,
+            address not in freed,
+        )
+        for address, event in there.items()
+    ]
 
 
 def parse_stacks(

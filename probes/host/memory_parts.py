@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lowtide.probes.host.counters import read_status
 from lowtide.probes.host.fragments import said_by, tell_arenas
-from lowtide.probes.originals import contents, resource
+from lowtide.probes.originals import contents, os, resource
 
 _ARENAS = re.compile(rb"^# arenas allocated current .*\n(\d+) arenas \* (\d+) bytes/arena", re.MULTILINE)
 _IN_BLOCKS = re.compile(rb"^# bytes in allocated blocks *= *([\d,]+)$", re.MULTILINE)
@@ -131,6 +131,39 @@ def malloc_in_use(info: _Mallinfo | None = None) -> int:
     """Bytes that malloc has given out, 0 where that is not glibc's; asks each arena, which takes up to 0.1 ms."""
     info = info or _mallinfo()
     return int(info.uordblks) + int(info.hblkhd)
+
+
+class HighWater(NamedTuple):
+    """Resident memory of the process, pages of mapped files included; bytes.
+
+    Attributes:
+        now: how much it is.
+        most: how much it has been at most since the kernel began to count.
+    """
+
+    now: int
+    most: int
+
+
+def read_high_water() -> HighWater:
+    """Read the process's resident memory and its peak, which the kernel keeps without being asked."""
+    status = read_status()
+    return HighWater(_bytes_of(status, b"VmRSS:"), _bytes_of(status, b"VmHWM:"))
+
+
+def forget_high_water() -> bool:
+    """Have the kernel count the peak from now on, for `getrusage` too; False where it does not."""
+    try:
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        # 5: the peak alone (proc(5)).
+        return os.write(file, b"5") == 1
+    except OSError:
+        return False
+    finally:
+        os.close(file)
 
 
 class Limit(NamedTuple):

@@ -127,9 +127,9 @@ def holder_tree(report: Report) -> Node | None:
 
 
 def distinct(report: Report) -> Iterator[Finding]:
-    """The findings that are no suppression's: of one cause that was seen several times the largest one."""
+    """What did not come back and is no suppression's: of one cause that was seen several times the largest one."""
     for cause in causes_of(report.subjects):
-        if cause.first.finding.suppressed_by is None:
+        if cause.first.finding.suppressed_by is None and cause.first.finding.resource != "peak":
             yield cause.by_largest().first.finding
 
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
 
 from lowtide.probes import allocation_stacks as module
 from lowtide.probes.allocation_stacks import AllocationStacks
-from lowtide.probes.device.allocation_history import history_of_program, parse_stacks
+from lowtide.probes.device.allocation_history import MOST_EVENTS, history_of_program, parse_peak, parse_stacks
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function, telling_frames
 from tests.loaded_modules import load_instead
 
@@ -935,8 +935,11 @@ class StandIn:
         assert self.initialized or self.cuda._initialization_lock.locked(), "the allocator is not there yet"
         return self.enabled
 
-    def _record(self, enabled: str | None = "all", context: str = "all", stacks: str = "all") -> None:
-        self.calls.append((enabled, context, stacks) if enabled else (None,))
+    def _record(
+        self, enabled: str | None = "all", context: str = "all", stacks: str = "all", max_entries: int = 0
+    ) -> None:
+        kept = (max_entries,) if max_entries else ()
+        self.calls.append((enabled, context, stacks, *kept) if enabled else (None,))
         if self.backend != "native":
             raise RuntimeError
         self.enabled = enabled is not None
@@ -956,6 +959,7 @@ class StandIn:
 
 
 OURS = ("state", "alloc", "python")
+WITH_EVENTS = ("all", "alloc", "python", MOST_EVENTS)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, initialized: bool = True, backend: str = "native") -> StandIn:
@@ -973,6 +977,99 @@ def test_a_history_is_switched_on_once_and_off_again(monkeypatch: pytest.MonkeyP
     recording.stop()
     recording.stop()
     assert torch.calls == [OURS, (None,)]
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_events_are_kept_from_the_beginning_of_a_peak_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, *, initialized: bool
+) -> None:
+    torch: Any = stand_in(monkeypatch, initialized=initialized)
+    recording = AllocationStacks()
+    recording.start()
+    recording.start_peak()
+    torch.initialize()
+    assert torch.calls == [OURS, WITH_EVENTS][not initialized :]
+    torch.calls.clear()
+    assert recording.take_peak(["cuda:0"], lambda _: True) == {"cuda:0": []}
+    # Off in between: else torch keeps the events that it has.
+    assert torch.calls == [(None,), OURS]
+    recording.take_peak([], lambda _: True)
+    recording.stop()
+    assert torch.calls == [(None,), OURS, (None,)]
+
+
+def test_a_stop_in_the_middle_of_a_peak_leaves_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch: Any = stand_in(monkeypatch)
+    torch.events = []
+    recording = AllocationStacks()
+    recording.start()
+    recording.start_peak()
+    recording.stop()
+    assert (torch.calls[-1], torch.enabled) == ((None,), False)
+
+
+def test_a_history_of_the_program_s_own_is_left_as_it_is_for_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch: Any = stand_in(monkeypatch)
+    torch.cuda.memory._record_memory_history("all")
+    recording = AllocationStacks()
+    recording.start()
+    recording.start_peak()
+    recording.take_peak(["cuda:0"], lambda _: True)
+    recording.stop()
+    assert torch.calls == [("all", "all", "all")]
+
+
+def event(action: str, address: int, size: int, when: int = 0, *frames: dict[str, Any]) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "time_us": when, "frames": list(frames)}
+
+
+def test_at_the_peak_is_what_was_allocated_before_it_and_freed_after_it() -> None:
+    trace = [
+        event("free_requested", 7, 50, 1),
+        event("segment_alloc", 1, 1000, 1),
+        event("alloc", 1, 100, 2, frame("first"), frame("native", "/c10.cpp")),
+        event("alloc", 2, 30, 3, frame("second")),
+        event("free_requested", 2, 30, 4),
+        event("free_completed", 2, 30, 4),
+        event("alloc", 2, 200, 5, frame("third")),
+        event("free_requested", 1, 100, 6),
+        event("alloc", 1, 60, 7, frame("fourth")),
+    ]
+    found = parse_peak(trace, lambda when: True)
+    assert [(block.bytes, names(block.stack), block.time, block.address, block.is_alive) for block in found] == [
+        (100, ["first"], 2, 1, False),
+        (200, ["third"], 5, 2, True),
+    ]
+    # Without what belongs to somebody else, the peak is another one.
+    found = parse_peak(trace, lambda when: when not in (2, 5))
+    assert [(block.bytes, block.time) for block in found] == [(30, 3)]
+    assert parse_peak([], lambda when: True) == []
+
+
+def test_storages_of_the_cpu_that_were_there_when_there_was_most() -> None:
+    recording = AllocationStacks(card=False, cpu=True)
+    recording.start()
+    try:
+        before = torch.ones(4000)
+        recording.start_peak()
+        small = torch.ones(1000)
+        for _ in range(3):
+            torch.ones(2000)
+        recording.pause_peak(paused=True)
+        others = torch.ones(9000)
+        recording.pause_peak(paused=False)
+        large = torch.ones(5000)
+        shown = large[:10]
+        del large
+        del shown
+        after = torch.ones(300)
+        found = recording.take_peak(["cpu"], lambda _: True)["cpu"]
+        assert [(block.bytes, block.is_alive) for block in found] == [(4000, True), (20000, False)]
+        assert names(found[1].stack)[0] == "test_storages_of_the_cpu_that_were_there_when_there_was_most"  # type: ignore[index]
+        assert recording.take_peak(["cpu"], lambda _: True) == {}
+        del before, small, others, after
+    finally:
+        recording.stop()
 
 
 @pytest.mark.parametrize("initialized", [True, False])

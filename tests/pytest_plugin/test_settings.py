@@ -417,8 +417,9 @@ def test_cuda_without_a_card_is_refused(run_inner: RunInner) -> None:
         ("no_leakcheck", "test_marked.py::test_marked: @pytest.mark.no_leakcheck needs one argument, reason="),
         ("leakcheck(tolerance='1MiB', settle=1)", "test_marked.py::test_marked: @pytest.mark.leakcheck takes argu"),
         ("leakcheck(tolerance='much')", "test_marked.py::test_marked: @pytest.mark.leakcheck(tolerance=…): 'much' is"),
+        ("leakcheck(peak='2 bananas')", "test_marked.py::test_marked: @pytest.mark.leakcheck(peak=…): '2 bananas' is"),
     ],
-    ids=["no-reason", "unknown-argument", "bad-size"],
+    ids=["no-reason", "unknown-argument", "bad-size", "bad-peak"],
 )
 def test_a_marker_that_makes_no_sense_is_refused_before_anything_runs(
     run_inner: RunInner, mark: str, message: str
@@ -432,6 +433,7 @@ def item_with(mark: pytest.MarkDecorator) -> Any:
     return SimpleNamespace(
         nodeid="test_it.py::test_it",
         get_closest_marker=lambda name: mark.mark if mark.name == name else None,
+        iter_markers=lambda name: [mark.mark] if mark.name == name else [],
     )
 
 
@@ -451,6 +453,8 @@ def item_with(mark: pytest.MarkDecorator) -> Any:
         pytest.mark.leakcheck(tolerance=1.5),
         pytest.mark.leakcheck(tolerance=True),
         pytest.mark.leakcheck(tolerance=None),
+        pytest.mark.leakcheck(peak=-1),
+        pytest.mark.leakcheck(peak="-1MiB"),
     ],
     ids=lambda mark: f"{mark.name}-{mark.args}-{mark.kwargs}",
 )
@@ -459,9 +463,20 @@ def test_markers_with_other_arguments_are_refused(mark: pytest.MarkDecorator) ->
         read_markers(item_with(mark))
 
 
+def test_of_several_markers_the_nearest_counts_for_each_argument() -> None:
+    marks = [pytest.mark.leakcheck(peak="2KiB"), pytest.mark.leakcheck(peak="1KiB", tolerance=7)]
+    item: Any = SimpleNamespace(
+        nodeid="test_it.py::test_it",
+        get_closest_marker=lambda name: None,
+        iter_markers=lambda name: [mark.mark for mark in marks],
+    )
+    found = read_markers(item)
+    assert (found.peak, found.tolerance, found.cycles, found.excused) == (2048, 7, None, "")
+
+
 def test_the_markers_are_registered(run_inner: RunInner) -> None:
     run = run_inner({}, "--markers", leakcheck=False)
-    assert "@pytest.mark.leakcheck(tolerance, cycles):" in run.out
+    assert "@pytest.mark.leakcheck(tolerance, cycles, peak):" in run.out
     assert "@pytest.mark.no_leakcheck(reason):" in run.out
 
 
