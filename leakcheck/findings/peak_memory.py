@@ -111,7 +111,7 @@ class PeakWatch:
         self._stage = stage
         self._limit = limit
         self._card = card
-        self._resets = ResetsOfPeaks(self.look, self._counted_anew)
+        self._resets = ResetsOfPeaks(self.look)
         self._levels: dict[str, _Level] = {}
         self._entered = 0
         # When the stages began, and those that are somebody else's, in microseconds since 1970.
@@ -199,12 +199,6 @@ class PeakWatch:
                     level.floor = now
                 else:
                     level.hidden = True
-
-    def _counted_anew(self) -> None:
-        """Take in that torch counts from what there is now, right after the peak before was read."""
-        for device, (_, peak) in self._readings().items():
-            if device in self._levels:
-                self._levels[device].floor = peak
 
     def _note_stage(self, stage: str) -> None:
         self._times.append(time.time_ns() // 1000)

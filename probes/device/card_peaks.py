@@ -55,11 +55,10 @@ class ResetsOfPeaks:
 
     Args:
         before: called right before it does.
-        after: called right after it did.
     """
 
-    def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._before, self._after = before, after
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
         self._stand_ins: dict[str, tuple[Any, Any]] = {}
 
     def start(self) -> None:
@@ -83,9 +82,6 @@ class ResetsOfPeaks:
         @passing_for(original, native, name)
         def reset(*args: Any, **kwargs: Any) -> Any:
             self._before()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._after()
+            return original(*args, **kwargs)
 
         return reset

@@ -63,22 +63,22 @@ def test_an_allocator_that_cannot_says_so(torch: Torch) -> None:
     assert not forget_card_peak("cuda:0")
 
 
-def test_the_program_s_reset_is_heard_on_both_sides(torch: Torch) -> None:
+def test_the_program_s_reset_is_heard_before_it_is_made(torch: Torch) -> None:
     original = torch._C._cuda_resetPeakMemoryStats
-    resets = ResetsOfPeaks(lambda: torch.heard.append("before"), lambda: torch.heard.append("after"))
+    resets = ResetsOfPeaks(lambda: torch.heard.append("before"))
     resets.start()
     resets.start()
     torch.cuda.reset_peak_memory_stats(1)
-    assert torch.heard == ["before", 1, "after"]
+    assert torch.heard == ["before", 1]
     resets.stop()
     resets.stop()
     assert torch._C._cuda_resetPeakMemoryStats is original
     torch.cuda.reset_peak_memory_stats(1)
-    assert torch.heard == ["before", 1, "after", 1]
+    assert torch.heard == ["before", 1, 1]
 
 
 def test_what_somebody_else_has_put_there_meanwhile_stays(torch: Torch) -> None:
-    resets = ResetsOfPeaks(lambda: None, lambda: None)
+    resets = ResetsOfPeaks(lambda: None)
     resets.start()
     other: Any = lambda index: None  # noqa: E731
     torch._C._cuda_resetPeakMemoryStats = other
@@ -88,6 +88,6 @@ def test_what_somebody_else_has_put_there_meanwhile_stays(torch: Torch) -> None:
 
 def test_without_torch_nothing_is_stood_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "loaded", lambda name: None)
-    resets = ResetsOfPeaks(lambda: None, lambda: None)
+    resets = ResetsOfPeaks(lambda: None)
     resets.start()
     resets.stop()
