@@ -22,6 +22,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, Stacks
 from lowtide.leakcheck.findings.tensor_findings import frames, leaks_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.judge import Budget
+from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.storages import HeldStorage, is_tensor, new_storages, without_overlaps
 from lowtide.probes.device.allocator_snapshots import FOLDER, AllocatorSnapshots
 from lowtide.probes.device.torch_allocator import read_room, unexplained_blocks
@@ -216,6 +217,8 @@ class OutOfMemoryWatch:
             )
             found += _of_storages(moment.held[:_MOST_EXPLAINED], context)
             found += _of_arrays(context) if moment.asked.device == "cpu" else ()
+        # What the walk has taken and freed is no memory of the program's.
+        trim_heap()
         found.sort(key=lambda each: -each.bytes)
         rest = [*(each.bytes for each in found[_SHOWN:]), *(each.bytes for each in moment.held[_MOST_EXPLAINED:])]
         return OutOfMemory(

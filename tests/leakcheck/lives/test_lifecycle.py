@@ -1352,6 +1352,19 @@ def test_a_life_that_ends_for_want_of_memory_says_who_held_it() -> None:
     assert "freed while the error went up" in released.message
 
 
+def test_what_is_read_then_is_no_memory_of_the_engine_s() -> None:
+    made: list[SmallLife] = []
+
+    def make() -> SmallLife:
+        # Of a first life it is not judged what host memory it leaves.
+        made.append(RunsOut() if made else SmallLife())
+        return made[-1]
+
+    subject, findings = found(make, cycles=2)
+    assert subject.out_of_memory is not None
+    assert [finding.resource for finding in findings if finding.resource == "host-memory"] == []
+
+
 def test_a_life_whose_engine_goes_on_is_judged_as_any_other() -> None:
     subject, _ = found(GoesOn)
     assert (subject.outcome, subject.reason, subject.out_of_memory) == ("clean", "", None)
