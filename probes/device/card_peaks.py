@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +33,9 @@ def read_card_peaks() -> dict[str, CardPeak]:
     found = {}
     for index in range(torch.cuda.device_count()):
         if has_context(torch, index):
-            stats = torch.cuda.memory_stats(index)
+            stats = {}
+            with contextlib.suppress(RuntimeError):  # a pluggable allocator without counters
+                stats = torch.cuda.memory_stats(index)
             if "allocated_bytes.all.peak" in stats:
                 found[f"cuda:{index}"] = CardPeak(
                     stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]

@@ -44,6 +44,12 @@ def test_an_allocator_that_does_not_count_has_no_peak(torch: Torch) -> None:
     torch.stats = {}
     assert read_card_peaks() == {}
 
+    def fails(index: int) -> dict[str, int]:
+        raise RuntimeError
+
+    torch.cuda.memory_stats = fails
+    assert read_card_peaks() == {}
+
 
 def test_before_cuda_is_in_use_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "initialized_torch", lambda: None)
