@@ -170,9 +170,11 @@ def tried_effect(tried: Remedy) -> str:
 
 
 def in_vain(finding: Finding) -> list[Remedy]:
-    """What was tried and is not the remedy."""
-    chosen = None if finding.remedy is None else finding.remedy.action
-    return [tried for tried in finding.tried if tried.action != chosen]
+    """Return what was tried and is not the remedy, nor a part of it that nobody measured alone."""
+    chosen = "" if finding.remedy is None else finding.remedy.action
+    # What is only counted came back by all of them together.
+    helped = {chosen} if finding.bytes else {chosen, *chosen.split("; ")}
+    return [tried for tried in finding.tried if tried.action not in helped]
 
 
 def shared_text(finding: Finding) -> str:

@@ -245,7 +245,8 @@ class Finding(_Record, frozen=True, kw_only=True):
         former_fingerprint: that which lowtide 0.1 would have given, where it is another one.
         shared_bytes: those of the bytes that more than one edge holds, so that no single cut gives them back.
         remedy: what gave it back when it was tried; None if nothing did.
-        tried: every action that was tried, in order, with what each one alone gave back.
+        tried: every action that was tried, in order, with what each one alone gave back; of what is
+            only counted without what the advice names.
         changed: what trying them changed in the program.
         advice: what to change where that cannot be tried from outside: in the engine's code, or while it goes on.
         parts: what else the same cause left, each as the finding that it would be by itself: the threads and

@@ -98,6 +98,10 @@ class ItemLeak:
             return {describe_change(change): 1 for change in still_changed(self.changes)}
         if self.cached:
             return {name: size for name, size in self.names.items() if self.cached[name].is_there}
+        resource = resource_of(self.finding.resource)
+        there = None if resource is None else resource.still_there(self.names)
+        if there is not None:
+            return {name: self.names[name] for name in there}
         now = read(self.key)
         return self.names if now is None else now
 

@@ -115,7 +115,9 @@ def _concluded(
     remedy = Remedy(action="; ".join(helped), returns_bytes=returned)
     gave = format_bytes(returned) if returned else "it"
     if not is_code:
-        return msgspec.structs.replace(finding, advice=f"{remedy.action}: tried, it returns {gave}")
+        # What is only counted came back by all of them together, and none is to be shown as tried in vain.
+        measured = tuple(each for each in tried if finding.bytes or each.action not in helped)
+        return msgspec.structs.replace(finding, tried=measured, advice=f"{remedy.action}: tried, it returns {gave}")
     return noted(finding, f"; {remedy.action} returns {gave}", remedy=remedy)
 
 

@@ -102,6 +102,10 @@ class TemporaryFiles(Resource):
         """Return the path, without what `tempfile` adds to it."""
         return name_of_path(name)
 
+    def still_there(self, names: Collection[str]) -> Collection[str]:
+        """Return those that exist: what other processes left is read only until the next test begins."""
+        return [path for path in names if _mode_of(path)]
+
     def changes(self, names: Collection[str]) -> list[Change]:
         """Return the removal of the sockets among them: nobody can connect to one whose maker has closed it."""
         return [

@@ -232,6 +232,10 @@ class Resource:
         """Return what a finding says of these things behind what they are."""
         return ""
 
+    def still_there(self, names: Collection[str]) -> Collection[str] | None:
+        """Return those of some things that are there still, where a later reading no longer has all; else None."""
+        return None
+
     def changes(self, names: Collection[str]) -> list[Change]:
         """Return what may end these things, the smallest first, to be tried when no test follows."""
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lowtide.reports.finding_lines import in_vain
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 pytestmark = pytest.mark.nightly
@@ -393,6 +394,8 @@ def test_what_is_put_in_the_place_of_a_function_is_reported_and_put_back(
     assert (finding.resource, finding.cause, finding.holder) == ("globals", "not-restored", holder)
     assert code in (finding.advice or "" if finding.remedy is None else finding.remedy.action)
     assert "it returns it" in (finding.advice or "") or "returns it" in finding.message
+    # What it says that it returns is not said to have been in vain, too.
+    assert in_vain(finding) == []
 
 
 @pytest.mark.parametrize(
