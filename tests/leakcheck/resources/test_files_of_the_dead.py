@@ -508,3 +508,46 @@ def test_os_kill_is_as_before_once_nobody_looks() -> None:
     remains.stop()
     assert (os.kill, os.killpg) == originals
     assert tempfile._get_candidate_names() is names
+
+
+LIVES = """
+import sys
+from lowtide.leakcheck.lives.lifecycle import check_run
+from lowtide.leakcheck.targets.target import Capabilities
+from lowtide.probes.device.driver import NoDriver
+
+
+class Engine:
+    capabilities = Capabilities(device="cpu")
+
+    def create(self, config):
+        import zmq
+
+        self.context = zmq.Context()
+        self.answering = self.context.socket(zmq.REP)
+        self.answering.bind(f"ipc://{sys.argv[1]}")
+
+    def infer(self, prompt_lengths, max_tokens):
+        return [[0] for _ in prompt_lengths]
+
+    def shutdown(self):
+        import os
+
+        self.answering.close()
+        self.context.term()
+        if sys.argv[2] == "removes":
+            os.unlink(sys.argv[1])
+
+
+subject = check_run("check", Engine, driver=NoDriver("a test"), cycles=2).run()
+print([(each.resource, each.holder) for each in subject.findings])
+"""
+
+
+@pytest.mark.parametrize("ending", ["leaves", "removes"])
+def test_a_socket_of_a_life_is_found_though_its_library_came_with_the_first_one(ending: str) -> None:
+    pytest.importorskip("zmq")
+    path = f"{tempfile.gettempdir()}/lowtide_test_zmq"
+    done = subprocess.run([sys.executable, "-c", LIVES, path, ending], capture_output=True, text=True, check=True)
+    found = [("temporary-files", path)] if ending == "leaves" else []
+    assert done.stdout.splitlines()[-1] == str(found)
