@@ -14,6 +14,7 @@ from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
 from lowtide.leakcheck.processes.process_levels import describe_process, role_of
+from lowtide.leakcheck.resources.resource import UUIDS
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import rollup, stat
@@ -82,7 +83,10 @@ class EndJudgement:
         for file in dead:
             findings.append(_left("shared-memory", file.path, file.bytes, _made_by(file), file.remove, file.library))
         files, unknown = self.traces.files()
-        findings += [_left("temporary-files", str(path), 0, "", _removal(path)) for path in files]
+        alike: dict[str, list[Path]] = {}
+        for path in files:
+            alike.setdefault(_lasting_name(str(path)), []).append(path)
+        findings += map(self._left_files, alike.values())
         findings += [_system_v(each) for each in system_v]
         return TreeEnd(
             tuple(findings),
@@ -122,6 +126,23 @@ class EndJudgement:
             size=running.bytes,
             suspects=(role_of(running.process.name),),
             process=running.process,
+        )
+
+    def _left_files(self, paths: Sequence[Path]) -> Finding:
+        """Return what is said of temporary files that differ only in what is drawn anew in each run."""
+        told = [str(path) for path in paths[:_TOLD_FILES]]
+        more = [f"{len(paths) - len(told)} more"] if len(paths) > len(told) else []
+        makers = dict.fromkeys(filter(None, (self.traces.listener(str(path)) for path in paths)))
+        bound = ", ".join(f"pid {pid} ({self.traces.name(pid)})" for pid in makers)
+        are, them, their = ("is", "it", "its") if len(paths) == 1 else ("are", "them", "their")
+        return _finding(
+            "temporary-files",
+            f"{', '.join(told + more)} {are} left, and no living process uses {them}"
+            + (f"; bound in {bound}" if bound else ""),
+            f"remove {them} where {their} process ends; now: {_removal(paths)}",
+            size=0,
+            suspects=("left file", _lasting_name(told[0])),
+            count=len(paths),
         )
 
     def _on_card(self, pid: int, by_card: ByCard) -> Finding:
@@ -254,9 +275,13 @@ def _left(resource: ResourceName, path: str, size: int, made: str, remove: str, 
         f"{path}{_amount(size, made)} is left, and no living process uses it",
         f"remove it where its process ends; now: {remove}",
         size=size,
-        # Most names are drawn anew in each run.
-        suspects=("left file", library or re.sub(r"[0-9a-f]{6,}|tmp\w{8}", "*", path.rpartition("/")[2])),
+        suspects=("left file", library or _lasting_name(path)),
     )
+
+
+def _lasting_name(path: str) -> str:
+    """Return a file's name without what is drawn anew in each run."""
+    return re.sub(r"[0-9a-f]{6,}|tmp\w{8}", "*", UUIDS.sub("*", path.rpartition("/")[2]))
 
 
 def _amount(size: int, made: str) -> str:
@@ -267,8 +292,8 @@ def _made_by(file: SharedMemoryFile) -> str:
     return f", made by {file.library}" if file.library else ""
 
 
-def _removal(path: Path) -> str:
-    return shlex.join(["rm", *(["-r"] if path.is_dir() else []), "--", str(path)])
+def _removal(paths: Sequence[Path]) -> str:
+    return shlex.join(["rm", *(["-r"] if any(path.is_dir() for path in paths) else []), "--", *map(str, paths)])
 
 
 _SYSTEM_V = {"shm": ("shared memory", "-m"), "sem": ("a set of semaphores", "-s"), "msg": ("a message queue", "-q")}
@@ -299,12 +324,13 @@ def _finding(
     suspects: Sequence[str],
     device: str = "cpu",
     process: ProcessName | None = None,
+    count: int = 1,
 ) -> Finding:
     return Finding(
         resource=resource,
         cause="driver" if resource == "driver" else "unknown",
         bytes=size,
-        count=1,
+        count=count,
         device=device,
         stage=STAGE,
         message=message,

@@ -86,7 +86,8 @@ class TreeTraces:
         self._started: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._shared: set[str] = set()
-        self._sockets: set[str] = set()
+        # By path, who was seen to listen on it.
+        self._sockets: dict[str, int] = {}
         self._with_card: set[int] = set()
         self._listed: set[int] = set()
         self._shared_before: frozenset[str] = frozenset()
@@ -119,7 +120,8 @@ class TreeTraces:
         self._neighbours.look()
         self._shared |= mapped_shared_memory(family)
         for pid in family:
-            self._sockets |= _listening(pid)
+            for path in _listening(pid):
+                self._sockets.setdefault(path, pid)
         self._with_card |= {pid for pid in family if has_opened_a_card(pid)}
         if self._with_card:
             listed = by_process(read_card_holders(self._driver))
@@ -135,6 +137,10 @@ class TreeTraces:
     def name(self, pid: int) -> str:
         """How a person knew a process; empty if it was not seen while it lived."""
         return self._names.get(pid, "")
+
+    def listener(self, path: str) -> int | None:
+        """Return the process that was seen to have a socket at a path; None where none was."""
+        return self._sockets.get(path)
 
     def on_cards(self) -> dict[int, ByCard]:
         """What the driver counts for processes of the tree that have ended."""

@@ -134,6 +134,27 @@ def test_a_socket_of_the_dead_is_a_finding_and_a_file_on_purpose_is_none(name: s
     assert judged(f"open('{path}', 'w').write('a result')")[0] == 0
 
 
+SERVED = """
+import time, uuid
+for _ in range(9):
+    server = socket.socket(socket.AF_UNIX); server.bind(f"{folder}/{uuid.uuid4()}"); served.append(server)
+time.sleep(2)
+"""
+
+
+def test_sockets_of_one_kind_are_one_finding_with_who_bound_them(tmp_path: Path) -> None:
+    status, report = judged(f"folder, served = {str(tmp_path)!r}, []" + SERVED)
+    (finding,) = report.subjects[0].findings
+    assert (status, finding.resource, finding.count) == (1, "temporary-files", 9)
+    assert ", 1 more are left, and no living process uses them; bound in pid " in finding.message
+    assert all(f"{path}" in (finding.advice or "") for path in tmp_path.iterdir())
+    # Not one of those that are drawn anew counts for its name.
+    (again,) = judged(f"folder, served = {str(tmp_path)!r}, []" + SERVED)[1].subjects[0].findings
+    assert again.fingerprint == finding.fingerprint
+    unlinked = "for server in served: os.unlink(server.getsockname())"
+    assert judged(f"folder, served = {str(tmp_path)!r}, []" + SERVED + unlinked)[0] == 0
+
+
 def test_what_another_run_may_have_left_is_not_judged(name: str, neighbour: int) -> None:
     path = Path(tempfile.gettempdir(), name)
     bind = f"server = socket.socket(socket.AF_UNIX); server.bind('{path}')"
