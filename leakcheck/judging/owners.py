@@ -463,6 +463,7 @@ class Ownership:
         left: which of some new entries of /dev/shm were left by a process that has ended.
         environment: who set which environment variable.
         makers: who made threads, processes and descriptors.
+        sockets: the temporary files to which some processes have bound sockets.
     """
 
     def __init__(
@@ -471,9 +472,11 @@ class Ownership:
         left: Callable[[Collection[str]], set[str]] = lambda names: set(),
         environment: EnvironmentSetters | None = None,
         makers: Makers | None = None,
+        sockets: Callable[[Collection[int]], set[str]] = lambda pids: set(),
     ) -> None:
         self._segments = segments
         self._left_behind = left
+        self._sockets_of = sockets
         self._environment = environment or EnvironmentSetters()
         self._makers = makers or Makers()
         self._lines: frozenset[str] = frozenset()
@@ -481,7 +484,7 @@ class Ownership:
         self.baseline = Counters({}, {}, {})
         self.live: list[Owner] = []
         self._opened: list[Owner] = []
-        self._entered: list[tuple[Owner, int]] = []
+        self._entered: list[tuple[Owner, int, set[str]]] = []
         self._since: dict[tuple[str, str], str] = {}
         self._unread = ""
         self._levels: list[tuple[str, Counters]] = []
@@ -545,7 +548,7 @@ class Ownership:
     def enter(self, owner: Owner, now: Counters) -> None:
         """Count what appears from here to `leave` as the owner's."""
         owner.before = now
-        self._entered.append((owner, len(self._opened)))
+        self._entered.append((owner, len(self._opened), self._makers.bound_files()))
 
     @property
     def innermost(self) -> Owner:
@@ -554,9 +557,10 @@ class Ownership:
 
     def leave(self, now: Counters) -> Owner:
         """Return the owner entered last, with what it took."""
-        owner, first = self._entered.pop()
+        owner, first, bound = self._entered.pop()
         owner.take(now, self.live, self._opened[first:])
         self._take_lines(owner)
+        self._take_sockets(owner, self._makers.bound_files() - bound)
         owner.has_settled = True
         self.live.append(owner)
         self._opened.append(owner)
@@ -607,6 +611,14 @@ class Ownership:
             owner.items["threads"], owner.lines = own, self._lines_of(own)
         else:
             owner.items.pop("threads", None)
+
+    def _take_sockets(self, owner: Owner, bound: set[str]) -> None:
+        """Take the files of the sockets that its setup has bound, here or in processes: they may outlive these."""
+        pids = [int(name) for name in owner.items.get("processes", ())]
+        files = bound | (self._sockets_of(pids) if pids else set())
+        if files:
+            others = {name for other in self.live for name in other.items.get("temporary-files", ())}
+            owner.items["temporary-files"] = owner.items.get("temporary-files", set()) | (files - others)
 
     def _known_lines(self) -> frozenset[str]:
         """Return the lines of the threads that were there before the test, and of the owners'."""

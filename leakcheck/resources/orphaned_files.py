@@ -138,6 +138,8 @@ class OrphanedFiles:
         self._seen: set[str] = set()
         # Whether each was left, as far as was known when it was first seen; the same path may be bound again.
         self._dead_sockets: dict[str, tuple[Maker, bool]] = {}
+        # By path, the process of the tree that has bound a socket there for longer than one test.
+        self._bound_by: dict[str, int] = {}
         self._next_note = 0.0
         self._neighbours = Neighbours(tree)
 
@@ -204,7 +206,7 @@ class OrphanedFiles:
 
         Files of sockets that this process has bound, and what ended processes had open, listened on or numbered.
         """
-        sockets = self._sockets_left_here()
+        sockets = self._sockets_left_here() | self._sockets_of_the_dead()
         self._note_ended()
         folder = temporary_folder()
         if self._lifetimes:
@@ -216,6 +218,28 @@ class OrphanedFiles:
         own = () if self._names is None else self._names.made
         left = {f"{folder}/{name}" for name in self._files if not any(part in name for part in own)}
         return {path: 1 for path in sorted(left | sockets) if _facts_of(path) is not None}
+
+    def sockets_of(self, pids: Collection[int]) -> set[str]:
+        """Return the temporary files to which some processes, and those below them, have bound sockets.
+
+        They are looked at from here on: whichever is there when its process has ended, was left.
+        """
+        folder = f"{temporary_folder()}/"
+        found = {}
+        for pid in self._tree.with_descendants(pids):
+            for path in filter(self._is_temporary, _listening(pid, folder)):
+                found[path] = pid
+                self._note_maker("temporary-files", path, pid)
+        self._bound_by |= found
+        return set(found)
+
+    def _sockets_of_the_dead(self) -> set[str]:
+        """Return the files of those sockets whose process has ended, if nobody has bound one there again."""
+        dead = {path for path, pid in self._bound_by.items() if _has_ended(pid)}
+        for path in [path for path in dead if _facts_of(path) is None]:
+            del self._bound_by[path]
+        dead &= self._bound_by.keys()
+        return dead - _living_sockets() if dead else set()
 
     def _sockets_left_here(self) -> set[str]:
         """Return the temporary files of sockets that this process has bound, and that nobody has any more."""

@@ -134,7 +134,13 @@ class Watched:
         self.orphaned_files = OrphanedFiles(
             self.tree, self._segments, self.makers, self.others.began, alone=policy.driver
         )
-        self.ownership = Ownership(self._segments, self.orphaned_files.shared_memory, self.environment, self.makers)
+        self.ownership = Ownership(
+            self._segments,
+            self.orphaned_files.shared_memory,
+            self.environment,
+            self.makers,
+            self.orphaned_files.sockets_of,
+        )
         self.births = Births()
         self.caches = FilledCaches()
         self.device_memory = DeviceMemory(driver=policy.driver)

@@ -148,6 +148,10 @@ class Makers:
             if number < 0 or _identity(number) != maker.identity
         }
 
+    def bound_files(self) -> set[str]:
+        """Return the paths of the files to which sockets were bound here, closed or not."""
+        return set(self._bound)
+
     def note_made(self, key: str, name: str, place: str = "") -> None:
         """Note who made a thing: the code that calls, where no place is given.
 
