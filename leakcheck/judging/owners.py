@@ -703,7 +703,7 @@ class Ownership:
         """Return the settings that a test or an ended owner left changed."""
         if subject is not None:
             changes = changes_between(subject.before.settings, now.settings, subject.items.get("globals", ()))
-            return [change for change in changes if not self._is_librarys(change)]
+            return [change for change in changes if not self._environment.is_own_of_library(change)]
         if now.settings is self.baseline.settings:
             return []
         before = dict(self.baseline.settings)
@@ -722,11 +722,8 @@ class Ownership:
                 left |= {(name, settings.get(name, ABSENT)) for settings in earlier for name in owner.settings}
         # What an ended one left as it had set it, is its own.
         changes = changes_between({name: text for name, text in before.items() if text != ABSENT}, now.settings)
-        return [change for change in changes if (change.name, change.now) not in left and not self._is_librarys(change)]
-
-    def _is_librarys(self, change: SettingChange) -> bool:
-        """Return whether a library has set a variable of the environment that nobody had set, or deleted one."""
-        return ABSENT in (change.before, change.now) and self._environment.is_librarys(change.name)
+        changes = [change for change in changes if (change.name, change.now) not in left]
+        return [change for change in changes if not self._environment.is_own_of_library(change)]
 
     def _leave_to_processes(self, names: Collection[str]) -> None:
         """Take new entries of /dev/shm for those of living owners whose processes have made them, and not this one.

@@ -488,7 +488,7 @@ class ProcessState:
     def _is_judged(self, change: SettingChange) -> bool:
         if self._environment is None:
             return change.before != ABSENT or change.is_replaced
-        return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
+        return not self._environment.is_own_of_library(change)
 
     def _changed(self, change: SettingChange, stage: str, *, remedies: bool) -> Finding:
         leak = _leak(rule_of("globals"), {change.setting: 1}, stage)

@@ -316,7 +316,8 @@ class EnvironmentSetters:
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, int, str, str]] = {}
-        self._by_libraries: set[str] = set()
+        # By variable, whether it was the library's own before, or nobody's.
+        self._by_libraries: dict[str, bool] = {}
         self._replaced: list[tuple[str, Callable[..., None], Callable[..., None]]] = []
 
     def start(self) -> None:
@@ -356,6 +357,11 @@ class EnvironmentSetters:
         """
         return _variable(setting) in self._by_libraries
 
+    def is_own_of_library(self, change: SettingChange) -> bool:
+        """Return whether a library set a variable that nobody had set but itself, or deleted one."""
+        own = ABSENT in (change.before, change.now) or self._by_libraries.get(_variable(change.name), False)
+        return own and self.is_librarys(change.name)
+
     def place_of(self, setting: str) -> str:
         """Return where a variable was set or deleted last: `set in function, file.py:12`; empty where unknown."""
         place = self._places.get(_variable(setting))
@@ -365,10 +371,11 @@ class EnvironmentSetters:
         # Python's library and the test runner set what somebody else wants to have set.
         while frame is not None and (is_of_python(file := frame.f_code.co_filename) or _is_runner(file)):
             frame = frame.f_back
-        self._by_libraries.discard(variable)
+        # `os.environ` has it a moment later.
+        was_own = self._by_libraries.pop(variable, variable not in os.environ)
         self._places.pop(variable, None)
         if frame is None or is_of_site(frame.f_code.co_filename):
-            self._by_libraries.add(variable)
+            self._by_libraries[variable] = was_own
         else:
             self._places[variable] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, what)
 

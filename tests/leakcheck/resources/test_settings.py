@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from lowtide.leakcheck.resources.settings import EnvironmentSetters
+from lowtide.leakcheck.resources.settings import EnvironmentSetters, SettingChange
 
 NAME = "os.environ['LOWTIDE_SETTER']"
 
@@ -58,6 +58,17 @@ def test_who_sets_it_last_has_set_it(setters: EnvironmentSetters) -> None:
     assert not setters.is_librarys(NAME)
     as_library("os.environ['LOWTIDE_SETTER'] = '1'")
     assert setters.is_librarys(NAME)
+
+
+@pytest.mark.parametrize("found", ["nothing", "its own", "the user's"])
+def test_a_library_may_replace_what_it_has_set_itself(setters: EnvironmentSetters, found: str) -> None:
+    """As an engine names each of its lives anew."""
+    if found == "the user's":
+        os.environ["LOWTIDE_SETTER"] = "0"
+    elif found == "its own":
+        as_library("os.environ['LOWTIDE_SETTER'] = '0'")
+    as_library("os.environ['LOWTIDE_SETTER'] = '1'")
+    assert setters.is_own_of_library(SettingChange(NAME, "0", "1")) == (found != "the user's")
 
 
 def test_what_python_or_pytest_sets_is_of_who_asked_for_it(setters: EnvironmentSetters) -> None:
