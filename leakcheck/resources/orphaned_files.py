@@ -284,10 +284,16 @@ class OrphanedFiles:
         one's number.  What was made while such a one lived and nobody has open is taken for its own, too: nobody else
         will remove it.
         """
-        fresh = set(names) - self._segments_before
-        if not fresh:
+        if not names:
             return set()
         self._note_ended()
+        fresh = set(names) - self._segments_before
+        # A fixture's process may have made it in an earlier test.
+        older = {name for name in set(names) - fresh if self._numbers & _numbers_in(name)}
+        ended = {name for name in older if self._was_made_in_a_life(f"/dev/shm/{name}")}
+        return ended | self._left_of(fresh) if fresh else ended
+
+    def _left_of(self, fresh: set[str]) -> set[str]:
         left = fresh & mapped_shared_memory(self._tree.with_descendants(self._tree.orphans()))
         if fresh & self._seen:
             left |= _unused(fresh & self._seen)

@@ -1,4 +1,4 @@
-"""Files of sockets under `--leakcheck`: whose they are when a fixture's processes bound them, and what removes them."""
+"""Files of processes under `--leakcheck`: whose they are that a fixture's processes made, and what removes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ outer = socket.socket(socket.AF_UNIX)
 outer.bind(sys.argv[1] + ".core")
 outer.listen()
 print("ready", flush=True)
-time.sleep(600)
+for line in sys.stdin:
+    with open(f"/dev/shm/lowtide_test_{os.getpid()}", "wb") as file:
+        file.write(bytes(4096))
+    print("made", flush=True)
 '''
 
 
@@ -36,13 +39,23 @@ class Served:
         self.own = socket.socket(socket.AF_UNIX)
         self.own.bind(self.path)
         self.core = subprocess.Popen(
-            [sys.executable, "-c", SERVE, self.path], stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", SERVE, self.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
         )
         self.core.stdout.readline(), self.core.stdout.readline()
+
+    def infer(self):
+        self.core.stdin.write("1\\n")
+        self.core.stdin.flush()
+        self.core.stdout.readline()
 
     def end(self):
         os.killpg(self.core.pid, 9)
         self.core.wait()
+        self.core.stdin.close()
         self.core.stdout.close()
         self.own.close()
 
@@ -55,9 +68,10 @@ def served(request):
     if request.param:
         for each in (made.path, made.path + ".core", made.path + ".worker"):
             os.unlink(each)
+        os.unlink(f"/dev/shm/lowtide_test_{made.core.pid}")
 
 
-def test_one(served): pass
+def test_one(served): served.infer()
 
 
 def test_two(served): pass
@@ -82,11 +96,12 @@ def tidy(run: InnerRun) -> None:
     for subject in run.report.subjects:
         for finding in subject.findings:
             for path in (finding.holder or "").split(", "):
-                Path(path).unlink(missing_ok=True)
+                Path("/dev/shm", path).unlink(missing_ok=True)
 
 
 def test_the_files_of_all_its_processes_are_the_fixture_s_and_the_tests_are_clean(run: InnerRun) -> None:
-    (finding,) = run.subject("module fixture 'served'").findings
+    segment, finding = sorted(run.subject("module fixture 'served'").findings, key=lambda each: each.resource)
+    assert (segment.resource, segment.bytes) == ("shared-memory", 4096)
     assert (finding.resource, finding.count) == ("temporary-files", 3)
     assert finding.stage.startswith("setup of module fixture 'served'")
     assert "bound in Served.__init__, test_inner.py:" in finding.message
