@@ -190,7 +190,7 @@ class _Live(NamedTuple):
     reference: Any
     bytes: int
     stack: _FlatStack
-    time: int
+    made_at: int
 
 
 _STEP = 1 / 64
@@ -232,7 +232,7 @@ class PeakOfStorages:
     def blocks(self) -> list[PeakBlock]:
         """Those at the peak."""
         return [
-            PeakBlock(live.bytes, _unfolded(live.stack), live.time, address, not live.reference.expired())
+            PeakBlock(live.bytes, _unfolded(live.stack), live.made_at, address, not live.reference.expired())
             for address, live in self._at_peak.items()
         ]
 

@@ -16,8 +16,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from lowtide.leakcheck.findings.host_arrays import MOST, HeldArray, held_arrays
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks
 from lowtide.leakcheck.findings.tensor_findings import frames, leaks_of
@@ -37,7 +35,7 @@ from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.foreign import traceback_of, type_name, with_errors_behind
 from lowtide.probes.objects.listed import frame_locals
-from lowtide.probes.originals import initialized_torch
+from lowtide.probes.originals import initialized_torch, lines_of
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.stages import EnteredStage
 from lowtide.reports.escaping import one_line
@@ -405,8 +403,9 @@ def _read_card(moment: _Moment) -> None:
 def _of_host() -> Iterator[LedgerLine]:
     """Read what there is on the host, and what limits this process."""
     yield LedgerLine(name="this process's own", bytes=anonymous_bytes())
-    machine = psutil.virtual_memory()
-    yield LedgerLine(name="the machine", bytes=machine.total, note=f"{format_bytes(machine.available)} available")
+    machine = dict(line.split(":", 1) for line in lines_of("/proc/meminfo"))
+    total, available = (int(machine[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    yield LedgerLine(name="the machine", bytes=total, note=f"{format_bytes(available)} available")
     limits = (("the limit of its control group", memory_of_group()), ("the limit of its addresses", address_space()))
     for name, limit in limits:
         if limit is not None:

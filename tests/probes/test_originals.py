@@ -32,6 +32,7 @@ JUDGING = (
 )
 
 MAY_LOOK_UP = {
+    "leakcheck/processes/attachment.py": "of a command that looks at another program",
     "leakcheck/processes/tree_end.py": "of a command that looks at another program",
     "leakcheck/watching/notebook.py": "of a cell of a notebook, where no test has replaced anything",
     "probes/device/allocator_snapshots.py": "writes a file that the user asked for",
@@ -39,6 +40,7 @@ MAY_LOOK_UP = {
     "probes/kernels/host.py": "called by engines",
     "probes/original_numpy.py": "when numpy is first needed",
     "probes/processes/agents.py": "joins and keeps a path",
+    "probes/processes/injection.py": "of a command that looks at another program",
     "probes/processes/outside_view.py": "of a command that looks at other programs",
     "probes/processes/shared_memory_files.py": "of a command that looks at other programs",
     "probes/processes/tree_traces.py": "of a command that looks at another program",
