@@ -15,6 +15,7 @@ _STILL = {
     "bytes": " still held",
     "file descriptors": " still open",
     "frozen objects": " still frozen",
+    "process-wide settings": " not restored",
     "processes": " still running",
     "reserved ranges of addresses": " still reserved",
     "threads": " still running",
