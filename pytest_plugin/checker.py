@@ -442,7 +442,8 @@ class Checker:
             return [Subject(id=item.nodeid, outcome="error", reason=str(error))]
         own_setup = [] if self._setup is None else [self._setup]
         verdict = Verdict()
-        with self._session.guarded():
+        # A time limit for the test may pass while it is judged, and is raised here: the test is over.
+        with self._session.guarded((Exception, pytest.fail.Exception)):
             self._has_judged = True
             verdict = self._session.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
             self._deferred.note(f"in {item.nodeid}")

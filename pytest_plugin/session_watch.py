@@ -138,12 +138,16 @@ class SessionWatch:
         self.is_open = False
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """A reading that fails must not keep a test from being set up or torn down; its verdict says so."""
+    def guarded(self, errors: tuple[type[BaseException], ...] = (Exception,)) -> Iterator[None]:
+        """A reading that fails must not keep a test from being set up or torn down; its verdict says so.
+
+        Args:
+            errors: what may end the reading, and nothing more.
+        """
         try:
             with self._spent.on_judging():
                 yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this checker's
+        except errors as error:
             if not self.failure:
                 *_, (frame, line) = traceback.walk_tb(error.__traceback__)
                 self.failure = f"{type(error).__name__}: {error} ({frame.f_code.co_name}, line {line})"

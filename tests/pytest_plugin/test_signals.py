@@ -75,3 +75,37 @@ def test_an_interrupt_ends_the_session(suite: InnerRun) -> None:
     assert suite.code == pytest.ExitCode.INTERRUPTED
     assert "KeyboardInterrupt" in suite.out
     assert "test_suite.py::test_later" not in suite.phases
+
+
+MOVING = """
+import os
+import threading
+import time
+
+import pytest
+
+OPENED = []
+
+
+def open_files():
+    for _ in range(500):
+        OPENED.append(open(os.devnull))
+        time.sleep(0.03)
+
+
+@pytest.mark.timeout(4, method="signal")
+def test_that_is_judged_for_long():
+    threading.Thread(target=open_files, daemon=True).start()
+
+
+def test_later():
+    pass
+"""
+
+
+def test_a_time_limit_that_passes_while_a_test_is_judged_ends_the_judging_alone(run_inner: RunInner) -> None:
+    run = run_inner({"test_moving.py": MOVING}, using=["pytest_timeout"], settle=60)
+    assert "lowtide could not judge this test: Failed: Timeout" in run.message(
+        "test_moving.py::test_that_is_judged_for_long"
+    )
+    assert "test_moving.py::test_later" in run.phases
