@@ -25,13 +25,16 @@ from pathlib import Path
 import psutil
 
 from lowtide.probes.host.process_files import mapped_files, name_of, stat, status
-from lowtide.probes.originals import contents, os
+from lowtide.probes.originals import contents, os, time
 
 PATIENCE_S = 15.0
-"""Seconds for gdb to read the program's symbols, and for a thread to come to where it can be stopped."""
+"""Seconds for a thread of the process to come to where it can be stopped."""
 
-_ENDING_S = 30.0
-"""Seconds that gdb has to read a large program's symbols, and to let go of the process."""
+_BEGINS_S = 60.0
+"""Seconds for gdb to start and to read the program's symbols, which the process does not notice."""
+
+_AGAIN_S = 1.0
+"""Seconds after which gdb is interrupted once more."""
 
 _BELOW = 16384
 """Bytes below what a thread has in use of its stack: Python copies the text before it needs as much."""
@@ -40,12 +43,14 @@ _SCRIPT = """
 set pagination off
 set confirm off
 handle all nostop noprint pass
+set sysroot {nowhere}
 file "{python}"
 set $save = (long)&PyEval_SaveThread + {base}
 set $run = (long)&PyRun_SimpleString + {base}
 file "{program}"
 attach {pid}
 hbreak *$save
+echo waiting\\n
 continue
 if $pc == $save
 set {{char[{length}]}} ($rsp - {below}) = "{text}"
@@ -226,6 +231,8 @@ def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
             python=mapped[0],
             base=mapped[1],
             program=f"/proc/{pid}/exe",
+            # Or it would read the headers of every library, of which an engine has hundreds.
+            nowhere=folder / "nowhere",
             length=len(text) + 1,
             below=_BELOW,
             text=quoted,
@@ -242,7 +249,7 @@ def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
         errors="replace",
         # What a terminal sends is for us alone, and gdb must let go of the process where we are killed.
         start_new_session=True,
-        preexec_fn=_interrupt_with_parent,
+        preexec_fn=_prepare_gdb,
     ) as gdb:
         said, is_cut = _said_by(gdb, patience)
     if "\nsent\n" in said:
@@ -262,15 +269,27 @@ def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
 
 def _said_by(gdb: subprocess.Popen[str], patience: float) -> tuple[str, bool]:
     """Return what gdb has said until its end, and whether it was cut short: by SIGINT alone it undoes what it does."""
+    until = time.monotonic() + _BEGINS_S
+    is_waiting = False
     try:
-        return gdb.communicate(timeout=patience)[0], False
-    except subprocess.TimeoutExpired:
-        gdb.send_signal(signal.SIGINT)
+        while time.monotonic() < until:
+            try:
+                return gdb.communicate(timeout=_AGAIN_S)[0], False
+            except subprocess.TimeoutExpired as error:
+                if not is_waiting and b"\nwaiting\n" in (error.output or b""):
+                    is_waiting, until = True, time.monotonic() + patience
     except BaseException:
-        gdb.send_signal(signal.SIGINT)
-        gdb.communicate(timeout=_ENDING_S)
+        _interrupted(gdb)
         raise
-    return gdb.communicate(timeout=_ENDING_S)[0], True
+    return _interrupted(gdb), True
+
+
+def _interrupted(gdb: subprocess.Popen[str]) -> str:
+    """Return what gdb has said until it has let go of the process; while it attaches to one, it hears nothing."""
+    while True:
+        gdb.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return gdb.communicate(timeout=_AGAIN_S)[0]
 
 
 def _reason_in(said: str) -> str:
@@ -278,6 +297,9 @@ def _reason_in(said: str) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _interrupt_with_parent() -> None:
+def _prepare_gdb() -> None:
+    with contextlib.suppress(OSError):
+        # The process stands still for some of its time; only root may.
+        os.nice(-10)
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGINT)
