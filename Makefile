@@ -38,17 +38,18 @@ ENGINE := $(RUNS_OF_ITS_OWN) $(filter-out $(LOADING_MORE),$(filter tests/engine/
 OTHERS := tests/pytest_plugin/test_leaks.py \
 	$(filter-out tests/pytest_plugin/test_leaks.py $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
 # Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take half of the time of all
-# tests: `make test-all` runs them, every night. A file says of itself that it is one of them.
-NIGHTLY := $(shell grep -l 'pytest\.mark\.nightly' $(ALL))
+# tests: `make test-all` runs them, every night. A file says of itself that it is one of them, or a test of itself alone.
+NIGHTLY := $(shell grep -lE '^(pytestmark = \[?|    )pytest\.mark\.nightly' $(ALL))
+PARTLY_NIGHTLY := $(shell grep -l '^@pytest\.mark\.nightly' $(ALL))
 
 test: $(STAMP)
-	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS))
-	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS_WITH_TORCH))
-	$(PYTEST) $(filter-out $(NIGHTLY),$(OTHERS))
-	$(PYTEST) $(filter-out $(NIGHTLY),$(ENGINE))
+	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS))
+	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS_WITH_TORCH))
+	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(OTHERS))
+	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(ENGINE))
 
 test-all: test
-	$(PYTEST) $(NIGHTLY)
+	$(PYTEST) -m nightly $(NIGHTLY) $(PARTLY_NIGHTLY)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -301,6 +301,7 @@ def write_checkpoint(folder: Path) -> EngineConfig:
     return replace(APART, model=str(write_random_checkpoint(folder)))
 
 
+@pytest.mark.nightly
 def test_a_create_that_fails_in_the_core_leaves_no_process_and_can_be_made_again(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"

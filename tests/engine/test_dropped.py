@@ -68,6 +68,7 @@ def test_what_was_closed_is_not_given_back_again() -> None:
     assert given_back == [2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("at_exit", "printed"), [(True, "given back\n"), (False, "")])
 def test_at_the_exit_only_what_outlives_the_process_is_given_back(at_exit: bool, printed: str) -> None:
     program = (

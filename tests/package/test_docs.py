@@ -137,6 +137,7 @@ def found(path: str) -> Any:
     return importlib.import_module(path)
 
 
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_another_place(tmp_path: Path) -> None:
     site = tmp_path / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]

@@ -877,6 +877,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_the_compiler_does_what_it_does_without() -> None:
     done = run_python(COMPILE)
     assert done.returncode == 0, done.stderr

@@ -366,6 +366,7 @@ def test_too_many_births_are_not_remembered(births: Births, monkeypatch: pytest.
     assert (births.born() is None) is (len(kept) > most)
 
 
+@pytest.mark.nightly
 def test_who_was_there_is_known_after_half_a_million_births(births: Births) -> None:
     older = [[]]
     births.mark()

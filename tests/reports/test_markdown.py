@@ -266,6 +266,7 @@ def test_no_text_begins_a_list(hostile: str, shown: str) -> None:
     assert f"\n- {shown} in 1 subject: no card\n" in text
 
 
+@pytest.mark.nightly
 def test_names_without_end_are_cut() -> None:
     text = render_markdown(report(*[leaking(finding(holder="y" * (1 << 20)), name="x" * (1 << 20))] * 50))
     assert "x" * 159 + "…</code>" in text

@@ -154,6 +154,7 @@ def test_a_mark_that_nobody_has_made_is_none(process: subprocess.Popen[str]) -> 
     assert said == f"lowtide: pid {process.pid} has no mark 'warm': make one by `lowtide ask {process.pid} mark`\n"
 
 
+@pytest.mark.nightly
 def test_a_process_that_does_not_answer_in_time_is_said_to_be_stopped(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGSTOP)
     assert refused(process.pid, "mark").endswith(
@@ -192,6 +193,7 @@ def test_bad_input_is_one_line(words: tuple[str, ...], said: str) -> None:
     assert refused(*words).startswith(said)
 
 
+@pytest.mark.nightly
 def test_a_process_with_the_number_of_one_that_was_marked_is_not_compared(process: subprocess.Popen[str]) -> None:
     assert asked(process.pid, "mark").returncode == 0
     agents = Agents.of_process(process.pid)

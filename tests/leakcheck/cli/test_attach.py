@@ -25,6 +25,8 @@ from lowtide.reports.schema import Finding, Subject, decode
 from tests.leakcheck.cli.loaded_server import LoadedServer
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.nightly
+
 needs_gdb = pytest.mark.skipif(
     sys.version_info < (3, 14) and shutil.which("gdb") is None, reason="there is no gdb: apt-get install gdb"
 )
@@ -68,7 +70,6 @@ def test_a_server_under_load_answers_on_and_has_nothing_of_ours_afterwards(tmp_p
 
 
 @needs_gdb
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["threads", "one"])
 def test_of_a_hundred_attaches_a_server_under_load_notices_nothing(tmp_path: Path, kind: str) -> None:
     with LoadedServer(tmp_path, keeps=False, kind=kind, pause=0.002) as server:
@@ -84,7 +85,6 @@ def test_of_a_hundred_attaches_a_server_under_load_notices_nothing(tmp_path: Pat
 
 
 @needs_gdb
-@pytest.mark.nightly
 def test_a_list_that_grows_is_named_with_its_path_and_may_grow_if_that_is_said(tmp_path: Path) -> None:
     with LoadedServer(tmp_path, keeps=True) as server:
         status_, subject = watched(server)
@@ -104,7 +104,6 @@ def of_server(subject: Subject, server: LoadedServer) -> Finding:
 
 
 @needs_gdb
-@pytest.mark.nightly
 def test_its_quiet_twin_is_silent(tmp_path: Path) -> None:
     with LoadedServer(tmp_path, keeps=False) as server:
         status_, subject = watched(server)
@@ -153,7 +152,6 @@ def local() -> Iterator[subprocess.Popen[str]]:
 
 
 @needs_gdb
-@pytest.mark.nightly
 def test_what_only_a_running_function_of_another_thread_holds_has_a_path(local: subprocess.Popen[str]) -> None:
     done = attached(local.pid, "--watch", "13s", "--json")
     (subject,) = decode(done.stdout.encode()).subjects
@@ -163,7 +161,6 @@ def test_what_only_a_running_function_of_another_thread_holds_has_a_path(local: 
 
 
 @needs_gdb
-@pytest.mark.nightly
 def test_live_tensors_are_listed_by_type_and_shape() -> None:
     pytest.importorskip("torch")
     code = "import time, torch\nkept = [torch.ones(256, 1024) for _ in range(3)]\nprint('begun', flush=True)\n"

@@ -71,6 +71,7 @@ def test_what_returns_memory_of_its_own_allocates(call: Callable[[torch.Tensor],
     assert count("allocation", lambda: call(x)) == points
 
 
+@pytest.mark.nightly
 def test_counting_does_not_load_torch_s_compiler() -> None:
     program = """
 import sys
@@ -97,6 +98,7 @@ def test_what_counts_is_not_compiled() -> None:
     assert compiled(torch.ones(2)).tolist() == [-1, -1]
 
 
+@pytest.mark.nightly
 def test_what_counts_is_not_compiled_where_torch_has_no_mark_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
         other.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")

@@ -81,6 +81,7 @@ def test_a_turn_needs_to_know_how_many_there_will_be() -> None:
         check.turn()
 
 
+@pytest.mark.nightly
 def test_it_is_told_however_large_the_heap_is() -> None:
     large, kept = [[] for _ in range(400_000)], list[bytes]()  # type: ignore[var-annotated]
     with LeakCheck(turns=12) as check:
