@@ -189,7 +189,10 @@ class _Asking:
         start = Start(None, began := time.monotonic())
         while not start.is_over(self._pids, time.monotonic()):
             if time.monotonic() - began > RESTS_WITHIN_S:
-                say(f"lowtide: the processes do not rest: what they work on counts, too (waited {RESTS_WITHIN_S:g} s)")
+                say(
+                    f"lowtide: the processes do not rest: what they work on counts, too (waited {RESTS_WITHIN_S:g} s)",
+                    err=True,
+                )
                 return
             time.sleep(_LOOKS_S)
 

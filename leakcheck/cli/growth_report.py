@@ -11,7 +11,7 @@ import msgspec
 from lowtide.leakcheck.cli.console import find_console, make_report, refuse, write
 
 if TYPE_CHECKING:
-    from lowtide.reports.schema import Finding, NotMeasured
+    from lowtide.reports.schema import Finding, NotMeasured, Outcome
 
 
 def seconds_of(option: str, text: str) -> float:
@@ -77,10 +77,10 @@ def report_growth(
 
     told = with_known(found, allowed)
     is_more = any(finding.suppressed_by is None for finding in told)
-    outcome = "leak" if is_more else "unsupported" if silent else "clean"
+    outcome: Outcome = "leak" if is_more else "unsupported" if silent else "clean"
     judged = schema.Subject(
         id=subject,
-        outcome=outcome,  # type: ignore[arg-type]
+        outcome=outcome,
         findings=tuple(told),
         not_measured=(*silent, *unknown),
     )

@@ -33,6 +33,9 @@ PATIENCE_S = 15.0
 _BEGINS_S = 60.0
 """Seconds for gdb to start and to read the program's symbols, which the process does not notice."""
 
+_ENDS_S = 60.0
+"""Seconds in which gdb must have let go."""
+
 _AGAIN_S = 1.0
 """Seconds after which gdb is interrupted once more."""
 
@@ -240,7 +243,8 @@ def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
         encoding="utf-8",
     )
     command = ["gdb", "-nx", "-batch", "-readnever", "-iex", "set auto-solib-add off", "-iex", "set auto-load off"]
-    with subprocess.Popen(
+    # No `with`, which waits for its end.
+    gdb = subprocess.Popen(
         [*command, "-x", str(script)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -250,8 +254,8 @@ def _by_gdb(pid: int, text: str, folder: Path, patience: float) -> None:
         # What a terminal sends is for us alone, and gdb must let go of the process where we are killed.
         start_new_session=True,
         preexec_fn=_prepare_gdb,
-    ) as gdb:
-        said, is_cut = _said_by(gdb, patience)
+    )
+    said, is_cut = _said_by(gdb, patience)
     if "\nsent\n" in said:
         return
     if "received signal SIGINT" in said and not is_cut:
@@ -285,11 +289,17 @@ def _said_by(gdb: subprocess.Popen[str], patience: float) -> tuple[str, bool]:
 
 
 def _interrupted(gdb: subprocess.Popen[str]) -> str:
-    """Return what gdb has said until it has let go of the process; while it attaches to one, it hears nothing."""
-    while True:
+    """Return what gdb has said until it has let go of the process; while it attaches to one, it hears nothing.
+
+    Raises:
+        InjectionError: it does not end. Nobody kills it, since its breakpoint would stay in the process.
+    """
+    until = time.monotonic() + _ENDS_S
+    while time.monotonic() < until:
         gdb.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return gdb.communicate(timeout=_AGAIN_S)[0]
+    raise InjectionError(f"gdb (pid {gdb.pid}) has not let go for {_ENDS_S:g} s: send it SIGINT again, and no SIGKILL")
 
 
 def _reason_in(said: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from lowtide.leakcheck.cli import ask
 from lowtide.probes.processes.agents import Agents
@@ -140,6 +141,20 @@ def test_what_no_container_holds_is_told_as_such(
     (finding,) = subject.findings
     assert (done.returncode, finding.resource) == (1, resource)
     assert said in finding.message
+
+
+def test_that_they_do_not_rest_is_said_beside_the_report(
+    process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ask, "RESTS_WITHIN_S", -1.0)
+    ask.ask(process.pid, ask.Asked.MARK)
+    capsys.readouterr()
+    with pytest.raises(typer.Exit) as ended:
+        ask.ask(process.pid, ask.Asked.SINCE, "mark", as_json=True)
+    out, err = capsys.readouterr()
+    (subject,) = decode(out.encode()).subjects
+    assert (ended.value.exit_code, subject.outcome) == (0, "clean")
+    assert err.startswith("lowtide: the processes do not rest: ")
 
 
 def refused(*words: Any) -> str:

@@ -334,6 +334,27 @@ def test_a_process_that_rests_for_good_is_let_go_of_and_runs_on(tmp_path: Path) 
         assert resting.wait() == 0
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there it takes no gdb")
+def test_a_gdb_that_does_not_end_is_named_and_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gdb = tmp_path / "gdb"
+    gdb.write_text("#!/bin/sh\ntrap '' INT\necho waiting\nsleep 60\n")
+    gdb.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(injection, "_BEGINS_S", 0.5)
+    monkeypatch.setattr(injection, "_ENDS_S", 0.5)
+    (tmp_path / "folder").mkdir()
+    started: list[subprocess.Popen[str]] = []
+    wait_for = injection._said_by
+    monkeypatch.setattr(injection, "_said_by", lambda gdb, patience: started.append(gdb) or wait_for(gdb, patience))
+    with pytest.raises(InjectionError, match=r"^gdb \(pid \d+\) has not let go for 0.5 s: "):
+        run_in(os.getpid(), "1/0", tmp_path / "folder", patience=0.5)
+    (stuck,) = started
+    os.killpg(stuck.pid, signal.SIGKILL)
+    stuck.communicate()
+
+
 RESTS = """
 import time
 print("begun", flush=True)
