@@ -40,7 +40,6 @@ OTHERS := tests/pytest_plugin/test_leaks.py \
 # Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take half of the time of all
 # tests: `make test-all` runs them, every night. A file says of itself that it is one of them, or a test of itself alone.
 NIGHTLY := $(shell grep -lE '^(pytestmark = \[?|    )pytest\.mark\.nightly' $(ALL))
-PARTLY_NIGHTLY := $(shell grep -l '^@pytest\.mark\.nightly' $(ALL))
 
 test: $(STAMP)
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS))
@@ -49,7 +48,7 @@ test: $(STAMP)
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(ENGINE))
 
 test-all: test
-	$(PYTEST) -m nightly $(NIGHTLY) $(PARTLY_NIGHTLY)
+	$(PYTEST) -m nightly $(shell grep -l 'pytest\.mark\.nightly' $(ALL))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
