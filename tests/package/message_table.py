@@ -9,12 +9,10 @@ options say for `--help` is in `docs/cli.md` and `docs/pytest-options.md`, which
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("messages.txt")
-HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 
 _SAID = frozenset({"advice", "amount", "came", "message", "reason", "said", "what", "why"})
 """Arguments, variables and entries that hold a text for people."""
@@ -34,35 +32,40 @@ _FEWEST_WORDS = 3
 """Of a text that is not a name or a code."""
 
 
-def table() -> str:
-    """All messages, by module."""
-    parts = []
-    for house in HOUSES:
-        for file in sorted((ROOT / house).rglob("*.py")):
-            found = sorted(set(messages(ast.parse(file.read_text(encoding="utf-8")))))
-            if found:
-                parts.append("\n".join([f"[{file.relative_to(ROOT)}]", *found]))
-    return "\n\n".join(parts) + "\n"
+def table(found: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """All messages, by module.
+
+    Args:
+        found: the messages of each module, after its path.
+    """
+    return "\n\n".join("\n".join([f"[{path}]", *lines]) for path, lines in found if lines) + "\n"
 
 
-def messages(tree: ast.Module) -> Iterator[str]:
-    """Each message in a module, with what kind of text it is."""
-    for node in ast.walk(tree):
+def messages(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Each message in a module's nodes, with what kind of text it is."""
+    for node in nodes:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield from _line(ast.unparse(node.exc.func).rpartition(".")[2], node.exc.args[0])
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
                 if keyword.arg in _SAID:
                     yield from _line(keyword.arg, keyword.value)
-            called = ast.unparse(node.func)
-            for argument in node.args if called in _SAYING else ():
-                yield from _line(_SAYING[called], argument)
+            if node.args and (called := _dotted(node.func)) in _SAYING:
+                for argument in node.args:
+                    yield from _line(_SAYING[called], argument)
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value in _SAID:
                     yield from _line(str(key.value), value)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in _SAID:
             yield from _line(node.targets[0].id, node.value)
+
+
+def _dotted(function: ast.expr) -> str:
+    """A function's name, with that of the module that it is taken from."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _line(kind: str, value: ast.expr) -> Iterator[str]:
@@ -90,4 +93,7 @@ def _text(value: ast.expr) -> str:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(), encoding="utf-8")
+    # It reads the messages by this module.
+    from tests.package import house
+
+    TABLE.write_text(table((code.path, code.messages) for code in house.modules()), encoding="utf-8")
