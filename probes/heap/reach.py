@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from lowtide.probes.objects.identities import Identities, identities, places_of,
 from lowtide.probes.objects.listed import frame_locals
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
-from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
+from lowtide.probes.references.unseen_references import Reader, first_reader, readers, untracked_kinds
 
 _CHUNK = 4096
 
@@ -52,6 +52,7 @@ def reach(
     stops = (*_BOUNDARIES, *boundaries)
     seen: dict[int, object] = {}
     manners: dict[int, _Manner] = {}
+    known = readers()
     passed = frozenset(map(id, (dict, tuple, *untracked_kinds())))
     waiting: list[object] = list(starts)
     while waiting:
@@ -70,7 +71,7 @@ def reach(
                 continue
             manner = manners.get(id(kind))
             if manner is None:
-                manner = manners[id(kind)] = _Manner.of(kind, stops, packages)
+                manner = manners[id(kind)] = _Manner.of(kind, stops, packages, known)
             if manner.stops and not (manner.is_class and enters(item)):
                 continue
             if len(seen) >= max_objects:
@@ -103,12 +104,12 @@ class _Manner(NamedTuple):
     reader: Reader | None
 
     @classmethod
-    def of(cls, kind: type, stops: Iterable[type], packages: Collection[str]) -> _Manner:
+    def of(cls, kind: type, stops: Iterable[type], packages: Collection[str], known: Mapping[int, Reader]) -> _Manner:
         """Find it out: once for each type of a walk."""
-        bases = set(map(id, mro_of(kind)))
-        is_stopped = not bases.isdisjoint(map(id, stops)) or module_of_class(kind).partition(".")[0] in packages
+        bases = list(map(id, mro_of(kind)))
+        is_stopped = not set(bases).isdisjoint(map(id, stops)) or module_of_class(kind).partition(".")[0] in packages
         is_suspended = any(kind is suspended for suspended in _SUSPENDED)
-        return cls(is_stopped, id(type) in bases, is_suspended, reader_of(kind))
+        return cls(is_stopped, id(type) in bases, is_suspended, first_reader(known, bases))
 
 
 _MOST_LEVELS, _MOST_HOLDERS = 4, 500

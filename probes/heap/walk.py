@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from lowtide.probes import native
 from lowtide.probes.heap.roots import Root, is_checkers
 from lowtide.probes.memory.capsules import CAPSULE
 from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.foreign import flags_of, is_kind_of_module, without_state
+from lowtide.probes.objects.foreign import flags_of, mro_of, without_state
 from lowtide.probes.objects.identities import (
     Identities,
     are_tracked,
@@ -31,7 +31,7 @@ from lowtide.probes.objects.identities import (
     types_of,
 )
 from lowtide.probes.original_numpy import np
-from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
+from lowtide.probes.references.unseen_references import Reader, first_reader, readers, untracked_kinds
 
 # More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
 _CHUNK = 8_000
@@ -71,7 +71,8 @@ class Walk(ABC):
         self.edges: Indices = np.zeros(0, np.int32)
         self.passed_over: Indices = np.zeros(0, np.int32)
         self._also = [root.also for root in roots]
-        self._untracked_kinds = untracked_kinds()
+        self._untracked_kinds = set(map(id, untracked_kinds()))
+        self._readers_of = readers()
         self._readers: dict[int, Reader] = {}
 
     @abstractmethod
@@ -93,15 +94,16 @@ class Walk(ABC):
     def _manner_of(self, cls: type) -> int:
         """How instances of a type are gone through; asked once for each type."""
         self.types[id(cls)] = cls
-        reader = reader_of(cls)
+        bases = [id(base) for base in mro_of(cls)]
+        reader = first_reader(self._readers_of, bases)
         if reader is not None:
             self._readers[id(cls)] = reader
         manner = HAS_READER if reader is not None else 0
-        if is_kind_of_module(cls) or cls is FrameType:
+        if id(ModuleType) in bases or cls is FrameType:
             manner |= HAS_STAND_IN
         # What is not tracked refers to nothing that is. But dicts and tuples of nothing that is tracked are not tracked
         # either, nor is, once it is made, what C calls a struct sequence (such as what `torch.max` returns).
-        if any(cls is kind for kind in self._untracked_kinds):
+        if id(cls) in self._untracked_kinds:
             manner |= LEADS_ON_UNTRACKED
         if flags_of(cls) & _MAY_BE_TRACKED or cls is CAPSULE:
             manner |= IS_PASSED_OVER

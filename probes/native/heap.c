@@ -35,18 +35,31 @@ typedef struct {
 } Array;
 
 static int
+array_widen(Array *array)
+{
+    size_t room = array->room ? array->room + array->room / 2 : 1024;
+    char *items = realloc(array->items, room * array->width);
+    if (items == NULL)
+        return -1;
+    array->items = items;
+    array->room = room;
+    return 0;
+}
+
+/* The width is one that the compiler knows wherever this is called for each reference. */
+static inline int
+push_wide(Array *array, const void *item, size_t width)
+{
+    if (array->count == array->room && array_widen(array) < 0)
+        return -1;
+    memcpy(array->items + array->count++ * width, item, width);
+    return 0;
+}
+
+static int
 array_push(Array *array, const void *item)
 {
-    if (array->count == array->room) {
-        size_t room = array->room ? array->room + array->room / 2 : 1024;
-        char *items = realloc(array->items, room * array->width);
-        if (items == NULL)
-            return -1;
-        array->items = items;
-        array->room = room;
-    }
-    memcpy(array->items + array->count++ * array->width, item, array->width);
-    return 0;
+    return push_wide(array, item, array->width);
 }
 
 static PyObject *
@@ -100,21 +113,32 @@ table_find(const Table *table, const void *address)
     return slot->address != 0 ? slot->place : UNKNOWN;
 }
 
+/* Makes room for as many addresses as there are to be: two of three slots are taken at most. */
+static int
+table_reserve(Table *table, size_t count)
+{
+    Table wider = {NULL, table->count, table->slots == NULL ? 10 : table->bits};
+    while (3 * count > (size_t)2 << wider.bits)
+        wider.bits++;
+    if (table->slots != NULL && wider.bits == table->bits)
+        return 0;
+    wider.slots = calloc((size_t)1 << wider.bits, sizeof(Slot));
+    if (wider.slots == NULL)
+        return -1;
+    for (size_t at = 0; table->slots != NULL && at < (size_t)1 << table->bits; at++) {
+        if (table->slots[at].address != 0)
+            wider.slots[slot_of(&wider, table->slots[at].address)] = table->slots[at];
+    }
+    free(table->slots);
+    *table = wider;
+    return 0;
+}
+
 static int
 table_add(Table *table, const void *address, int32_t place)
 {
-    if (table->slots == NULL || 3 * table->count >= (size_t)2 << table->bits) {
-        Table wider = {NULL, table->count, table->slots == NULL ? 10 : table->bits + 1};
-        wider.slots = calloc((size_t)1 << wider.bits, sizeof(Slot));
-        if (wider.slots == NULL)
-            return -1;
-        for (size_t at = 0; table->slots != NULL && at < (size_t)1 << table->bits; at++) {
-            if (table->slots[at].address != 0)
-                wider.slots[slot_of(&wider, table->slots[at].address)] = table->slots[at];
-        }
-        free(table->slots);
-        *table = wider;
-    }
+    if (table_reserve(table, table->count + 1) < 0)
+        return -1;
     Slot *slot = &table->slots[slot_of(table, (uintptr_t)address)];
     if (slot->address == 0) {
         *slot = (Slot){(uintptr_t)address, place};
@@ -283,11 +307,11 @@ add_edges(Walk *walk, const size_t *ends, size_t nodes, const Asked *asked)
                 result = -1;
             else if (met != UNKNOWN) {
                 walk->edge_count++;
-                if (array_push(&walk->edges, &met) < 0)
+                if (push_wide(&walk->edges, &met, sizeof(met)) < 0)
                     result = no_memory();
             }
         }
-        if (result == 0 && array_push(&walk->ends, &walk->edge_count) < 0)
+        if (result == 0 && push_wide(&walk->ends, &walk->edge_count, sizeof(walk->edge_count)) < 0)
             result = no_memory();
     }
     walk->referents.count = 0;
@@ -299,7 +323,7 @@ add_edges(Walk *walk, const size_t *ends, size_t nodes, const Asked *asked)
 static int
 note_referent(PyObject *item, void *walk)
 {
-    return array_push(&((Walk *)walk)->referents, &item);
+    return push_wide(&((Walk *)walk)->referents, &item, sizeof(item));
 }
 
 /* Notes what the collector is shown of an object. */
@@ -388,7 +412,7 @@ read_some(Walk *walk, PyObject *also, const Asked *asked)
     if (read > 0 && add_edges(walk, ends, read, asked) < 0)
         return -1;
     for (size_t at = 0; at < done; at++) {
-        if (array_push(&walk->kind_places, &places[at]) < 0)
+        if (push_wide(&walk->kind_places, &places[at], sizeof(places[at])) < 0)
             return no_memory();
     }
     walk->done += (Py_ssize_t)done;
@@ -430,9 +454,12 @@ walk_add(PyObject *self, PyObject *args)
     PyObject *items;
     if (!PyArg_ParseTuple(args, "O!O!:add", &PyList_Type, &asked.objects, &PyList_Type, &items))
         return NULL;
+    /* What it meets later are a third as many again. */
+    if (table_reserve(&walk->nodes, walk->nodes.count + (size_t)PyList_Size(items) / 3 * 4) < 0)
+        return PyErr_NoMemory();
     for (Py_ssize_t at = 0; at < PyList_Size(items); at++) {
         PyObject *item = PyList_GetItem(items, at);
-        if (at + AHEAD < PyList_Size(items) && walk->nodes.slots != NULL) {
+        if (at + AHEAD < PyList_Size(items)) {
             PyObject *next = PyList_GetItem(items, at + AHEAD);
             PREFETCH(next);
             PREFETCH(&walk->nodes.slots[home_of(&walk->nodes, (uintptr_t)next)]);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
@@ -27,16 +27,15 @@ def untracked_kinds() -> list[type]:
     return [*holders, select.epoll, SCANDIR]
 
 
-def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
-    """How to read the references of a type's instances that the collector does not see; None where there are none.
+def readers(*, thorough: bool = False) -> dict[int, Reader]:
+    """Return how to read the references that the collector does not see, by the identity of the type that has them.
 
     Args:
-        cls: the type.
         thorough: whether reading may make Python objects of tensors that had none, which then stay.
     """
     numpy: Any = loaded("numpy")
     torch: Any = loaded("torch")
-    readers = [
+    by_type = [
         (getattr(numpy, "ndarray", None), _of_array),
         (getattr(numpy, "void", None), _base),
         (getattr(numpy, "flatiter", None), _base),
@@ -44,7 +43,22 @@ def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
         (getattr(getattr(torch, "_C", None), "Future", None), _result_and_callbacks if thorough else _result),
         (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, _tensors_of_script),
     ]
-    return next((read for kind, read in readers if any(base is kind for base in mro_of(cls))), None)
+    return {id(cls): read for cls, read in by_type if cls is not None}
+
+
+def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
+    """Return how to read the references of a type's instances that the collector does not see; None if there are none.
+
+    Args:
+        cls: the type.
+        thorough: see `readers`.
+    """
+    return first_reader(readers(thorough=thorough), map(id, mro_of(cls)))
+
+
+def first_reader(known: Mapping[int, Reader], bases: Iterable[int]) -> Reader | None:
+    """Return that of the first of a type's bases, by their identities, that has one."""
+    return next((known[base] for base in bases if base in known), None)
 
 
 def edge_of(holder: Any, held: object, containers: Containers | None = None) -> str | None:

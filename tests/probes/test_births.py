@@ -33,7 +33,7 @@ def births(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             monkeypatch.setattr(module, name, None)
     watch = Births()
     watch.start()
-    gc.collect()
+    gc.collect(1)
     watch.mark("before")
     yield watch
     watch.stop()

@@ -218,7 +218,7 @@ class TestEach:
         monkeypatch.setattr(walk, "without_state", fails)
         with pytest.raises(OSError, match="cannot be read"):
             walked(kind, [sys])
-        monkeypatch.setattr(walk, "reader_of", fails)
+        monkeypatch.setattr(walk, "mro_of", fails)
         with pytest.raises(OSError, match="cannot be read"):
             walked(kind, [[]])
 
