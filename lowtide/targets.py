@@ -24,9 +24,15 @@ from lowtide.leakcheck.targets.target import (
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.targets.reference import reference
+    from lowtide.leakcheck.targets.server import sglang_server, vllm_server
     from lowtide.leakcheck.targets.transformers_target import transformers_model
 
-_HOMES = {"reference": "reference", "transformers_model": "transformers_target"}
+_HOMES = {
+    "reference": "reference",
+    "sglang_server": "server",
+    "transformers_model": "transformers_target",
+    "vllm_server": "server",
+}
 
 __all__ = [
     "Capabilities",
@@ -40,7 +46,9 @@ __all__ = [
     "TargetFactory",
     "Updating",
     "reference",
+    "sglang_server",
     "transformers_model",
+    "vllm_server",
 ]
 
 

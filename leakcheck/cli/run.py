@@ -340,6 +340,10 @@ class DrawnLife:
 
 def check(
     target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="What makes your engine's target.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGUMENT...", help="What it is called with, such as the command of a server."),
+    ] = None,
     cycles: _Cycles = 2,
     report: ReportFolder = None,
     suppressions: KnownLeaks = None,
@@ -363,7 +367,7 @@ def check(
         from lowtide.leakcheck.lives.lifecycle import check_run
 
         try:
-            factory = load_factory(target)
+            factory = load_factory(target, arguments or ())
 
             def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
                 return check_run(

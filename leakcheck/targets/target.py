@@ -5,6 +5,7 @@ Another process gets at the same target by the lines of Python that make it ther
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -291,8 +292,12 @@ def tokens_of_one(said: Any) -> tuple[int, ...]:
         ) from None
 
 
-def load_factory(name: str) -> TargetFactory:
+def load_factory(name: str, arguments: Sequence[str] = ()) -> TargetFactory:
     """Import the factory that `MODULE:FACTORY` names; the current directory is looked in too.
+
+    Args:
+        name: MODULE:FACTORY.
+        arguments: what it is called with for each target.
 
     Raises:
         TargetError: there is none, or its import fails.
@@ -314,7 +319,8 @@ def load_factory(name: str) -> TargetFactory:
         raise TargetError(f"{name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     if not callable(found):
         raise TargetError(f"{name!r} is a {type(found).__name__}: it must be a callable that makes a target")
-    return found  # type: ignore[no-any-return]
+    factory: TargetFactory = functools.partial(found, *arguments) if arguments else found
+    return factory
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from tests.waiting import HANG_S
 
 @pytest.mark.parametrize("name", lowtide.targets.__all__)
 def test_a_name_is_the_one_of_its_home(name: str) -> None:
-    home = {"reference": "reference", "transformers_model": "transformers_target"}.get(name, "target")
+    homes = {"reference": "reference", "transformers_model": "transformers_target"}
+    home = "server" if name.endswith("_server") else homes.get(name, "target")
     assert getattr(lowtide.targets, name) is getattr(importlib.import_module(f"lowtide.leakcheck.targets.{home}"), name)
 
 

@@ -1,0 +1,311 @@
+"""A server that runs in processes of its own, driven over HTTP through its whole life: `vllm serve`, SGLang's.
+
+    lowtide check lowtide.targets:vllm_server -- vllm serve MODEL --enable-sleep-mode
+
+`create` starts the command and waits until it answers, `shutdown` sends SIGTERM and waits until it has ended; between
+them each stage is a request. What its processes hold is read by the agents in them, as in every other program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowtide.leakcheck.targets.target import Capabilities, TargetError
+
+START_S = 600.0
+"""Seconds that a server may take until it answers: it loads weights, and may compile."""
+
+ANSWER_S = 300.0
+"""Seconds that an answer may take."""
+
+END_S = 120.0
+"""Seconds that it may take to end after SIGTERM."""
+
+_POLL_S = 0.1
+_HEALTH_S = 5.0
+_LAST_LINES = 15
+_TOKENS = range(10, 100)
+"""Token ids of prompts: every vocabulary has them, and special ones are elsewhere."""
+
+
+class ServerError(Exception):
+    """A server did not start, did not end, or answered with an error; it says what the server said last."""
+
+
+class ServerTarget(ABC):
+    """A server as a target.
+
+    Args:
+        command: what starts it; where it has no `--port`, one that is free is added.
+        capabilities: what it can do.
+    """
+
+    port_option = "--port"
+    variables: Mapping[str, str] = {}
+    """Of the server's environment."""
+
+    def __init__(self, command: Sequence[str], capabilities: Capabilities) -> None:
+        if not command:
+            raise TargetError("there is no command to start: write it after --, such as -- vllm serve MODEL")
+        self.capabilities = capabilities
+        self._command = [*command]
+        self._url = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = ""
+        self._keeps_output = False
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """Start it, and wait until it is ready.
+
+        Raises:
+            ServerError: it ended, or was not ready in time.
+        """
+        port = self._port() or _free_port()
+        added = () if self._port() else (self.port_option, str(port))
+        self._url = f"http://127.0.0.1:{port}"
+        self._keeps_output = False
+        # Until `shutdown`, and for good where something fails.
+        descriptor, self._output = tempfile.mkstemp(prefix="lowtide-server-", suffix=".log")
+        try:
+            self._process = subprocess.Popen(
+                [*self._command, *added],
+                env={**os.environ, **self.variables},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            self._close()
+            raise TargetError(f"{self._command[0]} cannot be started: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        self._wait_until_ready(self._process)
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        latest = time.monotonic() + START_S
+        while not self._is_ready():
+            if process.poll() is not None:
+                raise ServerError(f"the server ended with {process.returncode} before it was ready{self._said()}")
+            if time.monotonic() > latest:
+                raise ServerError(f"the server was not ready after {START_S:g} s{self._said()}")
+            time.sleep(_POLL_S)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_S) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    @abstractmethod
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        """Return the greedy tokens of each prompt."""
+
+    def shutdown(self) -> None:
+        """End it with SIGTERM, as whoever runs it does.
+
+        Raises:
+            ServerError: it did not end in time, and was killed.
+        """
+        process, self._process = self._process, None
+        try:
+            if process is not None and process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    raise ServerError(f"the server had not ended {END_S:g} s after SIGTERM{self._said()}") from None
+        finally:
+            self._close()
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, query: Sequence[tuple[str, Any]] = ()) -> Any:
+        """Send a request.
+
+        Args:
+            path: where to.
+            body: what is sent as JSON.
+            query: names and values of the address's query.
+
+        Returns:
+            The answer's JSON; None where it has none.
+
+        Raises:
+            ServerError: the server answered with an error, or not at all.
+        """
+        asked = f"?{urllib.parse.urlencode(query)}" if query else ""
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}{path}{asked}", data=data, headers=headers, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                said = answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                said = error.read(400).decode(errors="replace").strip()
+            raise ServerError(f"POST {path} was answered with {error.code}: {said}") from None
+        except OSError as error:
+            raise ServerError(f"POST {path} was not answered: {error}{self._said()}") from None
+        try:
+            return json.loads(said) if said else None
+        except ValueError:
+            return None
+
+    def _port(self) -> int:
+        """Return the port that the command names, or 0."""
+        for here, following in itertools.pairwise([*self._command, ""]):
+            name, _, value = here.partition("=")
+            if name == self.port_option and (value or following).isdigit():
+                return int(value or following)
+        return 0
+
+    def _said(self) -> str:
+        """Return the last line that the server wrote, and where all that it wrote stays."""
+        self._keeps_output = True
+        lines = Path(self._output).read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        return f"; it wrote last: {last} (the rest is in {self._output})"
+
+    def _close(self) -> None:
+        output, self._output = self._output, ""
+        if output and not self._keeps_output:
+            Path(output).unlink()
+
+
+class VllmServer(ServerTarget):
+    """`vllm serve`, or `python -m vllm.entrypoints.openai.api_server`.
+
+    With `--enable-sleep-mode` it sleeps at level 1; the requests for that are answered in vLLM's mode for developers,
+    which is switched on here.
+    """
+
+    variables: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1"}
+
+    def __init__(self, command: Sequence[str], device: str) -> None:
+        sleeps = "--enable-sleep-mode" in command
+        super().__init__(
+            command,
+            Capabilities(
+                device=device,
+                sleep_levels=(1,) if sleeps else (),
+                wake_tags=("weights", "kv_cache") if sleeps else (),
+                prefix_cache=True,
+            ),
+        )
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        """See `ServerTarget`: one request for completions with all prompts."""
+        answer = self.post(
+            "/v1/completions",
+            {
+                "prompt": [_prompt(length) for length in prompt_lengths],
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        if any(choice.get("token_ids") is None for choice in choices):
+            raise TargetError("the server's completions have no token_ids: vLLM 0.10.2 and newer give them")
+        return [choice["token_ids"] for choice in choices]
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        """See `Sleeping`."""
+        self.post("/sleep", query=[("level", level)])
+        return {}
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """See `Sleeping`."""
+        self.post("/wake_up", query=[("tags", tag) for tag in tags or ()])
+
+    def reset_prefix_cache(self) -> bool:
+        """See `PrefixCaching`."""
+        self.post("/reset_prefix_cache")
+        return True
+
+
+class SglangServer(ServerTarget):
+    """`python -m sglang.launch_server`; with `--enable-memory-saver` it sleeps. Written from its documentation."""
+
+    _PARTS = ("kv_cache", "weights")
+
+    def __init__(self, command: Sequence[str], device: str) -> None:
+        sleeps = "--enable-memory-saver" in command
+        super().__init__(
+            command,
+            Capabilities(
+                device=device,
+                sleep_levels=(1,) if sleeps else (),
+                wake_tags=self._PARTS if sleeps else (),
+                prefix_cache=True,
+            ),
+        )
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        """See `ServerTarget`: one native request with all prompts."""
+        answers = self.post(
+            "/generate",
+            {
+                "input_ids": [_prompt(length) for length in prompt_lengths],
+                "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True},
+            },
+        )
+        if any("output_ids" not in answer for answer in answers):
+            raise TargetError("the server's answers have no output_ids: SGLang 0.4.7 and newer give them")
+        return [answer["output_ids"] for answer in answers]
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        """See `Sleeping`."""
+        self.post("/release_memory_occupation", {"tags": [*self._PARTS]})
+        return {}
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """See `Sleeping`."""
+        self.post("/resume_memory_occupation", {"tags": [*(tags or self._PARTS)]})
+
+    def reset_prefix_cache(self) -> bool:
+        """See `PrefixCaching`."""
+        self.post("/flush_cache")
+        return True
+
+
+def vllm_server(*command: str) -> VllmServer:
+    """Return vLLM's server as a target, with the command that starts it."""
+    return VllmServer(command, _device())
+
+
+def sglang_server(*command: str) -> SglangServer:
+    """Return SGLang's server as a target, with the command that starts it."""
+    return SglangServer(command, _device())
+
+
+def _device() -> str:
+    """Return where a server keeps its memory: the first card that this process may use, or the CPU."""
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def _prompt(length: int) -> list[int]:
+    return list(itertools.islice(itertools.cycle(_TOKENS), length))
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])

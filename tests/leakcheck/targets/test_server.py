@@ -1,0 +1,176 @@
+"""A server as a target: started, asked over HTTP, and ended; what it says where something fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide.leakcheck.targets import server
+from lowtide.leakcheck.targets.server import (
+    ServerError,
+    ServerTarget,
+    SglangServer,
+    VllmServer,
+    sglang_server,
+    vllm_server,
+)
+from lowtide.leakcheck.targets.target import TargetError, load_factory, make_target
+from tests.leakcheck.targets import answering_server
+
+Make = Callable[..., ServerTarget]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes targets, with ways of the server and options of its command."""
+    monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
+    made = []
+
+    def of(kind: type[VllmServer | SglangServer], *ways: str) -> ServerTarget:
+        command = [sys.executable, answering_server.__file__, str(tmp_path / "notes"), *ways]
+        made.append(kind(command, "cpu"))
+        return made[-1]
+
+    yield of
+    for target in made:
+        target.shutdown()
+
+
+def requests(folder: Path) -> list[object]:
+    return [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+
+
+def logs(folder: Path) -> list[Path]:
+    return list(folder.glob("lowtide-server-*.log"))
+
+
+def test_a_life_of_vllm_s_server(make: Make, tmp_path: Path) -> None:
+    target = make(VllmServer, "--enable-sleep-mode")
+    assert (target.capabilities.sleep_levels, target.capabilities.wake_tags) == ((1,), ("weights", "kv_cache"))
+    target.create({})
+    process = target._process
+    assert process is not None
+    # In the order of the prompts, whatever that of the answer is.
+    assert target.infer([3, 5], 2) == [[3, 4], [5, 6]]
+    assert target.sleep(1, "wait") == {}
+    target.wake(["weights"])
+    target.wake(None)
+    assert target.reset_prefix_cache() is True
+    target.shutdown()
+    target.shutdown()
+    sent = {"prompt": [[10, 11, 12], [10, 11, 12, 13, 14]], "max_tokens": 2, "temperature": 0}
+    assert requests(tmp_path) == [
+        ["/v1/completions", {**sent, "ignore_eos": True, "return_token_ids": True}],
+        ["/sleep?level=1", None],
+        ["/wake_up?tags=weights", None],
+        ["/wake_up", None],
+        ["/reset_prefix_cache", None],
+    ]
+    assert (process.returncode, logs(tmp_path)) == (-15, [])
+
+
+def test_a_life_of_sglang_s_server(make: Make, tmp_path: Path) -> None:
+    target = make(SglangServer, "--enable-memory-saver")
+    target.create({})
+    assert target.infer([3, 5], 2) == [[3, 4], [5, 6]]
+    target.sleep(1, "wait")
+    target.wake(["weights"])
+    target.wake(None)
+    target.reset_prefix_cache()
+    assert requests(tmp_path)[1:] == [
+        ["/release_memory_occupation", {"tags": ["kv_cache", "weights"]}],
+        ["/resume_memory_occupation", {"tags": ["weights"]}],
+        ["/resume_memory_occupation", {"tags": ["kv_cache", "weights"]}],
+        ["/flush_cache", None],
+    ]
+
+
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+def test_one_that_was_not_started_to_sleep_does_not(kind: type[VllmServer], make: Make) -> None:
+    assert (make(kind).capabilities.sleep_levels, make(kind).capabilities.wake_tags) == ((), ())
+
+
+def test_a_port_that_the_command_names_is_the_one_that_is_asked(make: Make, tmp_path: Path) -> None:
+    port = server._free_port()
+    target = make(VllmServer, "--port", str(port))
+    target.create({})
+    assert target._url == f"http://127.0.0.1:{port}"
+    assert target.infer([2], 1) == [[2]]
+
+
+def test_one_that_ends_says_why_and_what_it_wrote_stays(make: Make, tmp_path: Path) -> None:
+    target = make(VllmServer, "ends")
+    with pytest.raises(ServerError, match="ended with 3 before it was ready; it wrote last: the weights are not there"):
+        target.create({})
+    target.shutdown()
+    (log,) = logs(tmp_path)
+    assert log.read_text() == "loading\nthe weights are not there\n"
+
+
+def test_one_that_is_not_ready_in_time_is_not_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make(VllmServer)
+    monkeypatch.setattr(server, "START_S", 0.0)
+    with pytest.raises(ServerError, match=r"was not ready after 0 s; it wrote last: nothing"):
+        target.create({})
+
+
+def test_an_answer_that_is_an_error_is_told(make: Make) -> None:
+    target = make(VllmServer, "fails")
+    target.create({})
+    with pytest.raises(
+        ServerError, match=re.compile(r"POST /sleep was answered with 500: .*no memory is left", re.DOTALL)
+    ):
+        target.sleep(1, "wait")
+
+
+def test_one_that_has_died_is_told(make: Make) -> None:
+    target = make(VllmServer)
+    target.create({})
+    assert target._process is not None
+    target._process.kill()
+    target._process.wait()
+    with pytest.raises(ServerError, match=r"POST /sleep was not answered: .*refused"):
+        target.sleep(1, "wait")
+
+
+def test_one_that_does_not_end_is_killed_and_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make(VllmServer, "stays")
+    target.create({})
+    process = target._process
+    assert process is not None
+    monkeypatch.setattr(server, "END_S", 0.2)
+    with pytest.raises(ServerError, match=r"had not ended 0\.2 s after SIGTERM"):
+        target.shutdown()
+    assert process.returncode == -9
+
+
+def test_completions_without_token_ids_are_refused(make: Make) -> None:
+    target = make(VllmServer, "wordless")
+    target.create({})
+    with pytest.raises(TargetError, match="no token_ids: vLLM"):
+        target.infer([3], 1)
+
+
+def test_a_command_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TargetError, match="no-such-server cannot be started: No such file"):
+        VllmServer(["no-such-server"], "cpu").create({})
+    assert logs(tmp_path) == []
+
+
+@pytest.mark.parametrize("factory", [vllm_server, sglang_server])
+def test_without_a_command_it_says_how_to_give_one(factory: Callable[[], ServerTarget]) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(TargetError, match="write it after --, such as -- vllm serve MODEL"):
+        make_target(factory)
+
+
+def test_a_factory_is_called_with_what_follows_it() -> None:
+    pytest.importorskip("torch")
+    target = make_target(load_factory("lowtide.targets:vllm_server", ["serve", "--enable-sleep-mode"]))
+    assert target.capabilities.sleep_levels == (1,)
