@@ -188,6 +188,31 @@ class LeftoverTensors:
         )
         return [_advised(leak.finding) for leak in leaks]
 
+    def explain_awake(self, stage: str, cycle: int, kind: str, pools: Sequence[PoolReading]) -> list[Finding]:
+        """Say who holds what a sleep and its wake have made, and is there when that has ended, in no pool.
+
+        Args:
+            stage: the wake.
+            cycle: which life this is.
+            kind: of the engine's device.
+            pools: those that are announced: what lies in them is judged by them.
+        """
+        is_pooled = within(pools)
+        leaks = self._left_now(
+            replace(self.context(None), living=True),
+            None,
+            only=cycle,
+            where=lambda held: (
+                held.key[0].partition(":")[0] == kind
+                and held.stage.startswith(("sleep", "wake"))
+                and not is_pooled(held.key[1])
+            ),
+        )
+        found = [leak.finding for leak in leaks]
+        more = sum(finding.bytes for finding in found)
+        count = sum(finding.count for finding in found)
+        return [_more_awake(found, stage, kind, size=more, count=count)] if more >= LEAST else []
+
     def explain_turns(
         self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
     ) -> list[tuple[Finding, dict[int, int]]]:
@@ -341,6 +366,10 @@ class SleptTensors:
         others: gives the storages that are none of the engine's, when a sleep begins.
         beside_arenas: whether an engine that announces arenas is looked at, too: its pages tell most, and a reading
             takes as long as going through the heap.
+
+    Attributes:
+        kind: of the engine's device, once it is known.
+        looks_away: whether the last sleep was that of an engine that is not looked at.
     """
 
     def __init__(
@@ -351,6 +380,7 @@ class SleptTensors:
         self._ask_others = others
         self._others: Collection[Key] = ()
         self.kind = kind
+        self.looks_away = False
         self._at_work = 0
         self._is_in = False
         self._before: _Storages = {}
@@ -365,7 +395,10 @@ class SleptTensors:
         """Note what is there when a stage begins; nothing is read at any but sleeps, and wakes from them."""
         self.end()
         sleeps = stage.startswith("sleep")
-        if sleeps and not self._beside_arenas and any(pool.kind == "arena" for pool in announced_pools()):
+        if sleeps:
+            has_arenas = any(pool.kind == "arena" for pool in announced_pools())
+            self.looks_away = has_arenas and not self._beside_arenas
+        if sleeps and self.looks_away:
             self._at_work, self._before, self._kept, self._made, sleeps = 0, {}, set(), set(), False
         self._is_in = sleeps or (stage.startswith("wake") and bool(self._at_work))
         if sleeps:
@@ -428,23 +461,7 @@ class SleptTensors:
         kept, made = self._not_replaced()
         culprits = kept or made
         found = _explained(culprits, stage, context())
-        found.sort(key=lambda finding: (-finding.bytes, finding.holder or ""))
-        largest = found[0]
-        more = f"there are {format_bytes(excess)} more on {largest.device} after {stage} than before the sleep"
-        holder = " and ".join(dict.fromkeys(each.holder or "what has no name" for each in found[:2]))
-        how = "kept what the wake has made again" if kept else "got more than the sleep had given up"
-        suspects = ("more awake", "kept" if kept else "made", largest.fingerprint)
-        return [
-            reworded(
-                largest,
-                f"{more}: {holder} {how}",
-                bytes=excess,
-                count=len(culprits),
-                fingerprint=fingerprint(resource="tensors", device=self.kind, stage=stage, suspects=suspects),
-                former_fingerprint="",
-                advice=f"let go of {holder} {'before the engine sleeps' if kept else f'in {stage}'}",
-            )
-        ]
+        return [_more_awake(found, stage, self.kind, size=excess, count=len(culprits), is_kept=bool(kept))]
 
     def _look(self) -> None:
         self._now = self._of_engine(_outside_pools())
@@ -483,6 +500,36 @@ class SleptTensors:
         sizes = +(Counter(self._now[key].bytes for key in self._made) - gone)
         kept = {key: self._before[key] for key in self._kept if self._before[key].bytes in sizes}
         return kept, {key: self._now[key] for key in self._made if self._now[key].bytes in sizes}
+
+
+def _more_awake(
+    found: Sequence[Finding], stage: str, kind: str, *, size: int, count: int, is_kept: bool = False
+) -> Finding:
+    """Return what there is more after a wake than when the sleep began, as one finding.
+
+    Args:
+        found: the culprits, by their holders.
+        stage: the wake.
+        kind: of the engine's device.
+        size: how many bytes more there are.
+        count: how many culprits there are.
+        is_kept: whether they were there before the sleep.
+    """
+    found = sorted(found, key=lambda finding: (-finding.bytes, finding.holder or ""))
+    largest = found[0]
+    more = f"there are {format_bytes(size)} more on {largest.device} after {stage} than before the sleep"
+    holder = " and ".join(dict.fromkeys(each.holder or "what has no name" for each in found[:2]))
+    how = "kept what the wake has made again" if is_kept else "got more than the sleep had given up"
+    suspects = ("more awake", "kept" if is_kept else "made", largest.fingerprint)
+    return reworded(
+        largest,
+        f"{more}: {holder} {how}",
+        bytes=size,
+        count=count,
+        fingerprint=fingerprint(resource="tensors", device=kind, stage=stage, suspects=suspects),
+        former_fingerprint="",
+        advice=f"let go of {holder} {'before the engine sleeps' if is_kept else f'in {largest.stage}'}",
+    )
 
 
 def not_judged(stage: str, sizes: tuple[int, int], kind: str, where: str = "") -> NotMeasured:

@@ -66,7 +66,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         found = [] if own is None else own.asleep(question.cycle, question.kind)
         return messages.encode(messages.Findings(findings=tuple(found)))
     if isinstance(question, messages.ExplainAwake):
-        return messages.encode(messages.Findings(findings=() if own is None else tuple(own.more_awake(question.stage))))
+        found = [] if own is None else own.more_awake(question.stage, question.kind)
+        return messages.encode(messages.Findings(findings=tuple(found)))
     if isinstance(question, messages.ExplainHeld):
         found = [] if own is None else own.held(question.stage, question.kind, question.most)
         return messages.encode(messages.Findings(findings=tuple(found)))

@@ -175,7 +175,7 @@ class EngineProcesses:
             if pid in self._before_sleep
             and sum(now.levels.tensors.values()) >= sum(self._before_sleep[pid].levels.tensors.values()) + LEAST
         ]
-        return self._found_in(pids, messages.ExplainAwake(stage=stage))
+        return self._found_in(pids, messages.ExplainAwake(stage=stage, kind=self.kind))
 
     def _found_in(self, pids: Sequence[int], question: messages.Question) -> list[Finding]:
         answers = self._each(pids, question, messages.Findings)

@@ -55,9 +55,11 @@ class ExplainAwake(_Message, frozen=True, kw_only=True, tag="explain-awake"):
 
     Attributes:
         stage: the wake, which has ended.
+        kind: of the engine's device.
     """
 
     stage: str
+    kind: str
 
 
 class ExplainHeld(_Message, frozen=True, kw_only=True, tag="explain-held"):

@@ -74,12 +74,19 @@ class OwnTensors:
             found += self._leftovers.explain_asleep(None, cycle, device, pools)
         return found
 
-    def more_awake(self, stage: str) -> list[Finding]:
-        """Return who holds what there is more after a wake than before the sleep."""
-        if self._leftovers is None:
+    def more_awake(self, stage: str, kind: str) -> list[Finding]:
+        """Return who holds what there is more after a wake than before the sleep; asked where there is more.
+
+        Args:
+            stage: the wake, which has ended.
+            kind: of the engine's device.
+        """
+        leftovers = self._leftovers
+        if leftovers is None:
             return []
-        context = self._leftovers.context(None)
-        return self._slept.more_awake(stage, lambda: replace(context, living=True))
+        if self._slept.looks_away:
+            return leftovers.explain_awake(stage, self._cycle, kind, announced_pools())
+        return self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True))
 
     def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
         """Return who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.

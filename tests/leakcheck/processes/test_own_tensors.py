@@ -69,6 +69,26 @@ def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena, own: Own
     del tensor
 
 
+@pytest.mark.parametrize(("dropped", "findings"), [(False, 1), (True, 0)])
+def test_what_a_sleep_leaves_beside_the_arenas_is_told_after_the_wake(
+    dropped: bool, findings: int, arena: Arena, own: OwnTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.begin("infer", 1)
+    older = torch.zeros(SIZE, dtype=torch.uint8)
+    own.begin("sleep(1)", 1)
+    monkeypatch.setattr(answers, "KEPT", [torch.zeros(SIZE, dtype=torch.uint8)], raising=False)
+    paged = arena.allocate((SIZE,), torch.uint8)
+    own.asleep(1, "cpu")
+    own.begin("wake", 1)
+    if dropped:
+        monkeypatch.undo()
+    found = own.more_awake("wake", "cpu")
+    assert [(each.bytes, each.stage) for each in found] == [(SIZE, "sleep(1)")] * findings
+    assert all("answers.KEPT[0]" in str(each.holder) for each in found)
+    assert all("let go of" in str(each.advice) and "in sleep(1)" in str(each.advice) for each in found)
+    del older, paged
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
 def test_pinned_memory_that_torch_keeps_is_not_unexplained(own: OwnTensors) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ from lowtide.leakcheck.targets.server import (
     vllm_server,
 )
 from lowtide.leakcheck.targets.target import TargetError, load_factory, make_target
+from lowtide.reports.schema import read
 from tests.leakcheck.targets import answering_server
+from tests.waiting import HANG_S
 
 Make = Callable[..., ServerTarget]
 
@@ -174,3 +177,22 @@ def test_a_factory_is_called_with_what_follows_it() -> None:
     pytest.importorskip("torch")
     target = make_target(load_factory("lowtide.targets:vllm_server", ["serve", "--enable-sleep-mode"]))
     assert target.capabilities.sleep_levels == (1,)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("ways", "outcome", "holders"), [((), "clean", []), (("keeps",), "leak", ["__main__.KEPT[0]"])]
+)
+def test_what_a_sleep_of_a_server_keeps_is_found_in_its_process(
+    ways: tuple[str, ...], outcome: str, holders: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    served = [sys.executable, str(Path(__file__).with_name("engine_server.py")), *ways, "--enable-sleep-mode"]
+    asked = ["check", "lowtide.targets:vllm_server", "--cycles", "2", "--report", str(tmp_path / "report")]
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", *asked, "--", *served], capture_output=True, text=True, timeout=HANG_S
+    )
+    (subject,) = read(tmp_path / "report").subjects
+    assert (subject.outcome, [finding.holder for finding in subject.findings]) == (outcome, holders), done.stdout
+    found = [finding for finding in subject.findings if finding.process is not None]
+    assert [finding.process.name for finding in found if finding.process] == ["python engine_server.py"] * len(holders)
