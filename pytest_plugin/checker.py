@@ -29,6 +29,7 @@ from lowtide.pytest_plugin.items import (
     errors_of_parameters,
     fixture_name,
     has_own_setup,
+    has_own_teardown,
     hints,
     read_markers,
     release_test,
@@ -292,7 +293,10 @@ class Checker:
             excused = read_markers(item).excused
             self._turns.ends(item, nextitem, judged=not excused)
             self._deferred.note(f"in {item.nodeid}")
-            self._session.watch.phase("teardown", settings_later=True)
+            if has_own_teardown(item, nextitem, but=self):
+                self._session.watch.phase("teardown", settings_later=True)
+            else:
+                self._session.watch.unread_phase("teardown")
             allowed = ANYTHING if excused else None
             self._session.watch.used(self._fixtures.used_by(item), allowed=allowed)
         instance = getattr(item, "_instance", None)

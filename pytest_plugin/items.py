@@ -99,12 +99,44 @@ def has_own_setup(item: pytest.Item) -> bool:
     info = getattr(item, "_fixtureinfo", None)
     if info is None:
         return True
-    for fixtures in info.name2fixturedefs.values():
-        if fixtures[-1].scope == "function":
-            code = getattr(inspect.unwrap(fixtures[-1].func), "__code__", None)
-            if code is None or not is_library(code.co_filename):
-                return True
-    return False
+    return any(
+        fixtures[-1].scope == "function" and not _is_librarys(fixtures[-1].func)
+        for fixtures in info.name2fixturedefs.values()
+    )
+
+
+def has_own_teardown(item: pytest.Item, nextitem: pytest.Item | None, *, but: object) -> bool:
+    """Whether code of the project may run in a test's teardown: nothing has ended so far.
+
+    That is a finalizer, of a fixture for it alone or of one that ends with it, or a hook; and of no installed plugin.
+
+    Args:
+        item: the test, which has run.
+        nextitem: the one that follows: what both have in common lives on.
+        but: the plugin that asks.
+    """
+    if nextitem is None or nextitem.parent is not item.parent:
+        return True
+    finalizers, _ = item.session._setupstate.stack.get(item, ((None,), None))
+    hooks = (hook.function for hook in item.ihook.pytest_runtest_teardown.get_hookimpls() if hook.plugin is not but)
+    return not (all(map(_is_pytests, finalizers)) and all(map(_is_librarys, hooks)))
+
+
+def _is_pytests(finalizer: Any) -> bool:
+    """Whether a finalizer of a test ends what a library has set up, or nothing."""
+    if type(finalizer) is MethodType:
+        return finalizer.__func__ is pytest.Item.teardown
+    fixture = getattr(getattr(finalizer, "func", None), "__self__", None)
+    return isinstance(fixture, pytest.FixtureDef) and _is_librarys(fixture.func)
+
+
+def _is_librarys(function: Callable[..., object]) -> bool:
+    if type(function) is MethodType:
+        function = function.__func__
+    if hasattr(function, "__wrapped__"):
+        function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    return code is not None and is_library(code.co_filename)
 
 
 class FixtureOwner(Owner):

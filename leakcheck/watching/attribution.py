@@ -32,6 +32,7 @@ class Attribution:
         self._watched = watched
         self._labels: list[str] = []
         self._begun = self._forgetting = 0.0
+        self._unread = ""
         self.turns: dict[str, int] = {}
 
     def _begin_attribution(self, stage: str) -> None:
@@ -39,6 +40,7 @@ class Attribution:
         self._watched.births.mark(stage)
         self._begun, self._forgetting = time.perf_counter(), 0.0
         self.turns = {stage: 1}
+        self._unread = ""
 
     @property
     def stage_now(self) -> str:
@@ -82,7 +84,7 @@ class Attribution:
             settings_later: whether the process-wide settings are left to the next reading, since nothing can change
                 them before; what has changed then is of the stage that ends here.
         """
-        ending = self._watched.births.label
+        ending = self._take_ending()
         last = self._watched.ownership.last
         now = (
             self._watched.counters.read_in_part(last, settings="none")
@@ -94,9 +96,23 @@ class Attribution:
         self._watched.caches.note(ending)
         self._watched.ownership.attribute(ending, now, settings_later=settings_later)
 
+    def unread_phase(self, label: str) -> None:
+        """Attribute what is born as `stage` does; what is counted at the next reading is still of the stage before.
+
+        Args:
+            label: the stage that begins, in which no code of the program's is known to run.
+        """
+        self._unread = self._unread or self._watched.births.label
+        self.stage(label)
+
+    def _take_ending(self) -> str:
+        """Return the stage of what is counted at this reading; what the next one finds is of the stage of now."""
+        ending, self._unread = self._unread or self.stage_now, ""
+        return ending
+
     def full_phase(self, label: str) -> Counters:
         """Attribute as `phase` does, and the cards' levels too; return what was read."""
-        ending = self._watched.births.label
+        ending = self._take_ending()
         self.stage(label)
         self._watched.caches.note(ending)
         now = self._watched.counters.read()
@@ -109,8 +125,9 @@ class Attribution:
         if owner.only_adds:
             now = self._watched.counters.read()
             self._watched.others.look(now=now)
-            self._watched.caches.note(self._watched.births.label)
-            self._watched.ownership.attribute(self._watched.births.label, now)
+            ending = self._take_ending()
+            self._watched.caches.note(ending)
+            self._watched.ownership.attribute(ending, now)
             # Modules are imported by the thousand, so that this must not look at all young objects each time.
             self._watched.births.begin_aside(owner.label)
         else:

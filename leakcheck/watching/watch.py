@@ -277,11 +277,12 @@ class Watch(Attribution):
             return found if found is not None and found.bytes >= self.collected else None
 
         now = self._host.read_trimmed(ended)
-        watched.ownership.attribute(stage, now)
+        ending = self._take_ending()
+        watched.ownership.attribute(ending, now)
         if final:
             watched.ownership.over(now)
         self.others.look(always=True, now=now)
-        watched.caches.note(stage)
+        watched.caches.note(ending)
         # Before anything is collected: what is young now will be old then.
         watched.caches.born(watched.births.born() if watched.caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
