@@ -18,12 +18,12 @@ import re
 import signal
 import stat
 import tempfile as tempfile_module
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from lowtide.leakcheck.resources.processes import ChildProcesses
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.process_files import began_at
+from lowtide.probes.host.process_files import Folder, began_at
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
@@ -128,9 +128,9 @@ class OrphanedFiles:
         self._originals: dict[str, Callable[[int, int], None]] = {}
         self._process = 0
         self._names: _MadeUpNames | None = None
-        self._before: frozenset[str] = frozenset()
-        self._listed = 0
-        self._segments_before: frozenset[str] = frozenset()
+        self._files_there, self._segments_there = Folder(temporary_folder), Folder(lambda: "/dev/shm")
+        self._before: Set[str] = frozenset()
+        self._segments_before: Set[str] = frozenset()
         self._lifetimes: dict[int, tuple[float, float]] = {}
         self._ended_before: set[int] = set()
         self._files: set[str] = set()
@@ -174,13 +174,10 @@ class OrphanedFiles:
         self._seen.clear()
         self._neighbours.mark()
         with contextlib.suppress(OSError):
-            self._segments_before = frozenset(os.listdir("/dev/shm"))
+            self._segments_before = self._segments_there.names().keys()
             self._makers.forget_made("shared-memory", self._segments_before)
         with contextlib.suppress(OSError):
-            # The folder changes with each entry, so that most tests find it as the last one did.
-            changed = os.stat(temporary_folder()).st_mtime_ns
-            if changed != self._listed:
-                self._before, self._listed = frozenset(os.listdir(temporary_folder())), changed
+            self._before = self._files_there.names().keys()
 
     def look(self) -> None:
         """Note what is there now and nobody knows of afterwards: what processes of the tree have in /dev/shm.

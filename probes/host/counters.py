@@ -14,9 +14,10 @@ from typing import Any, Literal, Protocol
 from lowtide.probes.device.allocations import AllocationsError, idle_pool_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context
-from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
+from lowtide.probes.host.process_files import AGENTS_SIGNAL, Folder, children_of
 from lowtide.probes.host.replaced import Replaced
 from lowtide.probes.host.settings import (
+    HANDLER_OF,
     CollectorCallbacks,
     Environment,
     Filters,
@@ -34,7 +35,7 @@ from lowtide.probes.host.settings import (
 from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.objects.listed import FrozenCount
-from lowtide.probes.originals import contents, initialized_torch, loaded, os, signal, threading
+from lowtide.probes.originals import contents, initialized_torch, loaded, os, threading
 from lowtide.probes.stages import announced_pools
 
 Items = Mapping[str, int]
@@ -166,15 +167,16 @@ class CounterReader:
         self._card = card
         self._frozen = FrozenCount()
         self._descriptors: Items = _NOTHING
-        self._numbers: list[str] = []
+        self._there: dict[int, tuple[int, int, str]] = {}
         self._files: dict[int, tuple[int, int, str]] = {}
+        self._shared_memory = Folder(lambda: "/dev/shm")
         self._status = b""
         self._settings = SettingReader(warnings_filters=warnings_filters, status=lambda: self._status)
 
     def read(self, last: Counters | None = None) -> Counters:
         """All of them; or, in half of the time, only what may have changed since `last`.
 
-        Then the cards' amounts are taken over, and descriptors too if the same numbers are open.
+        Then the cards' amounts are taken over.
         """
         return self.read_in_part(last, settings="all")
 
@@ -191,8 +193,8 @@ class CounterReader:
         items: dict[str, Items] = {
             "threads": _threads(),
             "processes": {str(pid): 1 for pid in (*children, *self._orphans(children))},
-            "file-descriptors": self._read_descriptors(last),
-            "shared-memory": _shared_memory(),
+            "file-descriptors": self._read_descriptors(),
+            "shared-memory": self._read_shared_memory(),
             "temporary-files": self._temporary_files(),
             **self._resources(),
         }
@@ -225,29 +227,29 @@ class CounterReader:
         values = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
         return Counters(items, amounts, values, threads, unmeasured)
 
-    def _read_descriptors(self, last: Counters | None) -> Items:
+    def _read_descriptors(self) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
-        numbers = os.listdir("/proc/self/fd")
-        if last is not None and numbers == self._numbers:
-            return last.items["file-descriptors"]
-        self._numbers = numbers
-        files: dict[int, tuple[int, int, str]] = {}
+        # As many as there were, and all those that there were.
+        if len(self._there) == os.stat(_DESCRIPTORS).st_size and all(
+            _file_of(number) == file for number, file in self._there.items()
+        ):
+            return self._descriptors
         of_agent = agents_descriptors()
-        for number in map(int, numbers):
-            if number in of_agent:
-                continue
-            try:
-                facts = os.fstat(number)
-            except OSError:  # this listing's own, or another thread's
-                continue
-            # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name distinguishes them.
-            kind = "" if stat.S_IFMT(facts.st_mode) else _target(number)
-            files[number] = (facts.st_dev, facts.st_ino, kind)
+        found = ((number, _file_of(number)) for number in map(int, os.listdir(_DESCRIPTORS)))
+        # But this listing's own, or another thread's.
+        self._there = {number: file for number, file in found if file is not None}
+        files = {number: file for number, file in self._there.items() if number not in of_agent}
         if files != self._files:
             named = ((number, _target(number)) for number in files)
             self._descriptors = {f"{number} -> {target}": 1 for number, target in named if target}
             self._files = files
         return self._descriptors
+
+    def _read_shared_memory(self) -> Items:
+        try:
+            return self._shared_memory.names()
+        except OSError:
+            return _NOTHING
 
     def _read_card(self, torch: Any, index: int, mapped: int, unmeasured: dict[str, str]) -> dict[str, int | None]:
         device = f"cuda:{index}"
@@ -357,23 +359,30 @@ def _fork_server() -> int | None:
 
 def agents_descriptors() -> frozenset[int]:
     """Return the numbers of the sockets on which an agent of lowtide's answers in this process."""
-    agent: Any = getattr(signal.getsignal(AGENTS_SIGNAL), "__self__", None)
+    agent: Any = getattr(HANDLER_OF(AGENTS_SIGNAL), "__self__", None)
     return agent.descriptors if type(agent).__module__ == "lowtide_agent" else frozenset()
+
+
+_DESCRIPTORS = "/proc/self/fd"
+"""The folder of the open descriptors; since Linux 6.2 its size is how many there are."""
+
+
+def _file_of(number: int) -> tuple[int, int, str] | None:
+    """What a descriptor is open on; None if it is closed."""
+    try:
+        facts = os.fstat(number)
+    except OSError:
+        return None
+    # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name distinguishes them.
+    return (facts.st_dev, facts.st_ino, "" if stat.S_IFMT(facts.st_mode) else _target(number))
 
 
 def _target(number: int) -> str:
     try:
-        return os.readlink(f"/proc/self/fd/{number}")
+        return os.readlink(f"{_DESCRIPTORS}/{number}")
     except OSError:  # closed meanwhile
         return ""
 
 
 def _threads() -> Items:
     return dict.fromkeys(map(thread_key, living_threads()), 1)
-
-
-def _shared_memory() -> Items:
-    try:
-        return dict.fromkeys(os.listdir("/dev/shm"), 1)
-    except OSError:
-        return _NOTHING

@@ -343,12 +343,12 @@ class Signals:
 
     def raw(self) -> object:
         """The identities of the handlers."""
-        return tuple(map(id, map(_HANDLER_OF, self._numbers)))
+        return tuple(map(id, map(HANDLER_OF, self._numbers)))
 
     def texts(self) -> dict[str, str]:
         """Each handler by its signal's name."""
         return {
-            f"signal.getsignal(signal.{_SIGNAL_NAMES[number]})": _handler(_HANDLER_OF(number))
+            f"signal.getsignal(signal.{_SIGNAL_NAMES[number]})": _handler(HANDLER_OF(number))
             for number in self._numbers
             if number in _SIGNAL_NAMES
         }
@@ -359,7 +359,7 @@ _FIRST_REAL_TIME_SIGNAL = 32
 # Where the processes of a group meet: whoever uses torch.distributed sets these, and reads what stands there.
 _RENDEZVOUS = (b"MASTER_ADDR", b"MASTER_PORT", b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE")
 _SIGNALS: Any = importlib.import_module("_signal")
-_HANDLER_OF: Any = _SIGNALS.getsignal
+HANDLER_OF: Any = _SIGNALS.getsignal
 _SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
 _DEFAULT_HANDLERS = {int(signal.SIG_DFL): "signal.SIG_DFL", int(signal.SIG_IGN): "signal.SIG_IGN"}
 
@@ -380,14 +380,14 @@ class Timers:
 
     def raw(self) -> object:
         """Which are armed, and who hears of them."""
-        return tuple((_TIMER_OF(number)[0] > 0, id(_HANDLER_OF(sent))) for number, sent in _TIMERS.values())
+        return tuple((_TIMER_OF(number)[0] > 0, id(HANDLER_OF(sent))) for number, sent in _TIMERS.values())
 
     def texts(self) -> dict[str, str]:
         """Each by its name."""
         return {
             f"interval timer {name}": "armed"
             for name, (number, sent) in _TIMERS.items()
-            if _TIMER_OF(number)[0] > 0 and not is_librarys(_HANDLER_OF(sent))
+            if _TIMER_OF(number)[0] > 0 and not is_librarys(HANDLER_OF(sent))
         }
 
 

@@ -33,6 +33,7 @@ from lowtide.probes.host.counters import (
     anonymous_bytes,
     child_processes,
 )
+from lowtide.probes.host.process_files import Folder
 from lowtide.probes.objects import listed
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from tests.waiting import HANG_S, wait_until
@@ -349,6 +350,46 @@ def test_a_descriptor_that_has_another_file_now_has_another_name(reader: Counter
         names = reader.read().items["file-descriptors"]
     assert f"{number} -> {second}" in names
     assert f"{number} -> {first}" not in names
+
+
+def test_as_many_descriptors_with_other_numbers_have_other_names(reader: CounterReader) -> None:
+    with open(os.devnull) as first:  # noqa: PTH123 - the descriptor is the point
+        before = reader.read().items["file-descriptors"]
+        assert f"{first.fileno()} -> {os.devnull}" in before
+        number = os.dup2(first.fileno(), 200)
+    try:
+        after = reader.read().items["file-descriptors"]
+        assert after.keys() - before.keys() == {f"{number} -> {os.devnull}"}
+        assert len(after) == len(before)
+    finally:
+        os.close(number)
+
+
+def test_descriptors_are_listed_only_where_one_has_changed(
+    reader: CounterReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[str] = []
+    list_all = os.listdir
+    monkeypatch.setattr(originals.os, "listdir", lambda path: folders.append(path) or list_all(path))
+    reader.read()
+    folders.clear()
+    reader.read()
+    assert "/proc/self/fd" not in folders
+    with open(os.devnull):  # noqa: PTH123 - the descriptor is the point
+        reader.read()
+    assert "/proc/self/fd" in folders
+
+
+def test_a_folder_is_listed_again_only_where_it_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "old").touch()
+    folder = Folder(lambda: str(tmp_path))
+    wait_until(lambda: folder.names() is folder.names())
+    known = folder.names()
+    for number in range(3):
+        (tmp_path / f"new{number}").touch()
+        # What its own clock says proves nothing: an entry may come within one tick, and anybody may set it.
+        os.utime(tmp_path, (0, 0))
+        assert folder.names().keys() - known.keys() == {f"new{each}" for each in range(number + 1)}
 
 
 def test_an_anonymous_descriptor_that_is_of_another_kind_now_has_another_name(reader: CounterReader) -> None:
