@@ -277,7 +277,7 @@ class Checker:
             if has_own_setup(item):
                 self._session.watch.phase("call")
             else:
-                self._session.watch.stage("call")
+                self._session.watch.attribute_births("call")
         with listening(self._session):
             yield
 

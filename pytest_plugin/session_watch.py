@@ -44,13 +44,19 @@ class Spent:
     @contextlib.contextmanager
     def on_judging(self) -> Iterator[None]:
         """The block judges."""
-        if self._is_running:
-            yield
-            return
-        started = self._start()
+        started = self.begin_judging()
         try:
             yield
         finally:
+            self.end_judging(started)
+
+    def begin_judging(self) -> float | None:
+        """Begin as `on_judging` does; return what `end_judging` takes."""
+        return None if self._is_running else self._start()
+
+    def end_judging(self, started: float | None) -> None:
+        """End what `begin_judging` has begun."""
+        if started is not None:
             self.judging += self._stop(started)
 
     @contextlib.contextmanager
@@ -85,6 +91,30 @@ class Spent:
 
 
 _MAIN_THREAD = threading.main_thread().ident
+
+
+class _Guard:
+    """A block that reads: its time counts as judging. A class, since each test has eight, and a generator takes twice.
+
+    Args:
+        session: is told of an error.
+        spent: where its time is counted.
+        errors: what may end it, and nothing more.
+    """
+
+    def __init__(self, session: SessionWatch, spent: Spent, errors: tuple[type[BaseException], ...]) -> None:
+        self._session, self._spent, self._errors = session, spent, errors
+        self._started: float | None = None
+
+    def __enter__(self) -> None:
+        self._started = self._spent.begin_judging()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self._spent.end_judging(self._started)
+        if error is None or not isinstance(error, self._errors):
+            return False
+        self._session.fails(error)
+        return True
 
 
 class SessionWatch:
@@ -137,22 +167,21 @@ class SessionWatch:
         self.watch.close()
         self.is_open = False
 
-    @contextlib.contextmanager
-    def guarded(self, errors: tuple[type[BaseException], ...] = (Exception,)) -> Iterator[None]:
+    def guarded(self, errors: tuple[type[BaseException], ...] = (Exception,)) -> _Guard:
         """A reading that fails must not keep a test from being set up or torn down; its verdict says so.
 
         Args:
             errors: what may end the reading, and nothing more.
         """
-        try:
-            with self._spent.on_judging():
-                yield
-        except errors as error:
-            if not self.failure:
-                *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-                self.failure = f"{type(error).__name__}: {error} ({frame.f_code.co_name}, line {line})"
-                self.replaced = replaced()
-                del frame
+        return _Guard(self, self._spent, errors)
+
+    def fails(self, error: BaseException) -> None:
+        """Note the first error of a reading."""
+        if not self.failure:
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            self.failure = f"{type(error).__name__}: {error} ({frame.f_code.co_name}, line {line})"
+            self.replaced = replaced()
+            del frame
 
     @contextlib.contextmanager
     def owned_by(self, owner: Owner) -> Iterator[None]:

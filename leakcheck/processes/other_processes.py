@@ -143,7 +143,7 @@ class OtherProcesses:
         """
         self._turn += 1
         self._forget_dead(now)
-        if self._asks:
+        if self._asks and self._agents.began():
             self._tree.adopt(self._agents.elsewhere(self._tree.descendants()))
         self._held = now.amounts["host-memory"]
         # Of one that has ended since the last test, it is said in this one what it has left on a card.

@@ -55,9 +55,10 @@ class Attribution:
             again: whether this is a new turn of it, not the return from a stage inside it.
         """
         self._watched.others.look()
-        self._attribute_births(label, again=again)
+        self.attribute_births(label, again=again)
 
-    def _attribute_births(self, label: str, *, again: bool = False) -> None:
+    def attribute_births(self, label: str, *, again: bool = False) -> None:
+        """Attribute as `stage` does, where no other process can have begun since the last reading."""
         if again:
             self.turns[label] = self.turns.get(label, 0) + 1
             if self.turns[label] > 1:
@@ -92,7 +93,7 @@ class Attribution:
             else self._watched.counters.read(last)
         )
         self._watched.others.look(always=True, now=now)
-        self._attribute_births(label, again=again)
+        self.attribute_births(label, again=again)
         self._watched.caches.note(ending)
         self._watched.ownership.attribute(ending, now, settings_later=settings_later)
 
@@ -103,7 +104,7 @@ class Attribution:
             label: the stage that begins, in which no code of the program's is known to run.
         """
         self._unread = self._unread or self._watched.births.label
-        self.stage(label)
+        self.attribute_births(label)
 
     def _take_ending(self) -> str:
         """Return the stage of what is counted at this reading; what the next one finds is of the stage of now."""

@@ -221,10 +221,11 @@ class Watch(Attribution):
         self._in_use.ending(owner)
         self._in_use.add(owner, self.others.growth_of(owner))
 
-    def _attribute_births(self, label: str, *, again: bool = False) -> None:
+    def attribute_births(self, label: str, *, again: bool = False) -> None:
+        """See `Attribution`; a stage of which the peak is followed ends."""
         if self._peak is not None:
             self._peak.stage_ended(label)
-        super()._attribute_births(label, again=again)
+        super().attribute_births(label, again=again)
 
     def end(
         self,

@@ -149,6 +149,11 @@ class CollectionRecord:
         return self._taken + len(self._log) // _ENTRIES
 
     @property
+    def has_news(self) -> bool:
+        """Whether there was a collection since `restart` of which something is to be taken, or that is in no record."""
+        return bool(self._log) or self.is_incomplete
+
+    @property
     def is_incomplete(self) -> bool:
         """Whether a collection since `restart` made objects old that are in no record, taken ones included."""
         waiting = sum(generation > 0 for generation in list(self._log)[1::_ENTRIES])
@@ -507,6 +512,8 @@ class Births:
             census: all objects, where they are known, so that they are not listed once more.
         """
         with collector_paused():
+            if self._are_none():
+                return []
             young = self._settle()
             found = {id(item): item for item in young.watched if id(item) not in self._known_watched}
             self._note(found, self.label, self.turn)
@@ -521,6 +528,16 @@ class Births:
             ordered = [(key, found.pop(key)) for key in self._noted if key in found] + list(found.items())
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
+
+    def _are_none(self) -> bool:
+        """Return whether nothing that is watched was born since the mark, as in most tests; the collector is paused.
+
+        What has to be noted of the changes of the label may wait until something is.
+        """
+        if self._noted or self._lost or self._record.has_news:
+            return False
+        young = _young()
+        return not young.watched and bool((young.ids == id(self._record.witness)).any())
 
     def all_watched(self) -> Census:
         """Everything of the kinds that are watched, whenever it was born; drop it soon.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -167,8 +166,8 @@ class CounterReader:
         self._card = card
         self._frozen = FrozenCount()
         self._descriptors: Items = _NOTHING
-        self._there: dict[int, tuple[int, int, str]] = {}
-        self._files: dict[int, tuple[int, int, str]] = {}
+        self._there: dict[int, object] = {}
+        self._files: dict[int, object] = {}
         self._shared_memory = Folder(lambda: "/dev/shm")
         self._status = b""
         self._settings = SettingReader(warnings_filters=warnings_filters, status=lambda: self._status)
@@ -229,20 +228,18 @@ class CounterReader:
 
     def _read_descriptors(self) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
-        # As many as there were, and all those that there were.
-        if len(self._there) == os.stat(_DESCRIPTORS).st_size and all(
-            _file_of(number) == file for number, file in self._there.items()
-        ):
-            return self._descriptors
-        of_agent = agents_descriptors()
-        found = ((number, _file_of(number)) for number in map(int, os.listdir(_DESCRIPTORS)))
-        # But this listing's own, or another thread's.
-        self._there = {number: file for number, file in found if file is not None}
-        files = {number: file for number, file in self._there.items() if number not in of_agent}
-        if files != self._files:
-            named = ((number, _target(number)) for number in files)
-            self._descriptors = {f"{number} -> {target}": 1 for number, target in named if target}
-            self._files = files
+        # As many as there were, and all those that there were. A thread that waits in `accept` has one that nobody
+        # sees: then there are never as many.
+        is_known = len(self._there) == os.stat(_DESCRIPTORS).st_size and self._there == _files_of(self._there)
+        there = self._there if is_known else _files_of(map(int, os.listdir(_DESCRIPTORS)))
+        if there != self._there:
+            self._there = there
+            of_agent = agents_descriptors()
+            files = {number: file for number, file in there.items() if number not in of_agent}
+            if files != self._files:
+                named = ((number, _target(number)) for number in files)
+                self._descriptors = {f"{number} -> {target}": 1 for number, target in named if target}
+                self._files = files
         return self._descriptors
 
     def _read_shared_memory(self) -> Items:
@@ -363,18 +360,26 @@ def agents_descriptors() -> frozenset[int]:
     return agent.descriptors if type(agent).__module__ == "lowtide_agent" else frozenset()
 
 
+_PERMISSIONS = 12
+"""The bits of a file's mode below those that say of what kind it is."""
+
 _DESCRIPTORS = "/proc/self/fd"
 """The folder of the open descriptors; since Linux 6.2 its size is how many there are."""
 
 
-def _file_of(number: int) -> tuple[int, int, str] | None:
-    """What a descriptor is open on; None if it is closed."""
-    try:
-        facts = os.fstat(number)
-    except OSError:
-        return None
-    # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name distinguishes them.
-    return (facts.st_dev, facts.st_ino, "" if stat.S_IFMT(facts.st_mode) else _target(number))
+def _files_of(numbers: Iterable[int]) -> dict[int, object]:
+    """What some descriptors are open on, by their numbers; without those that are closed, as a listing's own."""
+    found: dict[int, object] = {}
+    for number in numbers:
+        try:
+            # Mode, inode and device.
+            facts = os.fstat(number)[:3]
+        except OSError:
+            continue
+        # To the kernel all anonymous ones (epoll, eventfd), which are of no kind of file by their mode, are one file:
+        # only their name distinguishes them.
+        found[number] = facts if facts[0] >> _PERMISSIONS else (facts, _target(number))
+    return found
 
 
 def _target(number: int) -> str:

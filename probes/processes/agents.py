@@ -578,12 +578,12 @@ class Neighbours:
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
-        self._reason = ""
+        self._unseen = _unseen_containers()
         self.mark()
 
     def mark(self) -> None:
         """Forget those that have been there until now."""
-        self._reason = _unseen_containers()
+        self._reason = self._unseen
 
     def look(self) -> str:
         """Why others may have left a file since `mark`; empty where nobody else is known.
