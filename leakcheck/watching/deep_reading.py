@@ -35,6 +35,16 @@ class Deep:
     heap: HeapReading
     explained: int
 
+    @classmethod
+    def of_no_heap(cls, subjects: int, alive: frozenset[Key]) -> Deep:
+        """Return what a reading takes over where nothing in the heap is to be judged.
+
+        Args:
+            subjects: how many there are.
+            alive: the storages at the last full reading.
+        """
+        return cls((Reading({"lru-cache": {}}, {}),) * subjects, HeapReading((), {}, alive, {}, 0), 0)
+
     def with_hidden(self, hidden: Sequence[HeldStorage]) -> Deep:
         """The same, with storages of the test's that no walk could find."""
         own, *others = self.readings
@@ -129,7 +139,8 @@ class DeepReader:
             items: dict[str, Mapping[str, int]] = {}
             for key in (*now.items, "globals"):
                 items[key] = self.ownership.new_items(key, now, subject, ended)
-                if subject is None:
+                # No object stands for a setting.
+                if subject is None and key != "globals":
                     items[key] = unclaimed(key, items[key], claims)
             items |= self._idle_pools(now, subject, ended)
             for key in [key for key in items if key.startswith("arena ")]:

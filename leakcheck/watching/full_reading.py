@@ -48,6 +48,8 @@ class Case:
         context: what else is known around it; its module is the test's.
         known: a walk of the ways to what was explained before, if all that is left hangs on these: nothing of that is
             garbage, and no full collection was needed to see it.
+        of_settings: whether nothing but process-wide settings seems to be left: these are not in the heap, which is not
+            read.
     """
 
     ended: Sequence[Owner]
@@ -57,6 +59,7 @@ class Case:
     seen: frozenset[Key]
     context: Context
     known: SharedWalk | None = None
+    of_settings: bool = False
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
@@ -398,7 +401,9 @@ class FullReadings:
             notes: whether what the owners that are alive hold is noted.
             walk: the walk over the heap to ask, if it is shared with others.
         """
-        note = self._in_use.note if notes and case.final else _no_note
+        if case.of_settings:
+            last = Deep.of_no_heap(len(case.subjects), case.seen)
+        note = self._in_use.note if notes and case.final and last is None else _no_note
         with sharing_walk(walk) as walk:
             deep = self._reader(case.subjects, case.ended, case.seen, note, walk, last)
             if self.distinguished is None:
@@ -434,6 +439,8 @@ class FullReadings:
             walk: the walk over the heap to ask; it is closed before anything is done.
         """
         first = self.read(case, notes=True, walk=walk)
+        if case.of_settings:
+            return [LadderStep(Rung.RAW, first, 0.0)], frozenset()
         if self._tries_blas_handles(first):
             walk.close()
             first = self.read(case)

@@ -529,6 +529,11 @@ class Births:
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
 
+    @property
+    def are_young(self) -> bool:
+        """Whether all that was born since the mark is young, right after `survivors`: a young collection finds it."""
+        return not (self._moved or self._full or self._lost or self._record.has_news)
+
     def _are_none(self) -> bool:
         """Return whether nothing that is watched was born since the mark, as in most tests; the collector is paused.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import types
@@ -20,6 +21,7 @@ from lowtide.leakcheck.watching import watch as watching
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.heap import holders as heap
+from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.graph import Graph
 from lowtide.reports.schema import Finding
 
@@ -279,3 +281,55 @@ def test_a_later_thread_that_ends_by_itself_is_no_leak(session: Session) -> None
     assert session.judge(start).findings
     session.program.FIRST.clear()
     assert session.judge(start_and_end).findings == ()
+
+
+# What is not in the heap.
+
+LEFT = "LOWTIDE_LEFT"
+
+
+@pytest.fixture
+def _variable() -> Iterator[None]:
+    yield
+    os.environ.pop(LEFT, None)
+
+
+class PutsBack:
+    """Puts a variable back when it dies; it is in a cycle, so that only a collection ends it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        os.environ[LEFT] = "1"
+
+    def __del__(self) -> None:
+        os.environ.pop(LEFT, None)
+
+
+@pytest.mark.usefixtures("_variable")
+def test_a_setting_takes_no_walk_no_list_of_tensors_and_no_full_collection(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists: list[int] = []
+    list_all = Births.all_watched
+    monkeypatch.setattr(Births, "all_watched", lambda births: lists.append(1) or list_all(births))
+    session.judge(lambda program: None)
+    found = session.judge(lambda program: os.environ.update({LEFT: "1"}))
+    assert [finding.resource for finding in found.findings] == ["globals"]
+    assert (found.walks, found.collections, lists) == (0, 0, [])
+
+
+@pytest.mark.usefixtures("_variable")
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_setting_that_garbage_puts_back_is_no_leak(session: Session, generation: int) -> None:
+    session.judge(lambda program: None)
+
+    def test(program: Any) -> None:
+        item = PutsBack()
+        gc.collect(0)
+        # From here on only a full collection finds it.
+        gc.collect(generation)
+        del item
+
+    found = session.judge(test)
+    assert LEFT not in os.environ
+    assert (found.findings, found.collections) == ((), generation)
