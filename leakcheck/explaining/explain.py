@@ -205,6 +205,7 @@ class Holder:
         target: the suspect itself, as code; None where no expression leads to it.
         way: the way to the suspect.
         cause: what the way to it is.
+        through: the identities of the objects that the way leads through.
     """
 
     identity: int
@@ -212,6 +213,7 @@ class Holder:
     target: str | None = None
     way: tuple[Hop, ...] = ()
     cause: Cause = "unknown"
+    through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
 
 def first_holders(
@@ -252,14 +254,16 @@ def _first_holder(found: Traces, place: int, inspect: Inspector, names: Names | 
         # What it has a name of its own for is the program's; a fixture's value is the test runner's to end.
         named = Hop(type=path.steps[shown.skipped - 1].type_name, edge=shown.path.root_name, suspect=True)
         held = found.link(place, shown.skipped - 1).held
-        return Holder(held, (named,), None, (named,), cause) if shown.is_code else None
+        through = found.through(place)
+        return Holder(held, (named,), None, (named,), cause, through) if shown.is_code else None
     hops = [Hop(type=step.type_name, edge=step.edge) for step in shown.path.steps]
     turn = first - shown.skipped
     hops[turn] = msgspec.structs.replace(hops[turn], suspect=True)
     root = Hop(type=shown.path.root_kind, edge=shown.path.root_name)
     way = Way(shown, place, found)
     code = way.code(len(way.links))
-    return Holder(found.link(place, first).held, (root, *hops[: turn + 1]), code, (root, *hops), cause)
+    held, through = found.link(place, first).held, found.through(place)
+    return Holder(held, (root, *hops[: turn + 1]), code, (root, *hops), cause, through)
 
 
 def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -> bool:

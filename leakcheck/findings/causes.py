@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -66,6 +66,7 @@ class CommonCause:
         kind: what the first suspect edge on that way is.
         ending: the call that ends the holder, as `close()`; empty where its class has none.
         is_thing: whether the holder is what the findings are about, and not an object that has it among others.
+        through: the identities of the objects that the way leads through, to the findings themselves.
     """
 
     key: Hashable
@@ -75,6 +76,7 @@ class CommonCause:
     kind: schema.Cause = "unknown"
     ending: str = ""
     is_thing: bool = False
+    through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
@@ -487,7 +489,9 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
         # No code leads to what only C holds, or a thread that runs.
         advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
-    return CommonCause(holder.identity, name, path, advice, holder.cause, ending, holder.identity == id(item))
+    return CommonCause(
+        holder.identity, name, path, advice, holder.cause, ending, holder.identity == id(item), holder.through
+    )
 
 
 def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:

@@ -48,8 +48,9 @@ class Case:
         context: what else is known around it; its module is the test's.
         known: a walk of the ways to what was explained before, if all that is left hangs on these: nothing of that is
             garbage, and no full collection was needed to see it.
-        of_settings: whether nothing but process-wide settings seems to be left: these are not in the heap, which is not
-            read.
+        things: the names of what seems to be left, by resource, where it is nothing but process-wide settings, or
+            things of which `known` shows who holds them: the heap is not read, and nothing tried that gives back what
+            nobody holds.
     """
 
     ended: Sequence[Owner]
@@ -59,7 +60,7 @@ class Case:
     seen: frozenset[Key]
     context: Context
     known: SharedWalk | None = None
-    of_settings: bool = False
+    things: Mapping[str, Collection[str]] | None = None
 
     @property
     def subjects(self) -> tuple[Subject, ...]:
@@ -401,7 +402,7 @@ class FullReadings:
             notes: whether what the owners that are alive hold is noted.
             walk: the walk over the heap to ask, if it is shared with others.
         """
-        if case.of_settings:
+        if case.things is not None:
             last = Deep.of_no_heap(len(case.subjects), case.seen)
         note = self._in_use.note if notes and case.final and last is None else _no_note
         with sharing_walk(walk) as walk:
@@ -439,7 +440,7 @@ class FullReadings:
             walk: the walk over the heap to ask; it is closed before anything is done.
         """
         first = self.read(case, notes=True, walk=walk)
-        if case.of_settings:
+        if case.things is not None:
             return [LadderStep(Rung.RAW, first, 0.0)], frozenset()
         if self._tries_blas_handles(first):
             walk.close()

@@ -11,7 +11,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings import item_findings
-from lowtide.leakcheck.findings.causes import Leak, by_cause, with_causes
+from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
@@ -34,8 +34,9 @@ from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched
 from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.graph import NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.identities import Identities
-from lowtide.probes.objects.listed import collector_paused
+from lowtide.probes.objects.listed import Census, collector_paused
 from lowtide.reports.schema import Finding, Frame, NotMeasured
 from lowtide.reports.statement import noted
 
@@ -62,7 +63,7 @@ class KnownWays:
     def __init__(self) -> None:
         self._known: dict[int, None] = {}
 
-    def note(self, explanations: Iterable[Explanation]) -> None:
+    def note(self, explanations: Iterable[Explanation | CommonCause]) -> None:
         """Remember the ways to what was explained."""
         for found in explanations:
             if found.path and found.path[0].type == "module" and len(found.through) <= _MOST_KNOWN:
@@ -80,14 +81,36 @@ class KnownWays:
             wanted: their identities, those of the oldest first.
             born: the identities of what was born in the test.
         """
-        if not self._known or not wanted or not isinstance(born, Identities):
+        return self._walk(born, lambda graph: wanted)
+
+    def to_things(self, names: Mapping[str, Sequence[str]], born: Collection[int] | None) -> SharedWalk | None:
+        """Return, as `to` does, a walk that answers who holds the objects that stand for some things.
+
+        Args:
+            names: those of the things, by resource.
+            born: the identities of what was born in the test.
+        """
+        return self._walk(born, lambda graph: _standing_for(names, graph.census()))
+
+    def _walk(
+        self, born: Collection[int] | None, wanted: Callable[[NewBehindKnown], Collection[int]]
+    ) -> SharedWalk | None:
+        if not self._known or not isinstance(born, Identities):
             return None
         with collector_paused():
             graph = NewBehindKnown(self._known, born)
-            if graph.holds_alone(wanted):
+            found = wanted(graph)
+            if found and graph.holds_alone(found):
                 return SharedWalk(graph)
             graph.close()
             return None
+
+
+def _standing_for(names: Mapping[str, Sequence[str]], census: Census) -> list[int]:
+    """Return the identities of the objects that stand for some things; none where one of these has no object."""
+    found = stand_ins(census, {key: [*own] for key, own in names.items()})
+    is_complete = all((key, name) in found for key, own in names.items() for name in own)
+    return [*dict.fromkeys(map(id, found.values()))] if is_complete else []
 
 
 @dataclass(frozen=True)
@@ -143,12 +166,12 @@ class WatchJudge:
             )
             steps, frozen = climb(case)
             known = case.known
-            if known is not None and not _suffices(known, _above(metrics, steps[0].reading), steps[0].reading):
-                # There is more, of which a collection may give back some.
+            if known is not None and not _suffices(known, case, _above(metrics, steps[0].reading), steps[0].reading):
+                # There is more, or an owner has got it, of which a collection may give back some.
                 known.close()
                 walk.close()
                 collect()
-                case = replace(case, known=None)
+                case = replace(case, known=None, things=None)
                 steps, frozen = climb(case)
             if case.final:
                 self._in_use.report_limits()
@@ -201,6 +224,7 @@ class WatchJudge:
                 for turn, found in enumerate(leaks)
             ]
             leaks, of_leaks = [found for found, _ in caused], [known for _, known in caused]
+            self.ways.note(cause for known in of_leaks for cause in known if cause is not None)
             del caused
             watches = _watches_of(leaks, walk) if notes else {}
         for turn, owner in enumerate(case.ended, 1):
@@ -346,11 +370,18 @@ def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Readin
     return [item.metric for reading in deep.readings for item in missing(metrics, nothing, reading)]
 
 
-def _suffices(known: SharedWalk, above: Sequence[Metric[Reading]], deep: Deep) -> bool:
-    """Return whether what is left is nothing but tensors that are in a walk of the known ways."""
+def _suffices(known: SharedWalk, case: Case, above: Sequence[Metric[Reading]], deep: Deep) -> bool:
+    """Return whether what is left is nothing but tensors, or the things of a case, in a walk of the known ways."""
+    if case.things is not None:
+        left = {metric.key: set(deep.readings[0].items.get(metric.key, ())) for metric in above}
+        return left == {key: set(names) for key, names in case.things.items()}
     held = {storage.key for storage in deep.heap.held}
     found = {key for _, keys in tensors_in(held, known) for key in keys}
     return held <= found and all(metric.resource == "tensors" for metric in above)
+
+
+STANDING = frozenset({"file-descriptors", "processes", "shared-memory"})
+"""Resources for which objects stand that hold what they have as long as they live, and that no thread runs."""
 
 
 def _level_of(key: str, device: str) -> str:

@@ -7,7 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from lowtide.leakcheck.resources.first_use import driver_is_open
 from lowtide.leakcheck.watching.attribution import Attribution, CardArrival
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Suspects, wait_for_return
 from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse
-from lowtide.leakcheck.watching.judgement import WatchJudge
+from lowtide.leakcheck.watching.judgement import STANDING, WatchJudge
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
@@ -324,6 +324,11 @@ class Watch(Attribution):
         if final and are_tensors and "host-memory" not in suspects and self._are_renewed(born):
             return clean()
         known = self._known_ways(born) if are_tensors else None
+        things: Mapping[str, Collection[str]] | None = {} if of_settings else None
+        if final and not ended and set(suspects) <= STANDING:
+            names = {key: [*watched.ownership.new_items(key, now, None, ended)] for key in suspects}
+            known = self._judge.ways.to_things(names, born)
+            things = None if known is None else names
         if known is None and not of_settings:
             collect(is_clean)
             if is_clean():
@@ -344,7 +349,7 @@ class Watch(Attribution):
             module=self._module,
             made_at=watched.makers.place_of,
         )
-        case = Case(ended, final, stage, self.tolerance, self._seen, context, known, of_settings)
+        case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things)
         back = collected()
         return replace(self._concluded(case, unmeasured, share), collected=back)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.leakcheck.watching import judgement
 from lowtide.leakcheck.watching import watch as watching
@@ -281,6 +282,80 @@ def test_a_later_thread_that_ends_by_itself_is_no_leak(session: Session) -> None
     assert session.judge(start).findings
     session.program.FIRST.clear()
     assert session.judge(start_and_end).findings == ()
+
+
+# Things for which an object stands.
+
+
+@pytest.fixture
+def files(session: Session) -> Iterator[Session]:
+    yield session
+    for name in ("FIRST", "SECOND"):
+        for file in vars(session.program)[name]:
+            file.close()
+
+
+def keep_open(program: Any) -> None:
+    program.FIRST.append(open(os.devnull))  # noqa: PTH123, SIM115 - that it stays open is the point
+
+
+def test_a_descriptor_whose_holder_is_known_takes_no_walk_and_no_full_collection(files: Session) -> None:
+    first, later = files.judge(keep_open), files.judge(keep_open)
+    assert (first.walks, first.collections) == (1, 1)
+    assert (later.walks, later.collections) == (0, 0)
+    assert (first.holders, later.holders) == (["program.FIRST[0]"], ["program.FIRST[1]"])
+    (one,), (other,) = first.findings, later.findings
+    assert (one.fingerprint, one.cause) == (other.fingerprint, other.cause)
+    assert one.advice.replace("[0]", "[1]") == other.advice
+    assert [hop.type for hop in other.path] == [hop.type for hop in one.path]
+
+
+def test_a_descriptor_that_another_object_holds_takes_a_walk(files: Session) -> None:
+    files.judge(keep_open)
+    found = files.judge(lambda program: program.SECOND.append(open(os.devnull)))  # noqa: PTH123, SIM115
+    assert (found.walks, found.holders) == (1, ["program.SECOND[0]"])
+
+
+def test_so_does_one_that_something_else_holds_too(files: Session) -> None:
+    files.judge(keep_open)
+
+    def test(program: Any) -> None:
+        keep_open(program)
+        program.SECOND.append(program.FIRST[-1])
+
+    assert files.judge(test).walks == 1
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_descriptor_in_garbage_beside_it_is_no_leak(files: Session) -> None:
+    files.judge(keep_open)
+
+    def test(program: Any) -> None:
+        keep_open(program)
+        cycle: list[object] = [open(os.devnull)]  # noqa: PTH123, SIM115
+        cycle.append(cycle)
+        gc.collect(1)
+
+    found = files.judge(test)
+    assert (found.collections, found.holders) == (1, ["program.FIRST[1]"])
+    assert [finding.count for finding in found.findings] == [1]
+
+
+def test_what_an_owner_has_got_of_it_is_the_owners_and_grows_there(files: Session) -> None:
+    files.judge(keep_open)
+    owner = Owner("a fixture", lambda: iter([files.program.FIRST]))
+    files.watch.enter(owner)
+    files.watch.leave()
+
+    def test(program: Any) -> None:
+        files.watch.used([owner])
+        keep_open(program)
+
+    assert [files.judge(test).findings for _ in range(4)] == [()] * 4
+    files.watch.begin(module="test_program.py")
+    files.watch.ending(owner)
+    grown = files.watch.end([owner]).of_owners[owner.label]
+    assert {(finding.resource, finding.trend) for finding in grown} == {("file-descriptors", "growth")}
 
 
 # What is not in the heap.
