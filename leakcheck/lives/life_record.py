@@ -349,7 +349,7 @@ class LifeProbes:
 
     def look(self) -> None:
         """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""
-        # A library may have come meanwhile that binds sockets in C.
+        # A library may have come in another thread that binds sockets in C.
         self.makers.start()
         self.unseen.look(always=True)
         self._orphaned_files.look()

@@ -511,6 +511,8 @@ class LifecycleRun:
     def _import_done(self) -> None:
         self._leftovers.imported()
         self._process.adopt(self._imported.end())
+        # A library may have come with it that binds sockets in C.
+        self._probes.makers.start()
 
     def _announce(self, cycle: int, turn: int) -> None:
         self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record))

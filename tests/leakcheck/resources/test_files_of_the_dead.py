@@ -519,13 +519,16 @@ from lowtide.probes.device.driver import NoDriver
 
 class Engine:
     capabilities = Capabilities(device="cpu")
+    lives = 0
 
     def create(self, config):
         import zmq
 
+        Engine.lives += 1
+        self.path = f"{sys.argv[1]}_{Engine.lives}"
         self.context = zmq.Context()
         self.answering = self.context.socket(zmq.REP)
-        self.answering.bind(f"ipc://{sys.argv[1]}")
+        self.answering.bind(f"ipc://{self.path}")
 
     def infer(self, prompt_lengths, max_tokens):
         return [[0] for _ in prompt_lengths]
@@ -536,18 +539,18 @@ class Engine:
         self.answering.close()
         self.context.term()
         if sys.argv[2] == "removes":
-            os.unlink(sys.argv[1])
+            os.unlink(self.path)
 
 
 subject = check_run("check", Engine, driver=NoDriver("a test"), cycles=2).run()
-print([(each.resource, each.holder) for each in subject.findings])
+print([(each.resource, each.holder, each.count) for each in subject.findings])
 """
 
 
 @pytest.mark.parametrize("ending", ["leaves", "removes"])
-def test_a_socket_of_a_life_is_found_though_its_library_came_with_the_first_one(ending: str) -> None:
+def test_each_lifes_socket_is_found_though_its_library_came_with_the_first_life(ending: str) -> None:
     pytest.importorskip("zmq")
     path = f"{tempfile.gettempdir()}/lowtide_test_zmq"
     done = subprocess.run([sys.executable, "-c", LIVES, path, ending], capture_output=True, text=True, check=True)
-    found = [("temporary-files", path)] if ending == "leaves" else []
+    found = [("temporary-files", f"{path}_1, {path}_2", 2)] if ending == "leaves" else []
     assert done.stdout.splitlines()[-1] == str(found)
