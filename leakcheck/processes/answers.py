@@ -26,6 +26,9 @@ _own_preserved: OwnPreserved | None = None
 _turns: dict[str, TurnGrowth] = {}
 """What is followed, by what a turn is."""
 
+_modules = 0
+"""How many modules there were after the last turn that was read."""
+
 _OWN = "lowtide.leakcheck.processes.own_tensors"
 """What a process without torch does not import."""
 
@@ -90,11 +93,7 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     if isinstance(question, messages.RememberPreserved | messages.ComparePreserved):
         return messages.encode(_preserved(question, importing))
     if isinstance(question, messages.ReadTurn):
-        is_read = own is not None or question.asked
-        grown = _grown(question, importing) if is_read else messages.GrownContainers()
-        cards = own.allocated() if own is not None and question.seconds else {}
-        named = {"variables": _rank_variables(), "called": _called()}
-        return messages.encode(msgspec.structs.replace(grown, cards=cards, **named))
+        return messages.encode(_after_turn(question, own, importing))
     if question.collects:
         gc.collect()
     levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
@@ -126,6 +125,20 @@ def _preserved(
         return messages.PreservedAnswer(tensors=_own_preserved.tensors)
     preserved, _own_preserved = _own_preserved, None
     return messages.Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
+
+
+def _after_turn(question: messages.ReadTurn, own: OwnTensors | None, importing: Importing) -> messages.GrownContainers:
+    """Return what grows, with what names this process, and the modules that it has imported in this turn."""
+    global _modules
+    imported = len(sys.modules) - (_modules or len(sys.modules))
+    is_read = own is not None or question.asked
+    grown = _grown(question, importing) if is_read else messages.GrownContainers()
+    cards = own.allocated() if own is not None and question.seconds else {}
+    # What was imported here, to read and to explain, is none of the program's.
+    _modules = len(sys.modules)
+    return msgspec.structs.replace(
+        grown, cards=cards, variables=_rank_variables(), called=_called(), imported=max(0, imported)
+    )
 
 
 def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownContainers:

@@ -307,12 +307,14 @@ class GrownContainers(Findings, frozen=True, kw_only=True):
     Attributes:
         more: how many more turns may tell whether others do; 0 where that is known, or was not asked.
         cards: bytes that torch has given out to tensors and others on each card, where turns are parts of the time.
+        imported: how many modules the program has imported since the turn that was read before.
         variables: as of `Levels`.
         called: as of `Levels`.
     """
 
     more: int = 0
     cards: dict[str, int] = {}
+    imported: int = 0
     variables: dict[str, str] = {}
     called: str = ""
 

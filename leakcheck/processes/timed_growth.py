@@ -8,7 +8,7 @@ cards by the same series. No tensors are listed: that would hold them for a mome
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
@@ -43,6 +43,9 @@ _RESTING_PAGES = 256
 _SETTLED_S = 30.0
 """Seconds without a new process after which a program that never rests has started."""
 
+
+_STARTING_S = 600.0
+"""Seconds from the first reading for which a program may be seen to be starting still."""
 
 _ENDING_S = 10.0
 """Seconds before the end of the program in which a process that does not answer is one that ends."""
@@ -87,6 +90,9 @@ class Start:
 class TimedGrowth:
     """Reads the processes of a tree at intervals, once the program has started, until it is known what grows.
 
+    Where a process comes to stay, or modules are imported, before that is known, the program was starting still: what
+    a start fills is no growth, and it is watched anew.
+
     Attributes:
         engine: asks the processes.
         seconds: for how long, `SHORTEST_S` or more.
@@ -101,8 +107,12 @@ class TimedGrowth:
     tell: Callable[[str], object]
     _start: Start = field(init=False)
     _began: float | None = None
+    _began_first: float | None = None
     _turn: int = 0
     _readings: int = 0
+    # At the readings before: those that were there, and those that were not at the one before that.
+    _known: frozenset[int] = frozenset()
+    _new: frozenset[int] = frozenset()
     _is_over: bool = False
     _named: dict[int, ProcessName] = field(default_factory=dict)
     _grown: dict[int, messages.GrownContainers] = field(default_factory=dict)
@@ -130,6 +140,7 @@ class TimedGrowth:
             if not self._start.is_over(pids, now):
                 return
             self._began = now
+            self._began_first = self._began_first or now
             self.tell(f"growth of {_processes(pids)} is watched for {self.seconds:g} s")
         # Each reading takes its time: the next one is where it is due, not an interval later.
         turn = 1 + int((now - self._began) / self.interval)
@@ -147,6 +158,9 @@ class TimedGrowth:
         known = set(self.engine.not_measured)
         pids = self._pids()
         grown = self.engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
+        if self._starts_still(grown, is_first=is_first):
+            self._begin_anew()
+            return
         for pid, now in grown.items():
             self._named[pid] = describe_process(pid, variables=now.variables, called=now.called)
             for device, size in now.cards.items():
@@ -155,7 +169,8 @@ class TimedGrowth:
         self._grown |= grown
         is_last = turn > round(self.seconds / self.interval)
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
-        if self._tells and (is_last or is_known):
+        # Whoever has come just now may stay.
+        if self._tells and (is_last or (is_known and not self._new)):
             self._grown |= self.engine.read_turn(list(grown), self._question(ends=True))
             self._of_cards = [
                 finding
@@ -164,6 +179,23 @@ class TimedGrowth:
             ]
             self._is_over = True
             self._tell_end(grown)
+
+    def _starts_still(self, grown: Mapping[int, messages.GrownContainers], *, is_first: bool) -> bool:
+        """Return whether a process has come since the watch began and is there for a second reading, or imports."""
+        new = frozenset[int]() if is_first else frozenset(grown) - self._known
+        stays = self._new & grown.keys()
+        self._known, self._new = frozenset(grown), new
+        has_imported = not is_first and any(each.imported for each in grown.values())
+        may_start = self.warm_up is None and time.monotonic() - (self._began_first or 0.0) < _STARTING_S
+        return may_start and (bool(stays) or has_imported)
+
+    def _begin_anew(self) -> None:
+        """Wait again until the program has started."""
+        self._start = Start(None, time.monotonic())
+        self._began, self._turn, self._readings, self._new = None, 0, 0, frozenset()
+        self._grown.clear()
+        self._on_cards.clear()
+        self.tell("the program was starting still: its growth is watched anew once it has started")
 
     @property
     def _tells(self) -> bool:

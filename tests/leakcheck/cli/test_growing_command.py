@@ -168,6 +168,52 @@ def test_a_command_that_ends_too_early_is_not_judged(server: Path) -> None:
     assert missing.why.endswith(" of 12 readings that it takes")
 
 
+STARTING = """
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+
+FILLED = {}
+
+
+def core(folder, end, keeps):
+    sys.path.insert(0, folder)
+    for number in range(200):
+        FILLED[number] = os.urandom(2048)
+        pathlib.Path(folder, f"part_{number}.py").write_text("")
+        __import__(f"part_{number}")
+        time.sleep(0.1)
+    while not os.path.exists(end):
+        time.sleep(0.05)
+        if keeps == "list":
+            FILLED[len(FILLED)] = os.urandom(2048)
+
+
+if __name__ == "__main__":
+    keeps, end = sys.argv[1:]
+    # As one that waits for a file from elsewhere.
+    time.sleep(5)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=core, args=(os.path.dirname(end), end, keeps), name="EngineCore")
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "list"])
+def test_what_a_late_start_fills_is_no_growth(tmp_path: Path, keeps: str) -> None:
+    script = tmp_path / "starting.py"
+    script.write_text(STARTING)
+    status, said, subject = watched(script, keeps, "--growth", "12s", until="takes")
+    assert "lowtide: the program was starting still" in said
+    if keeps == "nothing":
+        assert (status, subject.outcome, subject.findings) == (0, "clean", ())
+    else:
+        assert str(of_core(subject).holder).endswith(".FILLED")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
