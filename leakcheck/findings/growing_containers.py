@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.storages import is_tensor
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries
 from lowtide.probes.heap.roots import CHECKER, is_library
+from lowtide.probes.memory.tensors import live_storages
 from lowtide.probes.objects.foreign import module_of_class, mro_of, type_name
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, weakref
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement
 
@@ -37,42 +40,70 @@ _SHARED: tuple[type, ...] = (type, ModuleType, FunctionType, BuiltinFunctionType
 """What a thing refers to, and is not its own."""
 
 
-def is_worth_a_look(course: Course, container: Any) -> bool:
-    """Whether what a container takes is the program's, and enough; costs next to nothing."""
+def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
+    """Return whether what a container takes is the program's, and enough; costs next to nothing.
+
+    Args:
+        course: how it has grown.
+        container: the container.
+        tensors: whether memory under tensors counts: where nobody else follows these.
+    """
     if type(container) is deque and container.maxlen is not None:
         return False
     entries = last_entries(container, _SAMPLE)
     if all(issubclass(type(item), weakref.ref) or _is_of_runner(item) for *_, item in entries):
         return False
-    return _bytes_a_turn(course, entries) >= LEAST_A_TURN
+    return _bytes_a_turn(course, entries, tensors=tensors)[0] >= LEAST_A_TURN
 
 
 def _is_of_runner(item: object) -> bool:
     return f"{module_of_class(type(item))}.".startswith(_RUNNERS)
 
 
-def _bytes_a_turn(course: Course, entries: Sequence[tuple[Any, ...]]) -> int:
-    seen: set[int] = set()
-    size = sum(_size_of(item, seen) for entry in entries for item in entry)
-    return round(size / len(entries) * course.items / course.span)
+def _bytes_a_turn(course: Course, entries: Sequence[tuple[Any, ...]], *, tensors: bool) -> tuple[int, str]:
+    """Return the bytes that a container takes in a turn, and the device where most of them are under tensors there."""
+    behind = _Behind()
+    for entry in entries:
+        for item in entry:
+            behind.add(item)
+    under = Counter[str]()
+    for storage in live_storages(behind.tensors) if tensors and behind.tensors else ():
+        under[storage.device] += storage.bytes
+    size = behind.bytes + under.total()
+    ((device, most),) = under.most_common(1) or (("", 0),)
+    return round(size / len(entries) * course.items / course.span), device if 2 * most > size else ""
 
 
-def _size_of(item: object, seen: set[int]) -> int:
-    """Return the bytes of an object and of what it refers to, as far as nothing before it does."""
-    waiting, size = deque([item]), 0
-    for _ in range(_MOST_BEHIND):
-        if not waiting:
-            break
-        each = waiting.popleft()
-        if id(each) not in seen and not any(issubclass(type(each), kind) for kind in _SHARED):
-            seen.add(id(each))
-            size += _own_size(each)
-            waiting.extend(gc.get_referents(each))
-    return size
+@dataclass
+class _Behind:
+    """What some things refer to, each object once.
+
+    Attributes:
+        bytes: of all of them, without what is under tensors.
+        tensors: the tensors and storages among them.
+    """
+
+    bytes: int = 0
+    tensors: list[Any] = field(default_factory=list)
+    _seen: set[int] = field(default_factory=set)
+
+    def add(self, item: object) -> None:
+        """Add a thing, and so much of what it refers to as is looked at."""
+        waiting = deque([item])
+        for _ in range(_MOST_BEHIND):
+            if not waiting:
+                break
+            each = waiting.popleft()
+            if id(each) not in self._seen and not any(issubclass(type(each), kind) for kind in _SHARED):
+                self._seen.add(id(each))
+                self.bytes += _own_size(each)
+                waiting.extend(gc.get_referents(each))
+                if is_tensor(each):
+                    self.tensors.append(each)
 
 
 def _own_size(item: Any) -> int:
-    """Return the bytes of an object itself; an array's and a tensor's with what it shows."""
+    """Return the bytes of an object itself; an array's with its data, a tensor's without."""
     cls = type(item)
     sizes = [vars(base)["__sizeof__"] for base in mro_of(cls) if "__sizeof__" in vars(base)]
     # A class in Python may answer anything.
@@ -91,6 +122,7 @@ def growth_of_containers(
     by_frames: bool = False,
     seconds: float = 0.0,
     since: str = "",
+    tensors: bool = False,
 ) -> dict[int, Finding]:
     """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
 
@@ -103,11 +135,12 @@ def growth_of_containers(
         by_frames: whether what a running function of this thread holds is the program's.
         seconds: how long a turn takes; 0 where it may take any time.
         since: the moment from which they have grown, where nobody has counted the turns.
+        tensors: as of `is_worth_a_look`.
     """
     wanted = [
         (course, containers[course.identity])
         for course in courses
-        if course.identity in containers and is_worth_a_look(course, containers[course.identity])
+        if course.identity in containers and is_worth_a_look(course, containers[course.identity], tensors=tensors)
     ]
     if not wanted:
         return {}
@@ -119,7 +152,15 @@ def growth_of_containers(
     explained = explain(targets, ignore=ignore, roots=roots, living=True)
     return {
         course.identity: _finding(
-            course, container, explanation, turns, module_of(course), seconds, since, is_cache=id(container) in caches
+            course,
+            container,
+            explanation,
+            turns,
+            module_of(course),
+            seconds,
+            since,
+            tensors=tensors,
+            is_cache=id(container) in caches,
         )
         for (course, container), explanation in zip(wanted, explained, strict=True)
         if _is_of_program(explanation, by_frames=by_frames)
@@ -170,10 +211,12 @@ def _finding(
     seconds: float,
     since: str,
     *,
+    tensors: bool,
     is_cache: bool,
 ) -> Finding:
     entries = last_entries(container, _SAMPLE)
-    each = _bytes_a_turn(course, entries)
+    each, device = _bytes_a_turn(course, entries, tensors=tensors)
+    resource: ResourceName = "tensors" if device else "host-memory"
     kinds = Counter(type_name(type(item)) for *_, item in entries)
     ((kind, _),) = kinds.most_common(1)
     rate = course.items / course.span
@@ -187,11 +230,11 @@ def _finding(
     in_time = (Note(f"; that is {_said(rate / seconds, each / seconds)} a second"),) if seconds else ()
     stage = turns if not module else f"{turns} of {module}"
     return StatedFinding(
-        resource="host-memory",
+        resource=resource,
         cause="lru-cache" if is_cache else explanation.cause,
         bytes=each * course.span,
         count=course.items,
-        device="",
+        device=device,
         stage=stage,
         statement=Statement(
             amount=amount,
@@ -199,7 +242,7 @@ def _finding(
             notes=(kept, *in_time),
         ),
         fingerprint=fingerprint(
-            resource="host-memory", device="", stage=turns, suspects=("growth", *explanation.suspects), module=""
+            resource=resource, device=device, stage=turns, suspects=("growth", *explanation.suspects), module=""
         ),
         verdict=explanation.verdict,
         # A thread has many containers.

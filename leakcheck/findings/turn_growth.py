@@ -152,7 +152,7 @@ class TurnGrowth:
         self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
         for identity, container in found.items():
-            if not is_worth_a_look(candidates[identity], container):
+            if not is_worth_a_look(candidates[identity], container, tensors=self._counts_tensors):
                 self._containers.drop(identity)
         if self._asked:
             # What the reading has taken and freed would be in the next level.
@@ -162,6 +162,11 @@ class TurnGrowth:
         """Return whether a container may have grown unseen since this was last asked, as reading it would have cost."""
         unread, self._is_unread = self._is_unread, False
         return unread
+
+    @property
+    def _counts_tensors(self) -> bool:
+        """Return whether what is under tensors counts: of tests and inferences tensors are followed by themselves."""
+        return bool(self._seconds)
 
     @property
     def _costs_too_much(self) -> bool:
@@ -203,7 +208,11 @@ class TurnGrowth:
         """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""
         courses = {course.identity: course for course in self._containers.undecided(self._turn)}
         there = read_lengths(courses)[1] if courses else {}
-        spans = [courses[each].span for each, held in there.items() if is_worth_a_look(courses[each], held)]
+        spans = [
+            courses[each].span
+            for each, held in there.items()
+            if is_worth_a_look(courses[each], held, tensors=self._counts_tensors)
+        ]
         levels = self._levels.get(stretch)
         return max([*spans, 0 if levels is None else levels.undecided()])
 
@@ -240,6 +249,7 @@ class TurnGrowth:
             roots=tuple(self._roots()),
             by_frames=self._by_frames,
             seconds=self._seconds,
+            tensors=self._counts_tensors,
         )
 
 

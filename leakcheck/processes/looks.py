@@ -78,5 +78,6 @@ def explain_grown(question: ExplainGrown) -> Findings:
         by_frames=True,
         seconds=question.seconds,
         since=question.since,
+        tensors=True,
     )
     return Findings(findings=tuple(found.values()))

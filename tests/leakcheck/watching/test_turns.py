@@ -6,9 +6,10 @@ import ctypes
 from collections import deque
 
 import pytest
+import torch
 
 from lowtide import LeakCheck
-from lowtide.leakcheck.findings.turn_growth import SECOND, TurnGrowth, is_read
+from lowtide.leakcheck.findings.turn_growth import SECOND, Grown, TurnGrowth, is_read
 from lowtide.leakcheck.watching.check import LeakCheckError
 from lowtide.reports.schema import Finding
 
@@ -101,3 +102,27 @@ def test_one_stretch_is_read_however_large_the_heap_is() -> None:
             growth.read(turn, begins=turn == SECOND)
     (finding,) = growth.end("module", "module").containers
     assert (finding.holder or "").startswith("local 'kept' of test_one_stretch")
+
+
+def grown_with_tensors(*, seconds: float, bound: int) -> Grown:
+    """Return what grows where a list gets a tensor with each turn, and keeps so many."""
+    growth, kept = TurnGrowth("intervals", by_frames=True, asked=True, seconds=seconds), list[torch.Tensor]()
+    for turn in range(1, 13):
+        kept.append(torch.ones(1 << 18))
+        del kept[:-bound]
+        growth.note("")
+        growth.read(turn, begins=turn == 1)
+    return growth.end("", "")
+
+
+def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them() -> None:
+    grown = grown_with_tensors(seconds=1.0, bound=100)
+    (finding,) = grown.containers
+    assert (finding.resource, finding.device, finding.bytes >> 20) == ("tensors", "cpu", 11)
+    assert (finding.holder or "").startswith("local 'kept' of grown_with_tensors")
+    assert grown.host is None
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(1.0, 4), (0.0, 100)], ids=["bounded", "followed by themselves"])
+def test_tensors_in_its_quiet_twins_are_none(seconds: float, bound: int) -> None:
+    assert grown_with_tensors(seconds=seconds, bound=bound).containers == ()
