@@ -290,7 +290,9 @@ def _compiled_with(new: Mapping[Key, int]) -> Iterator[_Memo]:
     torch: Any = loaded("torch")
     # From an operator on everything is torch's, and so is what a library has in a global.
     beyond = (*BEYOND_CACHES, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
-    stops = module_namespaces() | library_globals()
+    # What is made of a library's function, as of its modules' calls, lies in that library's globals.
+    made = {id(each) for values in by_code.values() for each in values}
+    stops = (module_namespaces() | library_globals()) - made
     for (file, line, name), compiled in by_code.items():
         # It makes classes and functions, and keeps some as attributes of others.
         objects, _ = reach(
