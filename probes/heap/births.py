@@ -442,16 +442,22 @@ class Births:
         kinds = _watched_kinds() if taken else np.zeros(0, np.int64)
         for moved in taken:
             is_watched = np.isin(moved.types, kinds)
-            for span in self._advance(moved.ids, moved.witness, moved.number):
+            for place, span in enumerate(self._advance(moved.ids, moved.witness, moved.number)):
                 part = slice(span.begin, span.end)
-                self._note(moved.ids[part][is_watched[part]].tolist(), span.label, span.turn)
+                keys = moved.ids[part][is_watched[part]].tolist()
+                self._forget(keys if place else ())
+                self._note(keys, span.label, span.turn)
             if moved.generation:
                 self._moved += len(moved.ids)
                 self._full = self._full or moved.generation == _OLDEST
                 self._note_born(moved.ids)
         young = _young()
-        for span in self._advance(young.ids, id(self._record.witness), self._record.made)[:-1]:
-            self._note(map(id, young.watched_in(span)), span.label, span.turn)
+        spans = self._advance(young.ids, id(self._record.witness), self._record.made)
+        for place, span in enumerate(spans):
+            keys = list(map(id, young.watched_in(span))) if len(spans) > 1 else []
+            self._forget(keys if place else ())
+            if place < len(spans) - 1:
+                self._note(keys, span.label, span.turn)
         return young
 
     def _advance(self, ids: Ints, witness: int, made: int) -> list[_Span]:
@@ -475,6 +481,11 @@ class Births:
         for key in keys:
             if key not in self._known_watched:
                 self._noted.setdefault(key, (label, turn))
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        """Drop what is known of the addresses of what was made since: who was there is gone, and has left its place."""
+        for key in keys:
+            self._noted.pop(key, None)
 
     def forget_dead(self) -> None:
         """Drop what is known of objects that are gone: the next object at such an address is another one."""

@@ -65,6 +65,27 @@ def test_other_objects_are_not(births: Births, make: Callable[[], object]) -> No
     assert seen(births, item) == []
 
 
+@pytest.mark.parametrize("generation", [None, 0, 1, 2])
+@pytest.mark.parametrize("drops", [True, False])
+def test_what_takes_the_place_of_one_that_died_meanwhile_has_the_label_of_its_own_birth(
+    births: Births, drops: bool, generation: int | None
+) -> None:
+    earlier = [watched() for _ in range(50)]
+    births.forget_dead()
+    births.begin("later")
+    addresses = set(map(id, earlier))
+    if drops:
+        earlier.clear()
+    later = [watched() for _ in range(100)]
+    if generation is not None:
+        gc.collect(generation)
+    labels = {id(born.item): born.label for born in births.survivors()}
+    assert {labels[id(item)] for item in later} == {"later"}
+    assert {labels[id(item)] for item in earlier} <= {"before"}
+    # Else this shows nothing.
+    assert addresses.isdisjoint(map(id, later)) is not drops
+
+
 def test_what_died_is_not_seen(births: Births) -> None:
     watched()
     assert births.survivors() == []
