@@ -480,7 +480,8 @@ class Checker:
             own = msgspec.structs.replace(own, stages=tuple(self._records.stages))
             self._records.close()
         own = msgspec.structs.replace(own, not_measured=not_measured, out_of_memory=self._out_of_memory)
-        of_turns = [self._results.subject(name, findings) for name, findings in self._turns.judged(verdict, ended)]
+        grown = self._turns.judged(verdict, ended, self._session.watch.host_memory)
+        of_turns = [self._results.subject(name, findings) for name, findings in grown]
         unread = self._turns.take_unread()
         of_turns += [Subject(id=SESSION, outcome="clean", not_measured=unread)] if unread else []
         return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended), *of_turns]

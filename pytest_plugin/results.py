@@ -405,7 +405,8 @@ def attach(report: Any, subjects: Sequence[Subject]) -> None:
 
 def attached(report: object) -> list[Subject]:
     """What a test's report carries."""
-    return _decode(getattr(report, _SUBJECTS, "[]"))
+    text = getattr(report, _SUBJECTS, None)
+    return [] if text is None else _decode(text)
 
 
 def is_bad(subject: Subject) -> bool:

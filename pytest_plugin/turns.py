@@ -90,19 +90,22 @@ class TestTurns:
                 self._end(SESSION, "", 0)
             self._stretches = ()
 
-    def judged(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> Iterator[tuple[str, Sequence[Finding]]]:
+    def judged(
+        self, verdict: Verdict, ended: Sequence[FixtureOwner], held: int | None
+    ) -> Iterator[tuple[str, Sequence[Finding]]]:
         """A test was judged: give what was found to grow, by the subject that it belongs to.
 
         Args:
             verdict: of the test, and of the fixtures that ended with it.
             ended: those.
+            held: the process's own memory then, in bytes.
         """
         if any(finding.resource in ("host-memory", "tensors") for finding in verdict.findings):
             # A leak of its own explains more memory; what is told of each test is not told of all.
             self._growth.forget_levels()
             self._host.clear()
         elif self._stretches:
-            self._growth.note(*self._stretches)
+            self._growth.note(*self._stretches, held=held)
         for name, finding, levels in self._host:
             came_back = max(then - now for then, now in zip(levels, read_levels(), strict=True))
             ends = " and ".join(owner.name for owner in ended)

@@ -122,9 +122,14 @@ class TurnGrowth:
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
 
-    def note(self, *stretches: str) -> None:
-        """Read the process's own memory after a turn of some stretches, which are known by their names."""
-        now = read_levels()
+    def note(self, *stretches: str, held: int | None = None) -> None:
+        """Read the process's own memory after a turn of some stretches, which are known by their names.
+
+        Args:
+            stretches: these.
+            held: the bytes that the kernel counts, where they have just been read.
+        """
+        now = read_levels(held)
         for stretch in stretches:
             if stretch not in self._levels:
                 self._levels[stretch] = HostLevels()

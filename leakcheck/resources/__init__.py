@@ -52,8 +52,9 @@ def _may_be_any(resource: Resource) -> bool:
     """Return whether a library keeps anything of the kind: most tests do nothing with most libraries."""
     if not resource.kept_in:
         return True
-    module, *names = resource.kept_in
-    return any(_attribute(loaded(module), name) for name in names)
+    name, *names = resource.kept_in
+    module = loaded(name)
+    return module is not None and any(_attribute(module, name) for name in names)
 
 
 def _attribute(place: Any, path: str) -> Any:

@@ -294,12 +294,15 @@ class KeptHostMemory:
 
     Args:
         watched: what is followed.
+
+    Attributes:
+        level_at_end: the process's own memory when the last test had been judged, in bytes; None before the first.
     """
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._kept = SmallRetention()
-        self._level_at_end: int | None = None
+        self.level_at_end: int | None = None
         self._subject = ""
         self._is_judged = True
 
@@ -313,8 +316,8 @@ class KeptHostMemory:
         """
         self._subject = subject
         self._is_judged = judged
-        if self._level_at_end is not None:
-            self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
+        if self.level_at_end is not None:
+            self._kept.fell(max(self.level_at_end - (now.amounts["host-memory"] or 0), 0))
 
     def share(self, now: Counters, ended: Sequence[Owner]) -> int | None:
         """Return the bytes by which the test itself has raised the level; None where that is not known."""
@@ -343,7 +346,7 @@ class KeptHostMemory:
         """
         if not final:
             return ()
-        self._level_at_end = now.amounts["host-memory"]
+        self.level_at_end = now.amounts["host-memory"]
         if not self._subject:
             return ()
         self._kept.add(self._subject, share or 0, counts=self._is_judged)
@@ -355,8 +358,8 @@ class KeptHostMemory:
         # A clean test is not collected for: what it left may be garbage.
         gc.collect()
         trim_heap()
-        self._level_at_end = anonymous_bytes()
-        self._kept.fell(max((now.amounts["host-memory"] or 0) - self._level_at_end, 0))
+        self.level_at_end = anonymous_bytes()
+        self._kept.fell(max((now.amounts["host-memory"] or 0) - self.level_at_end, 0))
         if not self._kept.is_too_much(tolerance):
             return ()
         return (self._kept.finding(self._watched.ownership.since("host-memory", ())),)

@@ -160,6 +160,11 @@ class Watch(Attribution):
             self._peak = PeakWatch(watched.stacks, lambda: self.stage_now, peak, card=self.policy.card)
             self._peak.begin()
 
+    @property
+    def host_memory(self) -> int | None:
+        """The process's own memory when the last test had been judged, in bytes; None before the first."""
+        return self._host.level_at_end
+
     def kept_of(self, label: str, name: str, root: object) -> list[tuple[Finding, dict[int, int]]]:
         """Say who holds what appeared in a stage and is there, with its bytes by the stage's turn; changes nothing.
 

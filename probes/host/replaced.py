@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -166,7 +167,9 @@ class _Space:
         Of a class also those that it had inherited, and whether it had.
         """
         now = self.attributes
-        for name in [name for name, value in self.first.items() if now.get(name, MISSING) is not value]:
+        # In C: a runner sets some attribute of `sys` before every test.
+        others = map(operator.is_not, map(now.get, self.first, itertools.repeat(MISSING)), self.first.values())
+        for name in list(itertools.compress(self.first, others)):
             yield name, self.first[name], now.get(name, MISSING), False
         for name in now.keys() - self.names if self.names else ():
             found = (namespace_of(base).get(name, MISSING) for base in mro_of(self.holder)[1:])

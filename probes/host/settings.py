@@ -380,7 +380,7 @@ class Timers:
 
     def raw(self) -> object:
         """Which are armed, and who hears of them."""
-        return tuple((_TIMER_OF(number)[0] > 0, id(HANDLER_OF(sent))) for number, sent in _TIMERS.values())
+        return [(_TIMER_OF(number)[0] > 0, id(HANDLER_OF(sent))) for number, sent in _TIMERS.values()]
 
     def texts(self) -> dict[str, str]:
         """Each by its name."""
@@ -404,7 +404,7 @@ class LevelNames:
     def raw(self) -> object:
         """The levels with the identities of their names."""
         names = logging._levelToName
-        return tuple((id(level), id(name)) for level, name in names.items()) if type(names) is dict else id(names)
+        return (*map(id, names), *map(id, names.values())) if type(names) is dict else id(names)
 
     def texts(self) -> dict[str, str]:
         """Each name by its level."""
