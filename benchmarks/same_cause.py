@@ -1,7 +1,7 @@
 """What a leaking test costs under `--leakcheck`, and what each later one of the same cause costs, by size of the heap.
 
-Three causes (a tensor in a list of a module, a thread, a setting), each in tests that leave the same thing in the same
-place, over heaps of given sizes.  Each heap is two pytest processes over the same tests, without and with
+Four causes (a tensor and a file in a list of a module, a thread, a setting), each in tests that leave the same thing in
+the same place, over heaps of given sizes.  Each heap is two pytest processes over the same tests, without and with
 `--leakcheck`, whose protocols are timed one by one: in seconds, which count what is waited for, and in processor time,
 which a busy machine does not change.  Floor: one `gc.collect()` of the same heap in the same run, since nothing that no
 living path leads to may be said to leak before everything is collected.
@@ -67,10 +67,10 @@ def pytest_configure(config):
 """
 
 _TESTS = """
-import gc, threading
+import gc, os, threading
 import pytest, torch
 
-KEPT, WORKERS, DONE = [], [], threading.Event()
+KEPT, FILES, WORKERS, DONE = [], [], [], threading.Event()
 
 def wait(): DONE.wait()
 
@@ -81,6 +81,9 @@ def test_clean(turn): assert torch.ones(4).sum() == 4
 def test_tensor(turn): KEPT.append(torch.ones(1024))
 
 @pytest.mark.parametrize("turn", range({turns}))
+def test_descriptor(turn): FILES.append(open(os.devnull))
+
+@pytest.mark.parametrize("turn", range({turns}))
 def test_thread(turn):
     WORKERS.append(threading.Thread(target=wait, daemon=True))
     WORKERS[-1].start()
@@ -89,7 +92,7 @@ def test_thread(turn):
 def test_setting(turn): torch.manual_seed(0); torch.set_printoptions(precision=5 + turn)
 """
 
-_CAUSES = ("test_tensor", "test_thread", "test_setting")
+_CAUSES = ("test_tensor", "test_descriptor", "test_thread", "test_setting")
 
 
 def _times(objects: int, turns: int, *options: str) -> dict[str, Any]:
