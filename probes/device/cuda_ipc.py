@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,6 +38,9 @@ _MAPPED = re.compile(r"/dev/shm(/torch_(\d+)_\d+(?:_\d+)?)(?: \(deleted\))?")
 
 # A thread's heap of glibc's begins at a multiple of this (malloc/arena.c, HEAP_MAX_SIZE).
 _HEAP_OF_THREAD = 64 << 20
+
+_MOST_OF_HEAP_INFO = 0x100
+"""Bytes between the beginning of a thread's first heap and its arena."""
 
 _AT_ONCE = 16 << 20
 """Bytes of a heap that are looked through at a time."""
@@ -217,16 +221,13 @@ def _mapped_counters(pid: int | None) -> dict[int, str]:
     return found
 
 
-def _heaps(pid: int | None) -> list[Range]:
-    """Return where the C library's heap is: the main thread's, and those of others."""
-    found = []
+def _writable(pid: int | None) -> Iterator[tuple[int, int, bool]]:
+    """Yield where a process's mappings of no file begin and end, and whether the kernel calls one the heap."""
     for line in _lines_of_maps(pid):
         where, access, _, _, _, *path = line.split(None, 5)
-        low, high = (int(address, 16) for address in where.split("-"))
-        is_of_thread = not path and low % _HEAP_OF_THREAD == 0 and high - low <= _HEAP_OF_THREAD
-        if access.startswith("rw-p") and (is_of_thread or path == ["[heap]"]):
-            found.append((low, high - low))
-    return found
+        if access.startswith("rw-p") and path in ([], ["[heap]"]):
+            low, high = (int(address, 16) for address in where.split("-"))
+            yield low, high, bool(path)
 
 
 class _Heap:
@@ -280,9 +281,34 @@ class _Heap:
                     if place >= at and len(record) == _RECORD // _WORD:
                         yield record
 
+    def _ranges(self) -> Iterator[Range]:
+        """Yield where the heap is: the main thread's, and those of others.
+
+        A thread's begins at a multiple of 64 MiB with what glibc's malloc/arena.c calls `heap_info`, and the mapping
+        that it lies in may have begun before, or go on behind it.
+        """
+        for low, high, is_main in _writable(self._pid):
+            if is_main:
+                yield low, high - low
+                continue
+            for start in range(-(-low // _HEAP_OF_THREAD) * _HEAP_OF_THREAD, high, _HEAP_OF_THREAD):
+                size = self._size_of_heap(start)
+                if 0 < size <= high - start:
+                    yield start, size
+
+    def _size_of_heap(self, start: int) -> int:
+        """Return the bytes of the heap of a thread that begins at an address; 0 where none does."""
+        try:
+            arena, previous, size = struct.unpack("3Q", os.pread(self._file, 3 * _WORD, start))
+        except (OSError, struct.error):  # it is gone
+            return 0
+        # The arena follows this in the first of its heaps.
+        is_heap = 0 < arena % _HEAP_OF_THREAD < _MOST_OF_HEAP_INFO and previous % _HEAP_OF_THREAD == 0
+        return size if is_heap and size <= _HEAP_OF_THREAD else 0
+
     def _parts(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the contents by address, each there until the next; a record at the end of one is whole in the next."""
-        for low, size in _heaps(self._pid) if self._file >= 0 else ():
+        for low, size in self._ranges() if self._file >= 0 else ():
             for start in range(low, low + size, _AT_ONCE):
                 part = self._buffer[: min(len(self._buffer), low + size - start)]
                 try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import struct
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +63,47 @@ def test_an_export_is_found_with_its_storage_and_its_counter(records: Records) -
 def test_each_export_of_one_storage_is_found(records: Records) -> None:
     records.export(6, 0), records.export(5, 1), records.export(7, 1, BLOCK + 512)
     assert [(each.counter.slot, each.address) for each in read_exports()] == [(5, BLOCK), (6, BLOCK), (7, BLOCK + 512)]
+
+
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_an_export_of_another_thread_is_found_whatever_its_heap_lies_beside(
+    records: Records, has_neighbour: bool
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        record = pool.submit(records.export, 5, 1).result()
+        start = record - record % HEAP_OF_THREAD
+        # Of the main thread the heap is elsewhere.
+        assert [line for line in maps() if line.startswith(f"{start:x}-") and "[heap]" not in line]
+        with page_before(start) if has_neighbour else nullcontext():
+            assert read_exports() == (Export(Counter(records.file, 5), BLOCK),)
+            # The kernel makes one mapping of both.
+            assert any(line.startswith(f"{start:x}-") for line in maps()) is not has_neighbour
+
+
+HEAP_OF_THREAD = 64 << 20
+
+
+def maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()
+
+
+@contextmanager
+def page_before(address: int) -> Iterator[None]:
+    """Map a page of memory right before an address."""
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    no_reserve, fixed_noreplace = 0x4000, 0x100000
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    # As the C library has it for a heap: else the kernel keeps the two apart.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve | fixed_noreplace
+    at = libc.mmap(address - page, page, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if at != address - page:
+        pytest.skip("something else lies before it")
+    try:
+        yield
+    finally:
+        libc.munmap(at, page)
 
 
 def test_a_record_that_was_freed_is_no_export(records: Records) -> None:
