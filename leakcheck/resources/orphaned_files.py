@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from lowtide.leakcheck.resources.processes import ChildProcesses
+from lowtide.probes.host.counters import Folder
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.process_files import Folder, began_at
+from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from lowtide.probes.device.allocations import AllocationsError, idle_pool_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context
-from lowtide.probes.host.process_files import AGENTS_SIGNAL, Folder, children_of
+from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
 from lowtide.probes.host.replaced import Replaced
 from lowtide.probes.host.settings import (
     HANDLER_OF,
@@ -34,7 +34,7 @@ from lowtide.probes.host.settings import (
 from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.objects.listed import FrozenCount
-from lowtide.probes.originals import contents, initialized_torch, loaded, os, threading
+from lowtide.probes.originals import contents, initialized_torch, loaded, os, threading, time
 from lowtide.probes.stages import announced_pools
 
 Items = Mapping[str, int]
@@ -134,6 +134,38 @@ class SettingReader:
         if settings != self._settings:
             self._settings = MappingProxyType(settings)
         return self._settings
+
+
+_TICK_NS = 50_000_000
+"""Nanoseconds in which a folder may change again and say the same time."""
+
+
+class Folder:
+    """The names in a folder, listed only where it has changed since they were listed last.
+
+    Args:
+        path: gives the folder's, which the program may change.
+    """
+
+    def __init__(self, path: Callable[[], str]) -> None:
+        self._path = path
+        self._sign: tuple[object, ...] = ()
+        self._names: Mapping[str, int] = {}
+
+    def names(self) -> Mapping[str, int]:
+        """Return each name with a 1; the same object while nothing has changed.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        path = self._path()
+        facts = os.stat(path)
+        # Not the time of its contents, which a program may set.
+        sign = (path, facts.st_dev, facts.st_ino, facts.st_ctime_ns)
+        if sign != self._sign:
+            is_settled = abs(time.time_ns() - facts.st_ctime_ns) > _TICK_NS
+            self._names, self._sign = dict.fromkeys(os.listdir(path), 1), sign if is_settled else ()
+        return self._names
 
 
 class CounterReader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,38 +34,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 _FORKED = 0x40
 """PF_FORKNOEXEC of the kernel's include/linux/sched.h: forked, and no program started since."""
-
-
-_TICK_NS = 50_000_000
-"""Nanoseconds in which a folder may change again and say the same time."""
-
-
-class Folder:
-    """The names in a folder, listed only where it has changed since they were listed last.
-
-    Args:
-        path: gives the folder's, which the program may change.
-    """
-
-    def __init__(self, path: Callable[[], str]) -> None:
-        self._path = path
-        self._sign: tuple[object, ...] = ()
-        self._names: Mapping[str, int] = {}
-
-    def names(self) -> Mapping[str, int]:
-        """Return each name with a 1; the same object while nothing has changed.
-
-        Raises:
-            OSError: it cannot be listed.
-        """
-        path = self._path()
-        facts = os.stat(path)
-        # Not the time of its contents, which a program may set.
-        sign = (path, facts.st_dev, facts.st_ino, facts.st_ctime_ns)
-        if sign != self._sign:
-            is_settled = abs(time.time_ns() - facts.st_ctime_ns) > _TICK_NS
-            self._names, self._sign = dict.fromkeys(os.listdir(path), 1), sign if is_settled else ()
-        return self._names
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from lowtide.probes.host import counters
 from lowtide.probes.host.counters import (
     CounterReader,
     Counters,
+    Folder,
     anonymous_bytes,
     child_processes,
 )
-from lowtide.probes.host.process_files import Folder
 from lowtide.probes.objects import listed
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from tests.waiting import HANG_S, wait_until
