@@ -221,13 +221,20 @@ def _mapped_counters(pid: int | None) -> dict[int, str]:
     return found
 
 
-def _writable(pid: int | None) -> Iterator[tuple[int, int, bool]]:
-    """Yield where a process's mappings of no file begin and end, and whether the kernel calls one the heap."""
+def _writable(pid: int | None) -> list[tuple[int, int, bool]]:
+    """Return where a process's memory of no file begins and ends, and whether the kernel calls it the heap.
+
+    What lies side by side is one: a program that has forked has its heaps in several mappings.
+    """
+    found: list[tuple[int, int, bool]] = []
     for line in _lines_of_maps(pid):
         where, access, _, _, _, *path = line.split(None, 5)
         if access.startswith("rw-p") and path in ([], ["[heap]"]):
             low, high = (int(address, 16) for address in where.split("-"))
-            yield low, high, bool(path)
+            if found and found[-1][1:] == (low, bool(path)):
+                low = found.pop()[0]
+            found.append((low, high, bool(path)))
+    return found
 
 
 class _Heap:
