@@ -8,6 +8,7 @@ them each stage is a request. What its processes hold is read by the agents in t
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lowtide.leakcheck.targets.target import Capabilities, TargetError
 
@@ -36,9 +37,16 @@ END_S = 120.0
 
 _POLL_S = 0.1
 _HEALTH_S = 5.0
-_LAST_LINES = 15
+_SHOWN = 400
 _TOKENS = range(10, 100)
 """Token ids of prompts: every vocabulary has them, and special ones are elsewhere."""
+
+
+_FAILED = (OSError, http.client.HTTPException)
+"""What a request raises that was not answered, or not to the end."""
+
+# To this machine, whatever proxy the environment names for others.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerError(Exception):
@@ -49,18 +57,29 @@ class ServerTarget(ABC):
     """A server as a target.
 
     Args:
-        command: what starts it; where it has no `--port`, one that is free is added.
-        capabilities: what it can do.
+        command: what starts it, to listen on 127.0.0.1; where it has no `--port`, one that is free is added.
+        device: where it keeps its memory, "cpu" or "cuda:N".
+
+    Attributes:
+        sleep_option: the option of the command with which it can sleep.
+        parts: what it can wake one by one.
+        variables: of its environment.
     """
 
-    port_option = "--port"
-    variables: Mapping[str, str] = {}
-    """Of the server's environment."""
+    sleep_option: ClassVar[str]
+    parts: ClassVar[Sequence[str]] = ("weights", "kv_cache")
+    variables: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, command: Sequence[str], capabilities: Capabilities) -> None:
+    def __init__(self, command: Sequence[str], device: str) -> None:
         if not command:
             raise TargetError("there is no command to start: write it after --, such as -- vllm serve MODEL")
-        self.capabilities = capabilities
+        sleeps = self.sleep_option in command
+        self.capabilities = Capabilities(
+            device=device,
+            sleep_levels=(1,) if sleeps else (),
+            wake_tags=self.parts if sleeps else (),
+            prefix_cache=True,
+        )
         self._command = [*command]
         self._url = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,9 +91,13 @@ class ServerTarget(ABC):
 
         Raises:
             ServerError: it ended, or was not ready in time.
+            TargetError: its command is not there, or its port is another server's.
         """
-        port = self._port() or _free_port()
-        added = () if self._port() else (self.port_option, str(port))
+        named = self._port()
+        if named and _is_taken(named):
+            raise TargetError(f"port {named} of the command is in use: end what listens there, or leave --port out")
+        port = named or _free_port()
+        added = () if named else ("--port", str(port))
         self._url = f"http://127.0.0.1:{port}"
         self._keeps_output = False
         # Until `shutdown`, and for good where something fails.
@@ -105,9 +128,9 @@ class ServerTarget(ABC):
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=_HEALTH_S) as answer:
+            with _OPENER.open(f"{self._url}/health", timeout=_HEALTH_S) as answer:
                 return bool(answer.status == 200)
-        except OSError:
+        except _FAILED:
             return False
 
     @abstractmethod
@@ -133,16 +156,13 @@ class ServerTarget(ABC):
         finally:
             self._close()
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, query: Sequence[tuple[str, Any]] = ()) -> Any:
-        """Send a request.
+    def post(self, path: str, body: Mapping[str, Any] | None = None, query: Sequence[tuple[str, Any]] = ()) -> str:
+        """Send a request, and return the text of the answer.
 
         Args:
             path: where to.
             body: what is sent as JSON.
             query: names and values of the address's query.
-
-        Returns:
-            The answer's JSON; None where it has none.
 
         Raises:
             ServerError: the server answered with an error, or not at all.
@@ -152,29 +172,35 @@ class ServerTarget(ABC):
         headers = {} if body is None else {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}{path}{asked}", data=data, headers=headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-                said = answer.read()
+            with _OPENER.open(request, timeout=ANSWER_S) as answer:
+                return str(answer.read(), errors="replace")
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(400).decode(errors="replace").strip()
+                said = error.read(_SHOWN).decode(errors="replace").strip()
             raise ServerError(f"POST {path} was answered with {error.code}: {said}") from None
-        except OSError as error:
+        except _FAILED as error:
             raise ServerError(f"POST {path} was not answered: {error}{self._said()}") from None
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a request as JSON, and return the answer's JSON; for the errors see `post`."""
+        said = self.post(path, body)
         try:
-            return json.loads(said) if said else None
+            return json.loads(said)
         except ValueError:
-            return None
+            raise ServerError(f"POST {path} was answered with what is no JSON: {said[:_SHOWN]!r}") from None
 
     def _port(self) -> int:
         """Return the port that the command names, or 0."""
         for here, following in itertools.pairwise([*self._command, ""]):
             name, _, value = here.partition("=")
-            if name == self.port_option and (value or following).isdigit():
+            if name == "--port" and (value or following).isdigit():
                 return int(value or following)
         return 0
 
     def _said(self) -> str:
-        """Return the last line that the server wrote, and where all that it wrote stays."""
+        """Return the last line that the server wrote, and where all that it wrote stays; empty where none runs."""
+        if not self._output:
+            return ""
         self._keeps_output = True
         lines = Path(self._output).read_text(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
@@ -193,23 +219,12 @@ class VllmServer(ServerTarget):
     which is switched on here.
     """
 
-    variables: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1"}
-
-    def __init__(self, command: Sequence[str], device: str) -> None:
-        sleeps = "--enable-sleep-mode" in command
-        super().__init__(
-            command,
-            Capabilities(
-                device=device,
-                sleep_levels=(1,) if sleeps else (),
-                wake_tags=("weights", "kv_cache") if sleeps else (),
-                prefix_cache=True,
-            ),
-        )
+    sleep_option = "--enable-sleep-mode"
+    variables: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
 
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         """See `ServerTarget`: one request for completions with all prompts."""
-        answer = self.post(
+        answer = self.ask(
             "/v1/completions",
             {
                 "prompt": [_prompt(length) for length in prompt_lengths],
@@ -242,23 +257,11 @@ class VllmServer(ServerTarget):
 class SglangServer(ServerTarget):
     """`python -m sglang.launch_server`; with `--enable-memory-saver` it sleeps. Written from its documentation."""
 
-    _PARTS = ("kv_cache", "weights")
-
-    def __init__(self, command: Sequence[str], device: str) -> None:
-        sleeps = "--enable-memory-saver" in command
-        super().__init__(
-            command,
-            Capabilities(
-                device=device,
-                sleep_levels=(1,) if sleeps else (),
-                wake_tags=self._PARTS if sleeps else (),
-                prefix_cache=True,
-            ),
-        )
+    sleep_option = "--enable-memory-saver"
 
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         """See `ServerTarget`: one native request with all prompts."""
-        answers = self.post(
+        answers = self.ask(
             "/generate",
             {
                 "input_ids": [_prompt(length) for length in prompt_lengths],
@@ -271,12 +274,12 @@ class SglangServer(ServerTarget):
 
     def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
         """See `Sleeping`."""
-        self.post("/release_memory_occupation", {"tags": [*self._PARTS]})
+        self.post("/release_memory_occupation", {"tags": [*self.parts]})
         return {}
 
     def wake(self, tags: Sequence[str] | None) -> None:
         """See `Sleeping`."""
-        self.post("/resume_memory_occupation", {"tags": [*(tags or self._PARTS)]})
+        self.post("/resume_memory_occupation", {"tags": [*(tags or self.parts)]})
 
     def reset_prefix_cache(self) -> bool:
         """See `PrefixCaching`."""
@@ -309,3 +312,8 @@ def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0

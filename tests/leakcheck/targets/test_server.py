@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,8 +23,9 @@ from lowtide.leakcheck.targets.server import (
 )
 from lowtide.leakcheck.targets.target import TargetError, load_factory, make_target
 from lowtide.reports.schema import read
-from tests.leakcheck.targets import answering_server
 from tests.waiting import HANG_S
+
+SERVER = str(Path(__file__).with_name("answering_server.py"))
 
 Make = Callable[..., ServerTarget]
 
@@ -35,7 +37,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made = []
 
     def of(kind: type[VllmServer | SglangServer], *ways: str) -> ServerTarget:
-        command = [sys.executable, answering_server.__file__, str(tmp_path / "notes"), *ways]
+        command = [sys.executable, SERVER, str(tmp_path / "notes"), *ways]
         made.append(kind(command, "cpu"))
         return made[-1]
 
@@ -86,9 +88,9 @@ def test_a_life_of_sglang_s_server(make: Make, tmp_path: Path) -> None:
     target.wake(None)
     target.reset_prefix_cache()
     assert requests(tmp_path)[1:] == [
-        ["/release_memory_occupation", {"tags": ["kv_cache", "weights"]}],
+        ["/release_memory_occupation", {"tags": ["weights", "kv_cache"]}],
         ["/resume_memory_occupation", {"tags": ["weights"]}],
-        ["/resume_memory_occupation", {"tags": ["kv_cache", "weights"]}],
+        ["/resume_memory_occupation", {"tags": ["weights", "kv_cache"]}],
         ["/flush_cache", None],
     ]
 
@@ -152,6 +154,42 @@ def test_one_that_does_not_end_is_killed_and_told(make: Make, monkeypatch: pytes
     assert process.returncode == -9
 
 
+def test_a_port_that_is_another_server_s_is_refused(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        target = make(VllmServer, "--port", str(taken.getsockname()[1]))
+        with pytest.raises(TargetError, match="of the command is in use"):
+            target.create({})
+    assert target._process is None
+
+
+def test_no_proxy_is_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    target = make(VllmServer)
+    target.create({})
+    assert target.infer([2], 1) == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [("speechless", "was answered with what is no JSON: 'not here'"), ("short", "was not answered: IncompleteRead")],
+)
+def test_an_answer_that_is_none_is_told(way: str, said: str, make: Make) -> None:
+    target = make(VllmServer, way)
+    target.create({})
+    with pytest.raises(ServerError, match=f"POST /v1/completions {said}"):
+        target.infer([3], 1)
+
+
+def test_what_is_asked_after_its_end_is_not_answered(make: Make, tmp_path: Path) -> None:
+    target = make(VllmServer)
+    target.create({})
+    target.shutdown()
+    with pytest.raises(ServerError, match=r"POST /sleep was not answered: .*refused.*$"):
+        target.sleep(1, "wait")
+    assert logs(tmp_path) == []
+
+
 def test_completions_without_token_ids_are_refused(make: Make) -> None:
     target = make(VllmServer, "wordless")
     target.create({})
@@ -187,7 +225,7 @@ def test_what_a_sleep_of_a_server_keeps_is_found_in_its_process(
     ways: tuple[str, ...], outcome: str, holders: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
-    served = [sys.executable, str(Path(__file__).with_name("engine_server.py")), *ways, "--enable-sleep-mode"]
+    served = [sys.executable, SERVER, str(tmp_path / "notes"), "engine", *ways, "--enable-sleep-mode"]
     asked = ["check", "lowtide.targets:vllm_server", "--cycles", "2", "--report", str(tmp_path / "report")]
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", *asked, "--", *served], capture_output=True, text=True, timeout=HANG_S
@@ -195,4 +233,6 @@ def test_what_a_sleep_of_a_server_keeps_is_found_in_its_process(
     (subject,) = read(tmp_path / "report").subjects
     assert (subject.outcome, [finding.holder for finding in subject.findings]) == (outcome, holders), done.stdout
     found = [finding for finding in subject.findings if finding.process is not None]
-    assert [finding.process.name for finding in found if finding.process] == ["python engine_server.py"] * len(holders)
+    assert [finding.process.name for finding in found if finding.process] == ["python answering_server.py"] * len(
+        holders
+    )
