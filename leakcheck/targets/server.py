@@ -203,7 +203,7 @@ class ServerTarget(ABC):
             return ""
         self._keeps_output = True
         lines = Path(self._output).read_text(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        last = next((line.strip() for line in reversed(lines) if any(map(str.isalnum, line))), "nothing")
         return f"; it wrote last: {last} (the rest is in {self._output})"
 
     def _close(self) -> None:

@@ -40,6 +40,7 @@ class Lowtide:
         from lowtide.engine import EngineConfig, LLMEngine
 
         self.engine = LLMEngine(EngineConfig(kv_cache_bytes=1 << 20))
+        self.engine.create()
         self.wake = self.engine.wake
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -102,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     if "ends" in WAYS:
-        sys.stdout.write("loading\nthe weights are not there\n")
+        sys.stdout.write("loading\nthe weights are not there\n-----\n")
         sys.exit(3)
     if "stays" in WAYS:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

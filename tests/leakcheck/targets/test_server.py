@@ -114,7 +114,7 @@ def test_one_that_ends_says_why_and_what_it_wrote_stays(make: Make, tmp_path: Pa
         target.create({})
     target.shutdown()
     (log,) = logs(tmp_path)
-    assert log.read_text() == "loading\nthe weights are not there\n"
+    assert log.read_text() == "loading\nthe weights are not there\n-----\n"
 
 
 def test_one_that_is_not_ready_in_time_is_not_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +165,8 @@ def test_a_port_that_is_another_server_s_is_refused(make: Make) -> None:
 def test_no_proxy_is_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
+    # It keeps the proxies of its first call.
+    monkeypatch.setattr(server.urllib.request, "_opener", None)
     target = make(VllmServer)
     target.create({})
     assert target.infer([2], 1) == [[2]]
