@@ -11,6 +11,7 @@ from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts, malloc_in_use, read_parts
+from lowtide.probes.originals import sys
 from lowtide.reports.sizes import format_bytes
 
 LEAST_A_TURN = 128 * 1024
@@ -43,29 +44,38 @@ class HostGrowth:
 class HostLevels:
     """Follows the memory that the kernel counts for the process, and what malloc has given out of it.
 
-    Both: where what is kept lies in pages that were there before, only malloc knows of it.
+    Both: where what is kept lies in pages that were there before, only malloc knows of it. By what a turn adds in which
+    modules are imported for the first time they do not grow: two late imports look like a steady rise of few turns.
 
     Args:
         levels: reads both; those of this process unless said otherwise, as the parts.
         parts: reads what the memory is made of.
+        modules: counts what is imported.
     """
 
     def __init__(
         self,
         levels: Callable[[], tuple[int, int]] | None = None,
         parts: Callable[[], MemoryParts] = read_parts,
+        modules: Callable[[], int] = lambda: len(sys.modules),
     ) -> None:
-        self._read_levels, self._read_parts = levels or read_levels, parts
+        self._read_levels, self._read_parts, self._count_modules = levels or read_levels, parts, modules
         self._resident, self._malloc = TurnSeries(), TurnSeries()
-        self._first = (0, 0)
+        self._first = self._last = (0, 0)
+        self._modules = 0
         self._parts: MemoryParts | None = None
 
     def note(self, levels: tuple[int, int]) -> None:
         """Note what `read_levels` has read after a turn."""
+        modules = self._count_modules()
         if self._parts is None:
             self._first, self._parts = levels, self._read_parts()
-        self._resident.add(levels[0])
-        self._malloc.add(levels[1])
+        elif modules > self._modules:
+            added = (max(0, now - then) for now, then in zip(levels, self._last, strict=True))
+            self._first = (self._first[0] + next(added), self._first[1] + next(added))
+        self._last, self._modules = levels, modules
+        self._resident.add(levels[0] - self._first[0])
+        self._malloc.add(levels[1] - self._first[1])
 
     def seem_to_grow(self) -> bool:
         """Whether one of them grows as far as can be seen before anything is collected."""
@@ -100,7 +110,8 @@ class HostLevels:
             free = max(0, parts[NAMES["python_free"]]) if rising.place == _RESIDENT else 0
             if kept - free >= least:
                 part = max(parts, key=lambda name: parts[name])
-                return HostGrowth(rising.slope, rising.turns, kept, part, parts[part], now)
+                # What imports have added is in the parts.
+                return HostGrowth(rising.slope, rising.turns, kept, part, min(parts[part], kept), now)
         return None
 
     def _rising(self) -> Iterator[_Rising]:

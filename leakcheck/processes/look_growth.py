@@ -117,7 +117,7 @@ class WatchedLooks:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._containers = ContainerCourses()
-        self._host = HostLevels(lambda: self._levels, lambda: self._parts)
+        self._host = HostLevels(lambda: self._levels, lambda: self._parts, lambda: 0)
         self._levels = (0, 0)
         self._parts = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)
         self.turn = self.looks = 0

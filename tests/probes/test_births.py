@@ -588,7 +588,7 @@ def test_no_other_thread_sees_what_it_lets_go_of_alive(births: Births, look: Cal
     young = [[] for _ in range(200_000)]
     try:
         with buffers_resized_meanwhile() as errors:
-            for _ in range(10):
+            for _ in range(5):
                 look(births)
     finally:
         gc.enable()

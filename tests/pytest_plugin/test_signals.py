@@ -88,12 +88,12 @@ OPENED = []
 
 
 def open_files():
-    for _ in range(500):
+    for _ in range(100):
         OPENED.append(open(os.devnull))
         time.sleep(0.03)
 
 
-@pytest.mark.timeout(4, method="signal")
+@pytest.mark.timeout(2, method="signal")
 def test_that_is_judged_for_long():
     threading.Thread(target=open_files, daemon=True).start()
 

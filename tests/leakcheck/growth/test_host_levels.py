@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
+from lowtide.probes.host.memory_parts import MemoryParts
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -53,3 +54,28 @@ def test_what_is_free_in_python_s_heap_is_no_growth(each: int, grows: bool) -> N
     assert noted.seem_to_grow()
     assert (noted.grown() is not None) is grows
     assert stay
+
+
+PARTS = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("each", "grows"), [(0.25, False), (1.0, True)], ids=["imports", "each turn, too"])
+def test_what_late_imports_add_is_no_growth(each: float, *, grows: bool) -> None:
+    levels = [(round((200 + each * turn + 39 * (turn > 12) + 20 * (turn > 14)) * MIB), 0) for turn in range(16)]
+    modules = iter([100] * 13 + [180, 180, 230])
+    noted = HostLevels(lambda: levels[-1], lambda: PARTS, lambda: next(modules))
+    for level in levels:
+        noted.note(level)
+    assert noted.seem_to_grow()
+    grown = noted.grown()
+    assert (grown is not None) is grows
+    # Of the turns that import it is not known what they add beside that.
+    assert grown is None or grown.bytes == 13 * MIB
+
+
+def test_that_there_are_few_modules_less_excuses_nothing() -> None:
+    modules = iter(range(100, 80, -1))
+    noted = HostLevels(lambda: (15 * MIB, 0), lambda: PARTS, lambda: next(modules))
+    for turn in range(16):
+        noted.note((turn * MIB, 0))
+    assert noted.grown() is not None
