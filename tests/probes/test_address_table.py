@@ -14,7 +14,7 @@ from lowtide.probes.objects.address_table import AddressTable, first_places
 # The table scatters addresses by all but their last four bits: these are few slots for many addresses.
 COLLIDING = st.builds(lambda block, place: 16 * block + place, st.integers(0, 3), st.integers(0, 15))
 ADDRESSES = st.one_of(COLLIDING, st.integers(0, 2**47).map(lambda word: 16 * word), st.integers(0, 2**63 - 1))
-MANY = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 
 
 def array(addresses: list[int]) -> npt.NDArray[np.int64]:

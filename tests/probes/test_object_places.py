@@ -17,7 +17,7 @@ SLOTS = st.builds(lambda base, slot: base + 16 * slot, BASES, st.one_of(st.integ
 OBJECTS = st.builds(
     lambda slots, off: [slot + off for slot in slots], st.sets(SLOTS, max_size=40), st.sampled_from([0, 8])
 )
-MANY = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 
 
 def array(ids: list[int]) -> npt.NDArray[np.int64]:

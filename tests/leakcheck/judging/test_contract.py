@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from types import SimpleNamespace
@@ -31,8 +32,13 @@ if sys.version_info < (3, 11):
 MIB = 1 << 20
 
 
+@functools.cache
+def taken() -> Snapshot:
+    return take_snapshot(driver=NoDriver("a test"))
+
+
 def snapshot(driver: int | None) -> Snapshot:
-    found = take_snapshot(driver=NoDriver("a test"))
+    found = taken()
     reading = DriverReading("cuda:0", "nvml", driver, 20_000 * MIB, 30_000 * MIB, "")
     return Snapshot(**{name: getattr(found, name) for name in Snapshot.__slots__} | {"drivers": (reading,)})
 
@@ -106,7 +112,7 @@ def test_without_a_reading_at_work_libraries_have_nothing_there() -> None:
 
 def mapped(**arenas: int) -> Snapshot:
     """A reading in which arenas of that name have so many bytes mapped on the CPU."""
-    found = take_snapshot(driver=NoDriver("a test"))
+    found = taken()
     pools = tuple(PoolReading("arena", tag, "cpu", 100 * MIB, size, ()) for tag, size in arenas.items())
     return Snapshot(**{name: getattr(found, name) for name in Snapshot.__slots__} | {"pools": pools})
 
