@@ -35,7 +35,7 @@ from lowtide.leakcheck.resources.settings import SettingChange, advice, is_code,
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.foreign import thread_ident, thread_key, thread_name
 from lowtide.probes.objects.listed import any_frozen
-from lowtide.probes.originals import gc, loaded, threading, time
+from lowtide.probes.originals import gc, loaded, signal, threading, time
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import noted
@@ -49,7 +49,62 @@ _MOST_TOLD = 8
 """Cuts that are written out one by one in one action."""
 
 
+_LONGEST_S = 30.0
+"""Seconds that a change may take: it runs the program's code, which may wait for what never comes."""
+
+_BREAKING_OFF = ("SIGURG", "SIGWINCH")
+"""Signals that do nothing where nobody handles them: one that comes late does no harm."""
+
 _UNFREEZING = Change(ACTIONS[Rung.UNFREEZE], UNFROZEN, functools.partial(release, Rung.UNFREEZE))
+
+
+class UnendingChangeError(BaseException):
+    """A change has not ended in time. No `Exception`: the program's code would catch it, and wait on."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Break off what waits in the block, by a signal, as that breaks off any waiting of Python's in the main thread.
+
+    In another thread, or where the program has no such signal left, the block may take any time.
+
+    Args:
+        seconds: how long it may take.
+
+    Raises:
+        UnendingChangeError: it has taken longer.
+    """
+    free = [getattr(signal, name) for name in _BREAKING_OFF]
+    # None: C's handler, which Python could not put back.
+    free = [each for each in free if signal.getsignal(each) is not None]
+    if not free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    until = time.monotonic() + seconds
+    is_over = threading.Event()
+    main = threading.get_ident()
+
+    def watch() -> None:
+        pause = seconds
+        while not is_over.wait(pause):
+            signal.pthread_kill(main, free[0])
+            pause = 1.0
+
+    def break_off(number: int, frame: Any) -> None:
+        if not is_over.is_set() and time.monotonic() >= until:
+            raise UnendingChangeError(f"it did not end in {seconds:g} s")
+        if callable(before):
+            before(number, frame)
+
+    before = signal.signal(free[0], break_off)
+    watcher = threading.Thread(target=watch, name="lowtide-time-limit", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+        signal.signal(free[0], before)
 
 
 @dataclass
@@ -228,7 +283,9 @@ class _Trial:
         """Return the bytes that each leak got back by an action, for those that got any."""
         gone = self._watch.gone()
         if runs_code or not current.leak.sizes.keys() <= gone:
-            collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
+            # What goes may wait in its `__del__`.
+            with contextlib.suppress(UnendingChangeError), time_limit(_LONGEST_S):
+                collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
             gone = self._watch.gone()
         new, self._gone = gone - self._gone, gone
         found: dict[int, tuple[_Attempt, int]] = {}
@@ -319,10 +376,11 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
     for cut in cuts:
         others = of_container.get(cut.place.container, []) if cut.together is not None and cut.place is not None else []
         try:
-            if len(others) < 2:
-                cut.apply()
-            elif cut is others[0] and cut.together is not None:
-                cut.together({other.held for other in others})
+            with time_limit(_LONGEST_S):
+                if len(others) < 2:
+                    cut.apply()
+                elif cut is others[0] and cut.together is not None:
+                    cut.together({other.held for other in others})
         except KeyboardInterrupt:
             raise
         # Closing a generator, or hashing an element, runs the program's code; a test's own failure is no Exception.
@@ -517,7 +575,7 @@ def try_actions(
             break
         before = driver()
         try:
-            with unraisable_texts():
+            with unraisable_texts(), time_limit(_LONGEST_S):
                 action.apply()
         except KeyboardInterrupt:
             raise

@@ -1,0 +1,113 @@
+"""A change that gives a leak back may run the program's code: what waits there for ever is broken off."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lowtide.leakcheck.findings import remedies
+from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.remedies import UnendingChangeError, time_limit, try_actions
+from lowtide.leakcheck.resources.resource import Change
+from lowtide.reports.schema import Finding
+from tests.waiting import HANG_S
+
+LOCK = threading.Lock()
+STOP = threading.Event()
+
+
+def stubborn() -> None:
+    """Catch what ends the first wait, as a loop over its work does, and wait again."""
+    try:
+        threading.Event().wait(HANG_S)
+    except Exception:  # noqa: BLE001
+        return
+    finally:
+        threading.Event().wait(HANG_S)
+
+
+def locked() -> None:
+    with LOCK, LOCK:
+        pass
+
+
+def joining() -> None:
+    thread = threading.Thread(target=STOP.wait, daemon=True)
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = [signal.getsignal(each) for each in (signal.SIGURG, signal.SIGWINCH)]
+    yield
+    assert [signal.getsignal(each) for each in (signal.SIGURG, signal.SIGWINCH)] == before
+
+
+@pytest.mark.parametrize("wait", [threading.Event().wait, locked, stubborn, lambda: time.sleep(HANG_S)])
+def test_what_waits_is_broken_off(wait: Callable[[], object]) -> None:
+    started = time.monotonic()
+    with pytest.raises(UnendingChangeError, match=r"^it did not end in 0\.1 s$"), time_limit(0.1):
+        wait()
+    assert time.monotonic() - started >= 0.1
+
+
+def test_what_a_thread_waits_for_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remedies, "_LONGEST_S", 0.1)
+    finding = Finding(
+        resource="threads", cause="thread", bytes=0, count=1, device="", stage="test", message="", fingerprint="0"
+    )
+    leak = ItemLeak(finding, key="threads", names={"one": 1}, subject=0)
+    changes = [Change("POLLER.close()", "", joining), Change("POLLER.end()", "", lambda: left.clear())]
+    left = {"one": 1}
+    try:
+        found = try_actions(leak, changes, lambda: left, lambda: 0)
+    finally:
+        STOP.set()
+    assert found.tried[0].action == "POLLER.close() (raised UnendingChangeError: it did not end in 0.1 s)"
+    assert found.remedy is not None
+    assert found.remedy.action == "POLLER.end()"
+
+
+def test_what_ends_in_time_is_let_alone() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGURG, lambda number, frame: heard.append(number))
+    try:
+        with time_limit(HANG_S):
+            # The program's own.
+            signal.raise_signal(signal.SIGURG)
+        assert heard == [signal.SIGURG]
+    finally:
+        signal.signal(signal.SIGURG, before)
+
+
+def test_in_another_thread_nothing_is_broken_off() -> None:
+    ended = []
+
+    def wait() -> None:
+        with time_limit(0.01):
+            time.sleep(0.1)
+        ended.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert ended == [True]
+
+
+def test_what_is_collected_may_wait_as_long() -> None:
+    class Waits:
+        def __del__(self) -> None:
+            threading.Event().wait(HANG_S)
+
+    held = Waits()
+    held.own = held  # type: ignore[attr-defined]
+    del held
+    with remedies.unraisable_texts() as texts, time_limit(0.1):
+        gc.collect()
+    assert texts == ["UnendingChangeError: it did not end in 0.1 s"]
