@@ -10,6 +10,7 @@ import functools
 import importlib
 import re
 import sys
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,7 +53,7 @@ _MOST_TOLD = 8
 _LONGEST_S = 30.0
 """Seconds that a change may take: it runs the program's code, which may wait for what never comes."""
 
-_BREAKING_OFF = ("SIGURG", "SIGWINCH")
+_BREAKING_OFF = (signal.SIGURG, signal.SIGWINCH)
 """Signals that do nothing where nobody handles them: one that comes late does no harm."""
 
 _UNFREEZING = Change(ACTIONS[Rung.UNFREEZE], UNFROZEN, functools.partial(release, Rung.UNFREEZE))
@@ -74,36 +75,38 @@ def time_limit(seconds: float) -> Iterator[None]:
     Raises:
         UnendingChangeError: it has taken longer.
     """
-    free = [getattr(signal, name) for name in _BREAKING_OFF]
+    main = threading.get_ident()
     # None: C's handler, which Python could not put back.
-    free = [each for each in free if signal.getsignal(each) is not None]
-    if not free or threading.current_thread() is not threading.main_thread():
+    free = [each for each in _BREAKING_OFF if signal.getsignal(each) is not None]
+    if not free or main != thread_ident(threading.main_thread()):
         yield
         return
     until = time.monotonic() + seconds
-    is_over = threading.Event()
-    main = threading.get_ident()
+    # Locks, and no thread that `threading` knows: the program may have put something in the place of its methods.
+    goes_on, watches = threading.Lock(), threading.Lock()
 
     def watch() -> None:
         pause = seconds
-        while not is_over.wait(pause):
+        while not goes_on.acquire(timeout=pause):
             signal.pthread_kill(main, free[0])
             pause = 1.0
+        watches.release()
 
     def break_off(number: int, frame: Any) -> None:
-        if not is_over.is_set() and time.monotonic() >= until:
+        if goes_on.locked() and time.monotonic() >= until:
             raise UnendingChangeError(f"it did not end in {seconds:g} s")
         if callable(before):
             before(number, frame)
 
     before = signal.signal(free[0], break_off)
-    watcher = threading.Thread(target=watch, name="lowtide-time-limit", daemon=True)
-    watcher.start()
+    goes_on.acquire()
+    watches.acquire()
+    start_new_thread(watch, ())
     try:
         yield
     finally:
-        is_over.set()
-        watcher.join()
+        goes_on.release()
+        watches.acquire()
         signal.signal(free[0], before)
 
 
