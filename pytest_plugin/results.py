@@ -126,7 +126,13 @@ class DeferredProofs:
             self._unproven.append(_Unproven(subject.id, module, later))
 
     def news(
-        self, findings: Sequence[Finding], unproven: DeferredRemedies, when: str, module: str, tolerance: int
+        self,
+        verdict: Verdict,
+        findings: Sequence[Finding],
+        unproven: DeferredRemedies,
+        when: str,
+        module: str,
+        tolerance: int,
     ) -> list[Finding]:
         """Return the findings without those of what only takes the place of what an earlier test left.
 
@@ -134,7 +140,8 @@ class DeferredProofs:
         test module. What takes more room than what was told is growth.
 
         Args:
-            findings: of one test.
+            verdict: on one test.
+            findings: its own, and those of its setup.
             unproven: what is to be tried for them.
             when: what was noted of a leak that came back in this test.
             module: the test's.
@@ -149,7 +156,7 @@ class DeferredProofs:
             if leak.finding.fingerprint in new
         }
         gone = self._gone(when) if told else {}
-        if told - gone.keys():
+        if told - gone.keys() and not verdict.swept:
 
             def is_gone() -> bool:
                 self.note(when)

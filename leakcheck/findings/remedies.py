@@ -11,7 +11,7 @@ import importlib
 import re
 import sys
 from _thread import start_new_thread
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -222,7 +222,7 @@ class _Trial:
         self._context = context
         self._may_unfreeze = may_unfreeze
         self._gone: set[Key] = set()
-        self._waited: set[int] = set()
+        self._waited: set[str] = set()
         self._attempts_on: dict[Key, list[_Attempt]] = {}
         for attempt in attempts:
             for key in attempt.leak.sizes:
@@ -280,6 +280,7 @@ class _Trial:
                 change.apply()
                 returned = self._measure(attempt)
             attempt.changed += [change.effect] if change.effect else []
+            attempt.words |= set() if change.is_code else {change.code}
             _take_down(change.code, returned, attempt)
 
     def _measure(self, current: _Attempt, *, runs_code: bool = False) -> _Returned:
@@ -406,23 +407,17 @@ def _take_down(action: str, returned: _Returned, current: _Attempt, errors: Sequ
 
 
 def _further(
-    explanations: Sequence[Explanation], waited: set[int], patience: float, *, may_unfreeze: bool
+    explanations: Sequence[Explanation], waited: set[str], patience: float, *, may_unfreeze: bool
 ) -> list[Change]:
     """Return what may let go of what no edge leads to; each thread is waited for once."""
     names = {explanation.thread for explanation in explanations} - {""}
-    threads = [
-        thread
+    keys = {
+        thread_key(thread)
         for thread in threading.enumerate()
-        if thread is not threading.main_thread()
-        and thread_name(thread) in names
-        and thread_ident(thread) != threading.get_ident()
-        and id(thread) not in waited
-    ]
-    waited.update(map(id, threads))
-    changes = [
-        Change(f"{of_thread(thread_name(thread))}.join()", "", functools.partial(thread.join, patience))
-        for thread in threads
-    ]
+        if thread is not threading.main_thread() and thread_name(thread) in names and thread_key(thread) not in waited
+    }
+    waited |= keys
+    changes = _joining(keys, patience)
     if may_unfreeze and any_frozen():
         changes.append(_UNFREEZING)
     is_compiled = any(explanation.cause == "compiled-code" for explanation in explanations) and loaded("torch._dynamo")
@@ -476,7 +471,7 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
     if resource == FROZEN and may_unfreeze:
         return [_UNFREEZING]
     if resource == "threads":
-        return _joining(leak, patience)
+        return _joining(leak.names, patience, leak.endings)
     if resource == "lru-cache":
         by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
         return [_clearing(item, walk) for item in by_cache.values()]
@@ -515,11 +510,17 @@ def _put_back(changes: Sequence[SettingChange]) -> None:
     put_back(still_changed(changes))
 
 
-def _joining(leak: ItemLeak, patience: float) -> list[Change]:
-    """Return what ends threads, and what waits for them; all of them together for as long as for one."""
+def _joining(keys: Collection[str], patience: float, endings: Sequence[Change] = ()) -> list[Change]:
+    """Return what ends threads, and what waits for them; all of them together for as long as for one.
+
+    Args:
+        keys: those of the threads.
+        patience: seconds to wait.
+        endings: what ends them.
+    """
 
     def threads() -> list[threading.Thread]:
-        own = [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
+        own = [thread for thread in threading.enumerate() if thread_key(thread) in keys]
         return [thread for thread in own if thread_ident(thread) != threading.get_ident()]
 
     def join() -> None:
@@ -531,12 +532,12 @@ def _joining(leak: ItemLeak, patience: float) -> list[Change]:
         ending.apply()
         join()
 
-    actions = [replace(ending, apply=functools.partial(end, ending)) for ending in leak.endings]
-    waiting = threads()
-    if len(waiting) == 1:
-        actions.append(Change(f"{of_thread(thread_name(waiting[0]))}.join()", "", join))
-    elif waiting:
-        actions.append(Change(f"join() of the {len(waiting)} threads", "", join, is_code=False))
+    actions = [replace(ending, apply=functools.partial(end, ending)) for ending in endings]
+    names = [thread_name(thread) for thread in threads()]
+    if len(names) == 1:
+        actions.append(Change(f"{of_thread(names[0])}.join()", "", join))
+    elif names:
+        actions.append(Change(f"join() of the {len(names)} threads", "", join, is_code=False))
     return actions
 
 

@@ -457,11 +457,11 @@ class FullReadings:
 
         def is_settled(deep: Deep) -> bool:
             # At which rung it comes back is a diagnosis; whether it is a leak may be known before. Of a tensor's memory
-            # that is not on a card no pool has a part.
-            left = [metric for metric in above(deep) if metric.key != "tensors cpu"]
-            return not left or not (
-                self._watched.policy.explain or any(metric.rung.order > Rung.COLLECT.order for metric in left)
-            )
+            # that is not on a card no pool has a part, and beside cards only the heap gives back anything here.
+            late = [metric for metric in above(deep) if metric.rung.order > Rung.COLLECT.order]
+            has_cards = bool(self._watched.counters.read().devices)
+            left = [metric for metric in above(deep) if metric.key != "tensors cpu"] if has_cards else late
+            return not left or not (self._watched.policy.explain or late)
 
         def read_after(rung: Rung, before: Deep) -> Deep:
             # What is free in the process's heap, or pinned, no object holds.

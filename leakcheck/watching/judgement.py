@@ -262,7 +262,7 @@ class WatchJudge:
             findings=reported[0],
             not_measured=(*excused, *self.readings.listed, *self._emptied.notes),
             of_owners=dict(zip(labels, reported[1:], strict=True)),
-            climbed=True,
+            swept=case.known is None and case.things is None,
             unproven=unproven[0],
             unproven_of_owners=dict(zip(labels, unproven[1:], strict=True)),
             things=about,

@@ -295,10 +295,10 @@ class Watch(Attribution):
         unmeasured += self._arrival.not_measured(now)
         now, suspects = self._suspects_of(now, ended)
 
-        def clean(*, climbed: bool = False) -> Verdict:
+        def clean(*, swept: bool = False) -> Verdict:
             kept = self._host.kept(self._host.share(now, ended), now, final=final)
             missing = (*unmeasured, *self.others.not_measured)
-            return Verdict(not_measured=missing, findings=kept, climbed=climbed, collected=collected())
+            return Verdict(not_measured=missing, findings=kept, swept=swept, collected=collected())
 
         if not suspects:
             return clean()
@@ -337,7 +337,7 @@ class Watch(Attribution):
         if known is None and not of_settings:
             collect(is_clean)
             if is_clean():
-                return clean(climbed=True)
+                return clean(swept=True)
         self._suspects.forget()
         share = self._host.share(now, ended)
         if not of_settings:

@@ -78,7 +78,7 @@ class Verdict:
         of_owners: those of each owner that ended, by its label.
         not_measured: what a driver does not report, and what may be a leak or what a library keeps from its first use,
             which cannot be distinguished.
-        climbed: whether the cheap pass was not enough.
+        swept: whether all garbage was collected for it.
         collected: what came back only because this judgement collected, where it is worth a note.
         unproven: what is to be given to `prove` at the end, for the test and for each owner.
         things: what each of the test's findings is about, by the finding's fingerprint.
@@ -87,7 +87,7 @@ class Verdict:
     findings: tuple[Finding, ...] = ()
     of_owners: Mapping[str, tuple[Finding, ...]] = field(default_factory=dict)
     not_measured: tuple[NotMeasured, ...] = ()
-    climbed: bool = False
+    swept: bool = False
     collected: Finding | None = None
     unproven: DeferredRemedies = field(default_factory=DeferredRemedies)
     unproven_of_owners: Mapping[str, DeferredRemedies] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -366,3 +367,25 @@ def test_a_leak_that_was_seen_before_takes_no_walk_beside_what_is_renewed(
     session.judge(leaks)
     monkeypatch.setattr(holders, "Graph", None)
     assert [finding.holder for finding in session.judge(leaks)] == ["program.KEPT[1]"]
+
+
+def test_what_is_left_beside_tensors_and_no_heap_gives_back_takes_one_reading_and_one_walk(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[object] = []
+    graph = holders.Graph
+    monkeypatch.setattr(holders, "Graph", lambda *args: walks.append(args) or graph(*args))
+    stop = threading.Event()
+
+    def waits(tensor: torch.Tensor) -> None:
+        stop.wait()
+
+    def leaks(engine: Engine) -> None:
+        threading.Thread(target=waits, args=(torch.ones(32),), daemon=True).start()
+
+    try:
+        (found,) = session.judge(leaks)
+    finally:
+        stop.set()
+    assert [found.resource, *(part.resource for part in found.parts)] == ["tensors", "threads"]
+    assert (session.readings, len(walks)) == (1, 1)
