@@ -43,6 +43,10 @@ PROGRAM = "life.py"
 
 
 def fuzz(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGUMENT...", help="With --target: what that is called with."),
+    ] = None,
     target: Annotated[
         str | None, typer.Option(metavar="MODULE:FACTORY", help="What makes your engine's target [default: lowtide's].")
     ] = None,
@@ -75,6 +79,8 @@ def fuzz(
             refuse(f"{name} {value} is not possible: use 1 or more")
     if jobs > 1 and not faults:
         refuse(f"--jobs {jobs} shares out the points of --faults: add --faults, or leave --jobs out")
+    if arguments and target is None:
+        refuse(f"{arguments[0]!r} is for a target of yours: name what makes it with --target MODULE:FACTORY")
     if target is not None and defect is not None:
         refuse("--target and --defect exclude each other: the bugs are in lowtide's own engine")
     if tensor_parallel_size != 1 and (target is not None or faults):
@@ -93,7 +99,7 @@ def fuzz(
         console, driver = find_console(), find_driver()
         try:
             with begin_report(report, driver):
-                subjected = _subjected(target, device, shape, defect, with_shards=faults)
+                subjected = _subjected(target, arguments or (), device, shape, defect, with_shards=faults)
                 found: tuple[Subject, str, str | Table]
                 if faults:
                     found = fail_all(subjected, jobs=jobs, console=console)
@@ -122,11 +128,17 @@ def fuzz(
 
 
 def _subjected(
-    target: str | None, device: Device, shape: Mapping[str, Any], defect: str | None, *, with_shards: bool
+    target: str | None,
+    arguments: Sequence[str],
+    device: Device,
+    shape: Mapping[str, Any],
+    defect: str | None,
+    *,
+    with_shards: bool,
 ) -> Subjected:
     """Return what is fuzzed: the user's target, or lowtide's own engine, with shards that can be damaged or a bug."""
     if target is not None:
-        return named_target(target)
+        return named_target(target, arguments)
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.targets.reference import checkpoint_target, reference_target
 

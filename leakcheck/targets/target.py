@@ -388,13 +388,20 @@ class Subjected:
     not_measured: tuple[NotMeasured, ...] = ()
 
 
-def named_target(name: str) -> Subjected:
+def named_target(name: str, arguments: Sequence[str] = ()) -> Subjected:
     """Return the user's own target, as MODULE:FACTORY.
+
+    Args:
+        name: MODULE:FACTORY.
+        arguments: what that is called with for each target.
 
     Raises:
         TargetError: there is none of that name.
     """
     module, _, attribute = name.partition(":")
-    factory = load_factory(name)
-    imported = f"from {module} import {attribute.partition('.')[0]}"
-    return Subjected(name, factory, TargetSource([imported], attribute), nullcontext())
+    factory = load_factory(name, arguments)
+    imports = [f"from {module} import {attribute.partition('.')[0]}"]
+    if arguments:
+        imports.insert(0, "from functools import partial")
+        attribute = f"partial({', '.join([attribute, *map(repr, arguments)])})"
+    return Subjected(name, factory, TargetSource(imports, attribute), nullcontext())

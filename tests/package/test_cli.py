@@ -726,6 +726,7 @@ def test_random_lives_of_an_engine_in_another_process_are_not_measured(monkeypat
         (("--target", "nowhere"), "'nowhere' names no target: write MODULE:FACTORY"),
         (("--target", "json:nothing"), "module 'json' has no attribute 'nothing'"),
         (("--target", "json:loads", "--defect", "wake-oom"), "--target and --defect exclude each other"),
+        (("--", "serve"), "'serve' is for a target of yours: name what makes it with --target MODULE:FACTORY"),
         (("--defect", "nothing"), "there is no defect 'nothing'"),
         (("--device", "cpu", "--defect", "never-release"), "'never-release' cannot show on cpu: use --device cuda"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lowtide.leakcheck.targets.target import (
     Unjudged,
     load_factory,
     make_target,
+    named_target,
     tokens_of_one,
 )
 
@@ -123,6 +124,31 @@ def load_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Any
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return load_factory(name)
+
+
+class Named(Bare):
+    """A target that is made with arguments, each of them text."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+MADE: list[object] = []
+
+
+def make_and_keep(factory: Callable[[], object], number: int) -> None:
+    MADE.append((factory(), number))
+
+
+@pytest.mark.parametrize("arguments", [[], ["vllm serve", "--it's", 'a "model"']])
+def test_a_program_makes_a_target_with_the_same_arguments(arguments: list[str]) -> None:
+    subjected = named_target(f"{__name__}:Named", arguments)
+    assert subjected.factory().names == tuple(arguments)  # type: ignore[attr-defined]
+    exec(subjected.source.program(__name__, "make_and_keep", 7))
+    ((target, number),) = MADE
+    MADE.clear()
+    assert isinstance(target, Named)
+    assert (target.names, number) == (tuple(arguments), 7)
 
 
 class Broken(Bare):
