@@ -205,7 +205,7 @@ def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.Monkey
         return Emptied((kept,))
 
     monkeypatch.setattr(judgement, "empty_library_caches", empty)
-    done = threading.Event()
+    held: list[bytes] = []
     watched = Watch(Policy(card=False, settle=0.01, remedies="never"))
     watched.open()
     try:
@@ -213,12 +213,11 @@ def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.Monkey
         assert not watched.end().findings
         assert not asked
         watched.begin()
-        threading.Thread(target=done.wait, daemon=True).start()
+        held.append(b"x" * (96 << 20))
         verdict = watched.end()
         assert verdict.findings
         # And what they kept is said.
         assert kept in verdict.not_measured
     finally:
         watched.close()
-        done.set()
     assert asked == ["ipc_collect", "empty_cache", "libraries", "clear_host_cache"]
