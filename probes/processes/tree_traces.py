@@ -34,6 +34,9 @@ from lowtide.probes.processes.shared_memory_files import (
 DEEP_S = 1.0
 """Seconds between two looks at what the processes map and where they listen."""
 
+_CLOSING_S = 0.1
+"""Seconds after which a file that somebody has closed to remove it is gone."""
+
 _CLOCK_S = 0.05
 """The kernel counts the times of files and of processes in steps of some milliseconds."""
 
@@ -170,6 +173,11 @@ class TreeTraces:
         """The entries of /dev/shm that the tree has left; those of which it cannot be seen; why none can be read."""
         reading: SharedMemoryReading = read_shared_memory()
         dead = [file for file in reading.dead if self._may_be_ours(file)]
+        if dead:
+            # Another program may just have closed one, and be about to remove it.
+            time.sleep(_CLOSING_S)
+            still = {file.path for file in read_shared_memory().dead}
+            dead = [file for file in dead if file.path in still]
         undecided = [each for each in reading.undecided if self._may_be_ours(each.file)]
         why = self._neighbours.look() if dead else ""
         if why:

@@ -148,6 +148,18 @@ def test_an_entry_of_which_nobody_knows_is_not_measured(
     assert message == f"{path} (1.0 MiB, made by NCCL) is left, and no living process uses it"
 
 
+def test_what_somebody_has_closed_to_remove_it_is_not_left(
+    tree: ProcessTree, cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+    traces.start()
+    path = tmp_path / "nccl-abc123"
+    path.touch()
+    looks = iter([reading(str(path)), SharedMemoryReading((), (), 0)])
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: next(looks))
+    assert judged(tree, traces) == ([], [])
+
+
 def test_what_was_there_before_is_none(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
     old = tmp_path / "old.sock"
     with socket.socket(socket.AF_UNIX) as server:
