@@ -466,7 +466,8 @@ class Checker:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             missing = self._checked.missing_from(verdict)
             held = [*verdict.findings, *of_setup]
-            held = self._deferred.news(verdict, held, later, f"in {item.nodeid}", module, self._session.watch.tolerance)
+            tolerance = self._session.watch.tolerance
+            held = self._deferred.news(held, later, f"in {item.nodeid}", module, tolerance, swept=verdict.swept)
             back = verdict.collected
             told = [] if back is None or self._cycles is None else [back]
             own = self._results.subject(item.nodeid, [*held, *missing, *of_engines, *told])

@@ -127,12 +127,13 @@ class DeferredProofs:
 
     def news(
         self,
-        verdict: Verdict,
         findings: Sequence[Finding],
         unproven: DeferredRemedies,
         when: str,
         module: str,
         tolerance: int,
+        *,
+        swept: bool,
     ) -> list[Finding]:
         """Return the findings without those of what only takes the place of what an earlier test left.
 
@@ -140,12 +141,12 @@ class DeferredProofs:
         test module. What takes more room than what was told is growth.
 
         Args:
-            verdict: on one test.
-            findings: its own, and those of its setup.
+            findings: of one test.
             unproven: what is to be tried for them.
             when: what was noted of a leak that came back in this test.
             module: the test's.
             tolerance: bytes that it may leave.
+            swept: whether all garbage was collected when it was judged.
         """
         new = {leak.finding.fingerprint: leak for leak in unproven.tensors}
         told = {
@@ -156,7 +157,7 @@ class DeferredProofs:
             if leak.finding.fingerprint in new
         }
         gone = self._gone(when) if told else {}
-        if told - gone.keys() and not verdict.swept:
+        if told - gone.keys() and not swept:
 
             def is_gone() -> bool:
                 self.note(when)

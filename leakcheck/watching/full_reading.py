@@ -455,11 +455,12 @@ class FullReadings:
             steps = [LadderStep(Rung.RAW, first.with_hidden(hidden), 0.0)]
             steps.append(LadderStep(Rung.UNFREEZE, self.read(case), 0.0))
 
+        has_cards = bool(self._watched.counters.read().devices)
+
         def is_settled(deep: Deep) -> bool:
             # At which rung it comes back is a diagnosis; whether it is a leak may be known before. Of a tensor's memory
             # that is not on a card no pool has a part, and beside cards only the heap gives back anything here.
             late = [metric for metric in above(deep) if metric.rung.order > Rung.COLLECT.order]
-            has_cards = bool(self._watched.counters.read().devices)
             left = [metric for metric in above(deep) if metric.key != "tensors cpu"] if has_cards else late
             return not left or not (self._watched.policy.explain or late)
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -21,12 +22,17 @@ LOCK = threading.Lock()
 STOP = threading.Event()
 
 
+def working_on() -> None:
+    """Catch what fails, as a loop over its work does, and wait again."""
+    for _ in range(3):
+        with suppress(Exception):
+            threading.Event().wait(HANG_S)
+
+
 def stubborn() -> None:
-    """Catch what ends the first wait, as a loop over its work does, and wait again."""
+    """Wait again whatever has ended the first wait."""
     try:
         threading.Event().wait(HANG_S)
-    except Exception:  # noqa: BLE001
-        return
     finally:
         threading.Event().wait(HANG_S)
 
@@ -49,7 +55,7 @@ def handlers() -> Iterator[None]:
     assert [signal.getsignal(each) for each in (signal.SIGURG, signal.SIGWINCH)] == before
 
 
-@pytest.mark.parametrize("wait", [threading.Event().wait, locked, stubborn, lambda: time.sleep(HANG_S)])
+@pytest.mark.parametrize("wait", [threading.Event().wait, locked, working_on, stubborn, lambda: time.sleep(HANG_S)])
 def test_what_waits_is_broken_off(wait: Callable[[], object]) -> None:
     started = time.monotonic()
     with pytest.raises(UnendingChangeError, match=r"^it did not end in 0\.1 s$"), time_limit(0.1):
@@ -86,6 +92,16 @@ def test_what_ends_in_time_is_let_alone() -> None:
         signal.signal(signal.SIGURG, before)
 
 
+def test_what_ends_just_then_leaves_nothing_behind() -> None:
+    for turn in range(400):
+        with suppress(UnendingChangeError), time_limit(0.0005):
+            until = time.monotonic() + 0.0004 + turn % 20 * 1e-5
+            while time.monotonic() < until:
+                pass
+    # What came late would be raised here.
+    time.sleep(0.01)
+
+
 def test_in_another_thread_nothing_is_broken_off() -> None:
     ended = []
 
@@ -102,12 +118,13 @@ def test_in_another_thread_nothing_is_broken_off() -> None:
 
 def test_what_is_collected_may_wait_as_long() -> None:
     class Waits:
+        def __init__(self) -> None:
+            self.own = self
+
         def __del__(self) -> None:
             threading.Event().wait(HANG_S)
 
-    held = Waits()
-    held.own = held  # type: ignore[attr-defined]
-    del held
+    Waits()
     with remedies.unraisable_texts() as texts, time_limit(0.1):
         gc.collect()
     assert texts == ["UnendingChangeError: it did not end in 0.1 s"]

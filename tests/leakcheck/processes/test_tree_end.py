@@ -132,13 +132,19 @@ def reading(path: str, *, undecided: bool = False, why: str = "") -> SharedMemor
     )
 
 
+def beside_a_file(tree: ProcessTree, cards: Cards, folder: Path) -> tuple[TreeTraces, Path]:
+    """A tree that is looked at, and a file that came since."""
+    traces = TreeTraces(tree, cast("Driver", cards), folder=str(folder))
+    traces.start()
+    path = folder / "nccl-abc123"
+    path.touch()
+    return traces, path
+
+
 def test_an_entry_of_which_nobody_knows_is_not_measured(
     tree: ProcessTree, cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
-    traces.start()
-    path = tmp_path / "nccl-abc123"
-    path.touch()
+    traces, path = beside_a_file(tree, cards, tmp_path)
     monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: reading(str(path), undecided=True))
     assert judged(tree, traces) == ([], [(str(path), "a reason")])
     monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: SharedMemoryReading((), (), 0, "no access"))
@@ -151,10 +157,7 @@ def test_an_entry_of_which_nobody_knows_is_not_measured(
 def test_what_somebody_has_closed_to_remove_it_is_not_left(
     tree: ProcessTree, cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
-    traces.start()
-    path = tmp_path / "nccl-abc123"
-    path.touch()
+    traces, path = beside_a_file(tree, cards, tmp_path)
     looks = iter([reading(str(path)), SharedMemoryReading((), (), 0)])
     monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: next(looks))
     assert judged(tree, traces) == ([], [])

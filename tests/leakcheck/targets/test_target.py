@@ -143,7 +143,9 @@ def make_and_keep(factory: Callable[[], object], number: int) -> None:
 @pytest.mark.parametrize("arguments", [[], ["vllm serve", "--it's", 'a "model"']])
 def test_a_program_makes_a_target_with_the_same_arguments(arguments: list[str]) -> None:
     subjected = named_target(f"{__name__}:Named", arguments)
-    assert subjected.factory().names == tuple(arguments)  # type: ignore[attr-defined]
+    target = subjected.factory()
+    assert isinstance(target, Named)
+    assert target.names == tuple(arguments)
     exec(subjected.source.program(__name__, "make_and_keep", 7))
     ((target, number),) = MADE
     MADE.clear()
