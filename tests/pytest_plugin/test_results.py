@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -9,8 +10,8 @@ from lowtide.leakcheck.findings import deferred_remedies as unproven
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak, try_deferred
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
-from lowtide.pytest_plugin.results import Proven, proven_as_json, proven_from_json, with_proven
-from lowtide.reports.schema import Cause, Finding, Remedy, Subject
+from lowtide.pytest_plugin.results import DeferredProofs, Proven, proven_as_json, proven_from_json, with_proven
+from lowtide.reports.schema import Cause, Finding, Hop, Remedy, Subject
 
 KEY = "workspaces cuda:0"
 DONE = Remedy(action="del m.KEPT[0]", returns_bytes=8)
@@ -32,6 +33,27 @@ def finding(mark: str, cause: Cause = "module-global", known: str | None = None)
 
 def leak(mark: str) -> UnprovenLeak:
     return UnprovenLeak(finding(mark), {}, frozenset(), StorageWatch(()))
+
+
+@pytest.mark.parametrize(("swept", "told"), [(False, False), (True, True)], ids=["by known ways", "all was collected"])
+def test_what_a_leak_may_have_replaced_is_collected_where_nothing_was(*, swept: bool, told: bool) -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.itself, self.tensor = self, torch.ones(1)
+
+    def left(engine: Engine) -> UnprovenLeak:
+        key = ("cpu", engine.tensor.untyped_storage().data_ptr())
+        found = msgspec.structs.replace(finding("a"), path=(Hop(edge="program", type="module"),))
+        return UnprovenLeak(found, {key: 4}, frozenset(), StorageWatch([key], [engine.tensor]))
+
+    proofs, engine, later = DeferredProofs(), Engine(), Engine()
+    before = DeferredRemedies((left(engine),))
+    proofs.add(Subject(id="a", outcome="leak", findings=(before.tensors[0].finding,)), before, "module")
+    # From here on it is garbage that nobody has collected.
+    del engine
+    now = left(later)
+    found = proofs.news([now.finding], DeferredRemedies((now,)), "in b", "module", 0, swept=swept)
+    assert bool(found) is told
 
 
 def test_when_a_leak_came_back_is_what_was_noted_first_after_it() -> None:
