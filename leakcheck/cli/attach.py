@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from lowtide.leakcheck.processes.attachment import Attachment
     from lowtide.leakcheck.processes.messages import Seen
     from lowtide.reports.processes.stage_processes import ProcessName
-    from lowtide.reports.schema import Finding, NotMeasured
 
 _LISTED_DESCRIPTORS = 5
 """Kinds of descriptors that are named."""
+
+_LOOKS_S = 0.05
+"""Seconds between two looks at whether the next one at the process is due."""
 
 
 def attach(
@@ -78,51 +80,19 @@ def _attach(pid: int, seconds: float, allowed: int, as_json: bool) -> int:
 
 
 def _watch(attachment: Attachment, seconds: float, allowed: int, as_json: bool) -> int:
-    from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
-    from lowtide.leakcheck.processes.look_growth import WatchedLooks
-    from lowtide.leakcheck.processes.messages import Findings, Look, Seen
-    from lowtide.leakcheck.processes.process_levels import describe_process
-    from lowtide.leakcheck.processes.timed_growth import intervals
+    from lowtide.leakcheck.processes.look_growth import LookedGrowth
     from lowtide.probes.originals import time
-    from lowtide.probes.processes.agents import AgentError, NoAgentError
-    from lowtide.reports.schema import NotMeasured
-    from lowtide.reports.statement import in_process
 
     pid = attachment.pid
-    interval = intervals(seconds)
-    looks, began = WatchedLooks(interval), time.monotonic()
-    process = describe_process(pid)
-    say(f"lowtide: growth of {process.text} is watched for {seconds:g} s", err=True)
-    found: list[Finding] = []
-    silent: list[NotMeasured] = []
-    try:
-        while (now := time.monotonic() - began) < seconds + interval and not looks.is_known:
-            turn = 1 + int(now / interval)
-            if turn > looks.turn:
-                seen = attachment.ask(Look(), Seen)
-                process = describe_process(pid, variables=seen.variables, called=seen.called)
-                looks.note(turn, seen, _anonymous(pid))
-            time.sleep(max(0.0, looks.turn * interval - (time.monotonic() - began)))
-        found = looks.found(lambda question: attachment.ask(question, Findings))
-    except NoAgentError:
-        silent.append(NotMeasured(what=f"what grows in {process.text}", why="it has ended"))
-    except AgentError as error:
-        silent.append(NotMeasured(what=f"what grows in {process.text}", why=str(error)))
-    if not silent and looks.looks < FEWEST_TURNS:
-        why = f"there were {looks.looks} of {FEWEST_TURNS} looks that it takes, which take long here: watch it longer"
-        silent.append(NotMeasured(what=f"what grows in {process.text}", why=why))
-        found = []
-    told = [in_process(finding, process) for finding in found]
-    where = f"over {looks.turn - 1} intervals of {interval:g} s"
-    return report_growth(f"attach[{pid}]", told, silent, (), allowed, as_json, where, 1)
-
-
-def _anonymous(pid: int) -> int:
-    """Return the bytes of a process that are no file's, as the kernel counts them."""
-    from lowtide.probes.host.process_files import status
-
-    fields = status(pid)
-    return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
+    growth = LookedGrowth({pid: attachment}, seconds)
+    say(f"lowtide: growth of {growth.processes[pid].text} is watched for {seconds:g} s", err=True)
+    while not growth.is_over:
+        growth.look()
+        time.sleep(_LOOKS_S)
+    where = f"over {growth.seconds_read / growth.interval:.0f} intervals of {growth.interval:g} s"
+    return report_growth(
+        f"attach[{pid}]", growth.findings(), growth.not_measured, growth.not_judged, allowed, as_json, where, 1
+    )
 
 
 def _outside(pid: int) -> str:
@@ -142,11 +112,12 @@ def _outside(pid: int) -> str:
 
 def _lines(process: ProcessName, outside: str, seen: Seen) -> Iterator[str]:
     """Say what there is in a process."""
+    from lowtide.leakcheck.processes.look_growth import anonymous_bytes_of
     from lowtide.reports.sizes import format_bytes
 
     yield f"{process.text}: {outside}"
     yield ""
-    yield f"host memory: {format_bytes(_anonymous(process.pid))} are no file's"
+    yield f"host memory: {format_bytes(anonymous_bytes_of(process.pid))} are no file's"
     yield from _table(("bytes", "what"), _parts(seen))
     for device, size in sorted(seen.tensors.items()):
         yield ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -13,17 +14,22 @@ from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
+from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.processes.messages import ExplainGrown, Findings, GrownContainer, Seen
-from lowtide.leakcheck.processes.timed_growth import INTERVALS
+from lowtide.leakcheck.processes.attachment import Attachment
+from lowtide.leakcheck.processes.messages import ExplainGrown, Findings, GrownContainer, Look, Seen
+from lowtide.leakcheck.processes.process_levels import describe_process
+from lowtide.leakcheck.processes.timed_growth import INTERVALS, growth_on_card, intervals
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
-from lowtide.probes.host.process_files import descriptors_of, stat, thread_names
+from lowtide.probes.host.process_files import descriptors_of, stat, status, thread_names
 from lowtide.probes.original_numpy import np
-from lowtide.reports.schema import Finding, ResourceName
+from lowtide.probes.originals import time
+from lowtide.probes.processes.agents import AgentError, NoAgentError
+from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement
+from lowtide.reports.statement import Note, StatedFinding, Statement, in_process
 
 REQUESTS = "requests"
 """What turns are called that somebody has counted."""
@@ -33,6 +39,8 @@ _MARKED = "marks"
 
 Explain = Callable[[ExplainGrown], Findings]
 """Asks the process who holds what has grown in it."""
+
+_Answer = TypeVar("_Answer")
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -120,6 +128,7 @@ class WatchedLooks:
         self._host = HostLevels(lambda: self._levels, lambda: self._parts, lambda: 0)
         self._levels = (0, 0)
         self._parts = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)
+        self._on_cards: dict[str, TurnSeries] = {}
         self.turn = self.looks = 0
 
     def note(self, turn: int, seen: Seen, anonymous: int) -> None:
@@ -134,22 +143,133 @@ class WatchedLooks:
         self._levels, self._parts = (anonymous, seen.malloc), MemoryParts(**seen.parts)
         self._containers.note(turn, lengths_in(seen))
         self._host.note(self._levels)
+        for device, size in seen.tensors.items():
+            if device != "cpu":
+                self._on_cards.setdefault(device, TurnSeries()).add(size)
 
     @property
     def is_known(self) -> bool:
         """Return whether a container has grown in each of enough looks, and no other one may yet."""
         is_enough = self.looks >= FEWEST_TURNS
-        return is_enough and bool(self._containers.growing(self.turn)) and not self._containers.undecided(self.turn)
+        return is_enough and bool(self._containers.growing(self.turn)) and self.is_decided
 
-    def found(self, explain: Explain) -> list[Finding]:
-        """Return what grows, each cause once."""
+    @property
+    def is_decided(self) -> bool:
+        """Return whether no container has begun to grow of which it is not known whether it does."""
+        return not self._containers.undecided(self.turn)
+
+    def found_by(self, asked: Attachment) -> list[Finding]:
+        """Return what grows, each cause once, with holders that the process is asked for."""
         growing = self._containers.growing(self.turn)
         question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=self._seconds)
-        found = list(explain(question).findings) if growing else []
+        found = list(asked.ask(question, Findings).findings) if growing else []
+        process = describe_process(asked.pid)
+        for device, series in self._on_cards.items():
+            on_card = growth_on_card(process, device, series, self._seconds)
+            if on_card is not None and 2 * sum(finding.bytes for finding in found) < on_card.bytes:
+                found.append(on_card)
         host = self._host.grown() if self._host.seem_to_grow() else None
-        if host is not None and 2 * sum(finding.bytes for finding in found) < host.bytes:
+        if (
+            host is not None
+            and 2 * sum(finding.bytes for finding in found if finding.device in ("", "cpu")) < host.bytes
+        ):
             found.append(growth_of_host_memory(host, INTERVALS, "", self._seconds))
         return found
+
+
+class LookedGrowth:
+    """Looks at processes at intervals until it is known what grows, or the time is over: as `TimedGrowth`, by looks.
+
+    Args:
+        looks: asks each process, by its number.
+        seconds: for how long, `SHORTEST_S` or more.
+
+    Attributes:
+        is_over: whether what grows is known, or the time is over.
+        processes: what each is called.
+        not_judged: of what it cannot be said whether it grows: nothing, since all that is seen is.
+    """
+
+    not_judged: tuple[NotMeasured, ...] = ()
+
+    def __init__(self, looks: Mapping[int, Attachment], seconds: float) -> None:
+        self._asked, self._seconds = dict(looks), seconds
+        self.interval = intervals(seconds)
+        self._began = time.monotonic()
+        self._turn = 0
+        self._watched = {pid: WatchedLooks(self.interval) for pid in looks}
+        self.processes = {pid: describe_process(pid) for pid in looks}
+        self._silent: dict[int, str] = {}
+        self._found: list[Finding] = []
+        self.is_over = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the first look has been made."""
+        return self._turn > 0
+
+    @property
+    def seconds_read(self) -> float:
+        """Return the seconds from the first look to the last one."""
+        return max(0, self._turn - 1) * self.interval
+
+    def look(self) -> None:
+        """Look, if that is due; to be called a few times a second."""
+        turn = 1 + int((time.monotonic() - self._began) / self.interval)
+        if self.is_over or turn <= self._turn:
+            return
+        self._turn = turn
+        for pid in self._asked.keys() - self._silent.keys():
+            seen = self._answer(pid, lambda asked: asked.ask(Look(), Seen))
+            if seen is not None:
+                self.processes[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
+                self._watched[pid].note(turn, seen, anonymous_bytes_of(pid))
+        watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
+        is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
+        if not watched or is_known or turn > round(self._seconds / self.interval):
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        for pid in self._asked.keys() - self._silent.keys():
+            watched = self._watched[pid]
+            if watched.looks < FEWEST_TURNS:
+                self._silent[pid] = (
+                    f"there were {watched.looks} of {FEWEST_TURNS} looks that it takes, which take long here: "
+                    "watch it longer"
+                )
+                continue
+            found = self._answer(pid, watched.found_by)
+            self._found += [in_process(finding, self.processes[pid]) for finding in found or ()]
+
+    def _answer(self, pid: int, question: Callable[[Attachment], _Answer]) -> _Answer | None:
+        try:
+            return question(self._asked[pid])
+        except NoAgentError:
+            self._silent[pid] = "it has ended"
+        except AgentError as error:
+            self._silent[pid] = str(error)
+        return None
+
+    def findings(self) -> list[Finding]:
+        """Return what grows, once the looks are over."""
+        return self._found
+
+    def end(self) -> None:
+        """Note that the program has ended."""
+
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return what is not known of those that did not answer."""
+        return tuple(
+            NotMeasured(what=f"what grows in {self.processes[pid].text}", why=why) for pid, why in self._silent.items()
+        )
+
+
+def anonymous_bytes_of(pid: int) -> int:
+    """Return the bytes of a process that are no file's, as the kernel counts them."""
+    fields = status(pid)
+    return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
 
 
 def _containers(before: Seen, now: Seen, since: str, requests: int, explain: Explain) -> list[Finding]:

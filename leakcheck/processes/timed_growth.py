@@ -99,12 +99,14 @@ class TimedGrowth:
         warm_up: seconds from the start of the program to the first reading; None: as soon as its processes are there,
             and have been at rest, or have been there for half a minute.
         tell: takes what is to be said while the program goes on.
+        is_over: whether what grows is known, or the time is over.
     """
 
     engine: EngineProcesses
     seconds: float
     warm_up: float | None
     tell: Callable[[str], object]
+    is_over: bool = field(default=False, init=False)
     _start: Start = field(init=False)
     _began: float | None = None
     _began_first: float | None = None
@@ -113,7 +115,6 @@ class TimedGrowth:
     # At the readings before: those that were there, and those that were not at the one before that.
     _known: frozenset[int] = frozenset()
     _new: frozenset[int] = frozenset()
-    _is_over: bool = False
     _named: dict[int, ProcessName] = field(default_factory=dict)
     _grown: dict[int, messages.GrownContainers] = field(default_factory=dict)
     _on_cards: dict[tuple[int, str], TurnSeries] = field(default_factory=dict)
@@ -133,7 +134,7 @@ class TimedGrowth:
     def look(self) -> None:
         """Read what grows, if that is due; to be called a few times a second."""
         now = time.monotonic()
-        if self._is_over:
+        if self.is_over:
             return
         if self._began is None:
             pids = self._pids()
@@ -146,6 +147,16 @@ class TimedGrowth:
         turn = 1 + int((now - self._began) / self.interval)
         if turn > self._turn:
             self._read(turn)
+
+    @property
+    def seconds_read(self) -> float:
+        """Return the seconds from the first reading to the last one; 0 before there are two."""
+        return max(0, self._turn - 1) * self.interval
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the first reading has been made."""
+        return self._turn > 0
 
     def _pids(self) -> list[int]:
         engine = self.engine
@@ -175,9 +186,10 @@ class TimedGrowth:
             self._of_cards = [
                 finding
                 for (pid, device), series in self._on_cards.items()
-                if pid in grown and (finding := self._of_card(pid, device, series)) is not None
+                if pid in grown
+                and (finding := growth_on_card(self._named[pid], device, series, self.interval)) is not None
             ]
-            self._is_over = True
+            self.is_over = True
             self._tell_end(grown)
 
     def _starts_still(self, grown: Mapping[int, messages.GrownContainers], *, is_first: bool) -> bool:
@@ -213,12 +225,6 @@ class TimedGrowth:
             seconds=self.interval,
         )
 
-    def _of_card(self, pid: int, device: str, series: TurnSeries) -> Finding | None:
-        growth = series.growth_at_end()
-        if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
-            return None
-        return card_by_time(self._named[pid], device, growth.slope, growth.turns - 1, self.interval)
-
     def _tell_end(self, pids: Collection[int]) -> None:
         found = self.findings()
         for finding in found:
@@ -247,7 +253,7 @@ class TimedGrowth:
 
     def end(self) -> None:
         """Note that the program has ended: who did not answer meanwhile was about to."""
-        if not self._is_over:
+        if not self.is_over:
             for pid, since in self._silent.items():
                 if time.monotonic() - since <= _ENDING_S:
                     self.engine.not_measured.pop(pid, None)
@@ -276,6 +282,21 @@ class TimedGrowth:
             for pid, grown in self._grown.items()
             if grown.more and not grown.findings
         )
+
+
+def growth_on_card(process: ProcessName, device: str, series: TurnSeries, seconds: float) -> Finding | None:
+    """Return the finding on memory on a card that grows in a process; None if it does not.
+
+    Args:
+        process: which.
+        device: the card.
+        series: bytes there after each interval.
+        seconds: of an interval.
+    """
+    growth = series.growth_at_end()
+    if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
+        return None
+    return card_by_time(process, device, growth.slope, growth.turns - 1, seconds)
 
 
 def intervals(seconds: float) -> float:
