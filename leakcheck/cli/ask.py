@@ -106,7 +106,7 @@ class _Asking:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._agents, self._pids = _find_agents(pid)
+        self._agents, self._pids = _agents_of(pid)
         self._silent: dict[int, AgentError] = {}
 
     def mark(self, name: str) -> None:
@@ -229,11 +229,26 @@ def _described(pid: int, moment: Moment) -> ProcessName:
     return describe_process(pid, variables=moment.seen.variables, called=moment.seen.called)
 
 
-def _find_agents(pid: int) -> tuple[Agents, list[int]]:
-    """Return the agents of a tree, and the processes in it that have one."""
+def _agents_of(pid: int) -> tuple[Agents, list[int]]:
+    from lowtide.probes.host.process_files import name_of
+
+    found = find_agents(pid)
+    if found is None:
+        refuse(
+            f"pid {pid} ({name_of(pid)}) has no agent, nor has a process below it: start the program by "
+            f"`lowtide exec`, or look into it by `lowtide attach {pid}`"
+        )
+    return found
+
+
+def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
+    """Return the agents of a tree, and the processes in it that have one; None where none has.
+
+    Ends the command where the process is not there, or is another user's.
+    """
     import psutil
 
-    from lowtide.probes.host.process_files import descendants_of, name_of, stat
+    from lowtide.probes.host.process_files import descendants_of, stat
     from lowtide.probes.processes.agents import Agents
 
     process = stat(pid)
@@ -244,9 +259,4 @@ def _find_agents(pid: int) -> tuple[Agents, list[int]]:
         refuse(f"pid {pid} is {owner}'s, and agents answer their own user alone: run lowtide as {owner}")
     tree = [pid, *sorted(descendants_of(pid))]
     found = next((agents for each in tree if (agents := Agents.of_process(each)) is not None), None)
-    if found is None:
-        refuse(
-            f"pid {pid} ({name_of(pid)}) has no agent, nor has a process below it: start the program by "
-            f"`lowtide exec`, or look into it by `lowtide attach {pid}`"
-        )
-    return found, [each for each in tree if found.has_agent(each)]
+    return None if found is None else (found, [each for each in tree if found.has_agent(each)])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import interruptible, refuse, say
-from lowtide.leakcheck.cli.growth_report import allowed_bytes, report_growth, seconds_of
+from lowtide.leakcheck.cli.growth_report import allowed_bytes, report_growth, watched_seconds
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.attachment import Attachment
@@ -44,19 +44,10 @@ def attach(
     """
     if watch is None and (max_growth is not None or as_json):
         refuse(f"{'--json' if as_json else '--max-growth'} needs --watch TIME: that is what it is about")
-    seconds = 0.0 if watch is None else _watched_for(watch)
+    seconds = 0.0 if watch is None else watched_seconds("--watch", watch)
     allowed = allowed_bytes(max_growth)
     with interruptible("interrupted: the process runs on, and nothing of lowtide is in it"):
         raise typer.Exit(_attach(pid, seconds, allowed, as_json))
-
-
-def _watched_for(watch: str) -> float:
-    from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
-
-    seconds = seconds_of("--watch", watch)
-    if seconds < SHORTEST_S:
-        refuse(f"--watch {watch} is not possible: what grows shows after {SHORTEST_S:g} s or more")
-    return seconds
 
 
 def _attach(pid: int, seconds: float, allowed: int, as_json: bool) -> int:

@@ -23,6 +23,7 @@ from lowtide.leakcheck.cli.ps import ps
 from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
 from lowtide.leakcheck.cli.run import check, run
 from lowtide.leakcheck.cli.snapshot import snapshot
+from lowtide.leakcheck.cli.watch import watch
 from lowtide.leakcheck.lives.script import Interrupts
 from lowtide.leakcheck.processes.process_exit import end
 
@@ -140,5 +141,6 @@ app.command()(report)
 app.command("open")(open_page)
 app.command()(diff)
 app.command()(snapshot)
+app.command()(watch)
 # What follows the command is its own: `lowtide exec vllm serve --port 1` needs no `--`.
 app.command("exec", context_settings={"allow_interspersed_args": False})(execute)

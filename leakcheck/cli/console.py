@@ -39,7 +39,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells count it: 128 + SIGINT."""
 
-_EXTRAS = {"torch": "engine", "hypothesis": "fuzz"}
+_EXTRAS = {
+    "httpx": "watch",
+    "hypothesis": "fuzz",
+    "opentelemetry": "watch",
+    "prometheus_client": "watch",
+    "torch": "engine",
+}
 """What some commands need beside the others, and the extra with which it comes."""
 
 WITHOUT_TERMINAL = 100

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,10 +36,11 @@ from lowtide.leakcheck.cli.console import (
     write,
     write_report,
 )
-from lowtide.leakcheck.cli.growth_report import allowed_bytes, seconds_of, with_known
+from lowtide.leakcheck.cli.growth_report import allowed_bytes, seconds_of, watched_seconds, with_known
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+    from lowtide.leakcheck.processes.server_watch import ServerWatch
     from lowtide.leakcheck.processes.timed_growth import TimedGrowth
     from lowtide.leakcheck.processes.tree_end import TreeEnd
     from lowtide.leakcheck.suppressions.entries import Suppressions
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.2
 """Seconds between two looks at the tree: a process that lives shorter is known by its agent, if it is a Python."""
+
+END_S = 120.0
+"""Seconds that a command may take to end that is asked to."""
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -101,62 +106,72 @@ def execute(
     if report is not None:
         check_writable(report)
     asked = _asked(growth, warm_up, max_growth)
-    raise typer.Exit(_execute(command, report, as_json, known, settle, asked))
+    raise typer.Exit(judge_command("exec", command, report, as_json, known, settle, asked))
 
 
 @dataclass(frozen=True)
-class GrowthAsked:
-    """What is asked about growth.
+class Growth:
+    """What is asked about growth while a command runs.
 
     Attributes:
-        seconds: for how long it is watched.
-        warm_up: seconds until that begins; None: see `TimedGrowth`.
+        begin: begins to watch the processes of the command.
         allowed: bytes by which a process may grow meanwhile.
+        stops: whether the command is to end once it is known what grows.
     """
 
-    seconds: float
-    warm_up: float | None
+    begin: Callable[[EngineProcesses], TimedGrowth | ServerWatch]
     allowed: int
+    stops: bool = False
 
 
-def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> GrowthAsked | None:
+def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> Growth | None:
     if growth is None:
         if warm_up is not None or max_growth is not None:
             refuse(
                 f"{'--max-growth' if warm_up is None else '--warm-up'} needs --growth TIME: that is what it is about"
             )
         return None
-    from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
+    from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 
-    seconds = seconds_of("--growth", growth)
-    if seconds < SHORTEST_S:
-        refuse(f"--growth {growth} is not possible: what grows shows after {SHORTEST_S:g} s or more")
+    seconds = watched_seconds("--growth", growth)
     until = None if warm_up is None else seconds_of("--warm-up", warm_up)
-    return GrowthAsked(seconds, until, allowed_bytes(max_growth))
+    return Growth(lambda engine: TimedGrowth(engine, seconds, until, tell), allowed_bytes(max_growth))
 
 
-def _execute(
+def judge_command(
+    name: str,
     command: list[str],
     report: Path | None,
     as_json: bool,
     known: Suppressions,
     settle: float,
-    asked: GrowthAsked | None,
+    growth: Growth | None,
 ) -> int:
+    """Run a command to its end, and report what its tree leaves and what grows in it; return the exit code.
+
+    Args:
+        name: of what was done, in the name of the report's subject.
+        command: the program and its arguments.
+        report: the folder of the report; None for none.
+        as_json: whether the report is printed as JSON.
+        known: what is suppressed.
+        settle: seconds that what it has left has to end, and the driver to give back.
+        growth: what is asked about growth; None: nothing.
+    """
     from lowtide.probes.device.driver import find_driver
 
     driver = find_driver()
     try:
         with begin_report(report, driver):
-            ended = run_command(command, driver, settle=settle, to_stderr=as_json, asked=asked)
-        return _report(_subject(command[0], ended), ended.status, driver, report, as_json, known)
+            ended = run_command(command, driver, settle=settle, to_stderr=as_json, growth=growth)
+        return _report(_subject(name, command[0], ended), ended.status, driver, report, as_json, known)
     except CommandError as error:
         refuse(str(error))
     finally:
         driver.close()
 
 
-def _subject(program: str, ended: CommandEnd) -> Subject:
+def _subject(name: str, program: str, ended: CommandEnd) -> Subject:
     from lowtide.reports.schema import Subject
 
     end = ended.end
@@ -169,7 +184,7 @@ def _subject(program: str, ended: CommandEnd) -> Subject:
     )
     reason = f"the command ended with exit code {ended.status}" if ended.status else ""
     return Subject(
-        id=f"exec[{os.path.basename(program)}]",  # noqa: PTH119 - it need not be a path
+        id=f"{name}[{os.path.basename(program)}]",  # noqa: PTH119 - it need not be a path
         outcome=outcome,  # type: ignore[arg-type]
         reason=reason,
         findings=end.findings,
@@ -219,10 +234,15 @@ class CommandEnd:
 
 
 class _Signals:
-    """Passes signals on to a process; those that come when it has ended cut the waiting short."""
+    """Passes signals on to a process; those that come when it has ended cut the waiting short.
+
+    Attributes:
+        heard: whether any has come.
+        is_cut: whether one has when the process had ended.
+    """
 
     def __init__(self) -> None:
-        self.is_cut = False
+        self.heard = self.is_cut = False
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
 
@@ -243,6 +263,7 @@ class _Signals:
             process.send_signal(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.heard = True
         if self._process is None:
             self._early.append(number)
         elif self._process.returncode is not None:
@@ -285,7 +306,7 @@ class _MarkedLife:
         return replace(end, findings=findings, not_measured=(*end.not_measured, *unknown))
 
 
-def _with_growth(end: TreeEnd, growth: TimedGrowth, allowed: int) -> TreeEnd:
+def _with_growth(end: TreeEnd, growth: TimedGrowth | ServerWatch, allowed: int) -> TreeEnd:
     """Return what a tree has left, with what has grown in it meanwhile; what may grow is known."""
     return replace(
         end,
@@ -295,7 +316,8 @@ def _with_growth(end: TreeEnd, growth: TimedGrowth, allowed: int) -> TreeEnd:
     )
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Say something while a command runs, whose output is on standard output."""
     from lowtide.reports.hanging_text import HangingText
 
     find_console(sys.stderr).print(HangingText(f"lowtide: {text}", style="dim"))
@@ -316,7 +338,7 @@ def run_command(
     *,
     settle: float,
     to_stderr: bool = False,
-    asked: GrowthAsked | None = None,
+    growth: Growth | None = None,
 ) -> CommandEnd:
     """Run a command to its end and judge what its tree leaves.
 
@@ -325,13 +347,12 @@ def run_command(
         driver: reports what processes hold on cards.
         settle: seconds that what it has left has to end, and the driver to give back.
         to_stderr: whether what it writes to standard output goes to standard error.
-        asked: what is asked about growth while it runs; None: nothing.
+        growth: what is asked about growth while it runs; None: nothing.
 
     Raises:
         CommandError: it cannot be started.
     """
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-    from lowtide.leakcheck.processes.timed_growth import TimedGrowth
     from lowtide.leakcheck.processes.tree_end import EndJudgement
     from lowtide.probes.host.process_tree import ProcessTree
     from lowtide.probes.processes.agents import Agents
@@ -356,14 +377,16 @@ def run_command(
             process = _started(command, to_stderr)
             traces.note_root(process.pid)
             signals.started(process)
-            growth = None if asked is None else TimedGrowth(life.engine, asked.seconds, asked.warm_up, _tell)
-            _wait(process, traces, reports, growth)
+            watch = None if growth is None else growth.begin(life.engine)
+            stopped = _wait(process, traces, reports, watch, stops=growth is not None and growth.stops)
+            if watch is not None:
+                watch.end(process.returncode, asked=signals.heard)
             reports.stop()
             judgement = EndJudgement(tree, traces, agents, settle, lambda: signals.is_cut)
             end = life.added_to(judgement.judge())
-            if growth is not None and asked is not None:
-                end = _with_growth(end, growth, asked.allowed)
-    status = process.returncode
+            if watch is not None and growth is not None:
+                end = _with_growth(end, watch, growth.allowed)
+    status = 0 if stopped else process.returncode
     return CommandEnd(128 - status if status < 0 else status, end)
 
 
@@ -379,8 +402,14 @@ def _started(command: Sequence[str], to_stderr: bool) -> subprocess.Popen[bytes]
 
 
 def _wait(
-    process: subprocess.Popen[bytes], traces: TreeTraces, reports: StageReports, growth: TimedGrowth | None
-) -> None:
+    process: subprocess.Popen[bytes],
+    traces: TreeTraces,
+    reports: StageReports,
+    watch: TimedGrowth | ServerWatch | None,
+    *,
+    stops: bool,
+) -> bool:
+    """Wait until a command has ended; return whether it was asked to, as it is known what grows."""
     # A thread, so that the end is seen at once and the tree is looked at meanwhile.
     ended, end = os.pipe()
 
@@ -390,13 +419,19 @@ def _wait(
 
     waiting = threading.Thread(target=wait, name="lowtide-exec", daemon=True)
     waiting.start()
+    stopped_at: float | None = None
     try:
         while waiting.is_alive():
             traces.look()
-            if growth is not None:
-                growth.look()
+            if watch is not None and stopped_at is None:
+                watch.look()
+                if stops and watch.is_over:
+                    process.terminate()
+                    stopped_at = time.monotonic()
+            if stopped_at is not None and time.monotonic() - stopped_at > END_S and process.returncode is None:
+                tell(f"the command has not ended {END_S:g} s after SIGTERM: it is killed")
+                process.kill()
             reports.serve(LOOK_S, ended)
     finally:
         os.close(ended)
-    if growth is not None:
-        growth.end()
+    return stopped_at is not None

@@ -22,6 +22,16 @@ def seconds_of(option: str, text: str) -> float:
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
+def watched_seconds(option: str, text: str) -> float:
+    """Return the seconds for which an option says to watch; end the command where these are too few."""
+    from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
+
+    seconds = seconds_of(option, text)
+    if seconds < SHORTEST_S:
+        refuse(f"{option} {text} is not possible: what grows shows after {SHORTEST_S:g} s or more")
+    return seconds
+
+
 def allowed_bytes(max_growth: str | None) -> int:
     """Return the bytes of `--max-growth`, or end the command where these are none."""
     from lowtide.reports.sizes import parse_bytes

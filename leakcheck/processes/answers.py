@@ -6,17 +6,21 @@ A process without torch answers that it has no tensors, and imports nothing for 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from _thread import get_ident
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from lowtide.leakcheck.processes import messages
+from lowtide.probes.objects.foreign import thread_name
 from lowtide.probes.originals import contents, gc, loaded, os
 from lowtide.probes.processes.roles import RANK_VARIABLES
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from lowtide.leakcheck.findings.turn_growth import TurnGrowth
     from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
 
@@ -38,6 +42,9 @@ _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 _GROWTH = "lowtide.leakcheck.findings.turn_growth"
 """What a process imports in which it is read what grows."""
 
+_FRAMES = 30
+"""Frames of a thread that are told."""
+
 _LOOKS = "lowtide.leakcheck.processes.looks"
 """What a process imports in which somebody looks."""
 
@@ -58,6 +65,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     question = messages.decode_question(data)
     if isinstance(question, messages.Look | messages.ExplainGrown):
         return messages.encode(_look(question, importing))
+    if isinstance(question, messages.TellStacks):
+        return messages.encode(messages.Stacks(threads=tuple(_stacks())))
     own = _own_tensors(importing)
     if isinstance(question, messages.Begin):
         if own is not None:
@@ -168,6 +177,19 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
 
 def _rank_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+
+
+def _stacks() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return what each thread does; without a lock that one of them may hold."""
+    running = getattr(loaded("threading"), "_active", {})
+    for ident, innermost in sys._current_frames().items():
+        frames: list[str] = []
+        frame: FrameType | None = innermost
+        while frame is not None and len(frames) < _FRAMES:
+            frames.append(f"{frame.f_code.co_name} {frame.f_code.co_filename}:{frame.f_lineno}")
+            frame = frame.f_back
+        if ident != get_ident():
+            yield thread_name(running[ident]) if ident in running else f"thread {ident}", tuple(frames)
 
 
 def _called() -> str:

@@ -117,11 +117,19 @@ class Attachment:
             NoAgentError: the process has ended.
             AgentError: its fork did not answer in time, or failed; the message says why.
         """
+        data = self.answer(messages.encode(question), limit)
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except msgspec.DecodeError as error:
+            raise AgentError(f"a fork of pid {self.pid} answered something else: {error}") from error
+
+    def answer(self, question: bytes, limit: float) -> bytes:
+        """Return what a fork of the process answers, not decoded; for the errors see `ask`."""
         assert self.folder is not None
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "answer").unlink()
         asked = self.folder / "question"
-        asked.write_bytes(messages.encode(question))
+        asked.write_bytes(question)
         self._give(asked)
         self._is_asked = True
         os.write(self._pipe, b"?")
@@ -130,10 +138,7 @@ class Attachment:
         if data is None:
             self._end_fork(self.folder)
             raise AgentError(f"a fork of pid {self.pid} did not answer within {limit:g} s, and was ended")
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except msgspec.DecodeError as error:
-            raise AgentError(f"a fork of pid {self.pid} answered something else: {error}") from error
+        return data
 
     def _awaited(self, name: str, limit: float) -> bytes | None:
         """Return what is in a file once it is there; None where it does not come in time.

@@ -183,6 +183,7 @@ class LookedGrowth:
     Args:
         looks: asks each process, by its number.
         seconds: for how long, `SHORTEST_S` or more.
+        tell: takes what grows as soon as it is known.
 
     Attributes:
         is_over: whether what grows is known, or the time is over.
@@ -192,8 +193,10 @@ class LookedGrowth:
 
     not_judged: tuple[NotMeasured, ...] = ()
 
-    def __init__(self, looks: Mapping[int, Attachment], seconds: float) -> None:
-        self._asked, self._seconds = dict(looks), seconds
+    def __init__(
+        self, looks: Mapping[int, Attachment], seconds: float, tell: Callable[[str], object] = lambda text: None
+    ) -> None:
+        self._asked, self._seconds, self._tell = dict(looks), seconds, tell
         self.interval = intervals(seconds)
         self._began = time.monotonic()
         self._turn = 0
@@ -240,7 +243,9 @@ class LookedGrowth:
                 )
                 continue
             found = self._answer(pid, watched.found_by)
-            self._found += [in_process(finding, self.processes[pid]) for finding in found or ()]
+            for finding in found or ():
+                self._found.append(in_process(finding, self.processes[pid]))
+                self._tell(self._found[-1].message)
 
     def _answer(self, pid: int, question: Callable[[Attachment], _Answer]) -> _Answer | None:
         try:
@@ -255,8 +260,8 @@ class LookedGrowth:
         """Return what grows, once the looks are over."""
         return self._found
 
-    def end(self) -> None:
-        """Note that the program has ended."""
+    def end(self, status: int | None = None) -> None:
+        """Note that the program has ended: whoever is asked then does not answer."""
 
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:

@@ -176,6 +176,10 @@ class Look(_Message, frozen=True, kw_only=True, tag="look"):
     lists: bool = False
 
 
+class TellStacks(_Message, frozen=True, kw_only=True, tag="tell-stacks"):
+    """What the process's threads do; answered by `Stacks`."""
+
+
 class GrownContainer(msgspec.Struct, frozen=True):
     """How much a container held at some moments; see `Course`."""
 
@@ -216,6 +220,7 @@ Question: TypeAlias = (
     | ReadTurn
     | Look
     | ExplainGrown
+    | TellStacks
 )
 
 
@@ -379,6 +384,16 @@ class Seen(_Message, frozen=True, kw_only=True):
     caches: tuple[FilledCache, ...] = ()
     variables: dict[str, str] = {}
     called: str = ""
+
+
+class Stacks(_Message, frozen=True, kw_only=True):
+    """What the threads of a process do.
+
+    Attributes:
+        threads: of each its name, and its frames, `FUNCTION FILE:LINE`, the innermost one first.
+    """
+
+    threads: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Trimmed(_Message, frozen=True, kw_only=True):

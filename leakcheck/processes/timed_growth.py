@@ -251,8 +251,8 @@ class TimedGrowth:
                 by_pid[pid] += finding.bytes
         return found
 
-    def end(self) -> None:
-        """Note that the program has ended: who did not answer meanwhile was about to."""
+    def end(self, status: int | None = None, *, asked: bool = False) -> None:
+        """Note that the program has ended, however it did: who did not answer meanwhile was about to."""
         if not self.is_over:
             for pid, since in self._silent.items():
                 if time.monotonic() - since <= _ENDING_S:

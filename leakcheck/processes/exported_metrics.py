@@ -1,0 +1,146 @@
+"""What a watched server holds, as metrics: for Prometheus, which asks for them, and for whom OTLP's variables name.
+
+The names are OpenTelemetry's where it has one: https://opentelemetry.io/docs/specs/semconv/system/process-metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+
+from lowtide.leakcheck.processes.look_growth import anonymous_bytes_of
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import read_card_holders
+from lowtide.probes.host.process_files import descriptors_of, name_of, thread_names
+from lowtide.probes.processes.outside_view import by_process
+
+if TYPE_CHECKING:
+    from lowtide.reports.schema import Finding
+
+
+class ExportedMetrics:
+    """Serves the metrics of some processes, while the block lasts; they are read when somebody asks.
+
+    Args:
+        pids: gives the processes.
+        driver: reports what they hold on cards.
+        requests: gives how many requests were answered, and how many failed.
+        rates: gives what has grown last, each with the bytes of a second.
+        port: where Prometheus finds them, on this machine alone; 0 for a free one; None for nowhere.
+        sends: whether they are sent to whom the variables of OTLP name.
+
+    Attributes:
+        port: that port; None for nowhere.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    def __init__(
+        self,
+        pids: Callable[[], Collection[int]],
+        driver: Driver,
+        requests: Callable[[], tuple[int, int]],
+        rates: Callable[[], Collection[tuple[Finding, float]]],
+        port: int | None,
+        *,
+        sends: bool,
+    ) -> None:
+        self._pids, self._driver, self._requests, self._rates = pids, driver, requests, rates
+        self.port = port
+        self._server: WSGIServer | None = None
+        self._thread: threading.Thread | None = None
+        readers: list[MetricReader] = []
+        if port is not None:
+            readers.append(self._serve(port))
+        if sends:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+            readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+        self._provider = MeterProvider(readers, resource=Resource.create({"service.name": "lowtide"}))
+        self._make()
+
+    def _serve(self, port: int) -> MetricReader:
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        reader = PrometheusMetricReader(registry=registry)
+        self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        self.port = self._server.server_port
+        return reader
+
+    def __enter__(self) -> ExportedMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._provider.shutdown()
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _make(self) -> None:
+        meter = self._provider.get_meter("lowtide")
+        meter.create_observable_up_down_counter(
+            "process.memory.usage",
+            [lambda _: self._of_each(anonymous_bytes_of)],
+            unit="By",
+            description="Memory of a process that is no file's: resident, and swapped out.",
+        )
+        meter.create_observable_up_down_counter(
+            "process.unix.file_descriptor.count",
+            [lambda _: self._of_each(lambda pid: len(descriptors_of(pid)))],
+            unit="{file_descriptor}",
+            description="File descriptors that a process has open.",
+        )
+        meter.create_observable_up_down_counter(
+            "process.thread.count",
+            [lambda _: self._of_each(lambda pid: len(thread_names(pid)))],
+            unit="{thread}",
+            description="Threads of a process.",
+        )
+        meter.create_observable_up_down_counter(
+            "hw.gpu.memory.usage",
+            [self._on_cards],
+            unit="By",
+            description="Memory of a card that its driver counts for a process.",
+        )
+        meter.create_observable_counter(
+            "lowtide.requests", [self._of_requests], unit="{request}", description="Requests, by how they ended."
+        )
+        meter.create_observable_gauge(
+            "lowtide.growth.rate", [self._growing], unit="By/s", description="What grows, by who holds it."
+        )
+
+    def _of_each(self, read: Callable[[int], int]) -> Iterator[Observation]:
+        for pid in self._pids():
+            yield Observation(read(pid), _process(pid))
+
+    def _on_cards(self, _: CallbackOptions) -> Iterator[Observation]:
+        family = set(self._pids())
+        for pid, cards in by_process(read_card_holders(self._driver)).items():
+            for device, size in cards.items() if pid in family else ():
+                if size is not None:
+                    yield Observation(size, {**_process(pid), "hw.id": device, "hw.type": "gpu"})
+
+    def _of_requests(self, _: CallbackOptions) -> Iterable[Observation]:
+        answered, failed = self._requests()
+        return Observation(answered, {"outcome": "answered"}), Observation(failed, {"outcome": "failed"})
+
+    def _growing(self, _: CallbackOptions) -> Iterator[Observation]:
+        for finding, rate in self._rates():
+            process = {} if finding.process is None else _process(finding.process.pid)
+            holder = {"lowtide.resource": finding.resource, "lowtide.holder": finding.holder or "unknown"}
+            yield Observation(rate, {**process, **holder})
+
+
+def _process(pid: int) -> dict[str, str | int]:
+    return {"process.pid": pid, "process.executable.name": name_of(pid)}

@@ -1,0 +1,280 @@
+"""A server watched while it works: in windows of time, each twice as long as the one before.
+
+What fills once, as a cache does, grows for a while and then no more, or ever more slowly. So what has grown in one
+window is told at once, and decided where it grows on in the next, by as much with each request, or each second where
+nobody counts requests. A server that ends or answers no more is a finding, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
+from lowtide.probes.originals import time
+from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import StatedFinding, Statement, noted
+
+STEADY = 0.6
+"""The part of its rate in one window by which something must grow on in the next, so that it is known to."""
+
+HANGS_S = 60.0
+"""Seconds without an answer to any question after which a server that is asked hangs."""
+
+
+STARTS_S = 600.0
+"""Seconds within which a server must answer first."""
+
+_MINUTES = 5
+"""Of which it is told what a server held that has ended."""
+
+_NOTED_S = 2
+"""Seconds between two notes of that."""
+
+
+SLOW_S = 15.0
+"""The same after which nothing that was read says that the server is well."""
+
+
+class Window(Protocol):
+    """A time in which processes are read at intervals: `TimedGrowth` by agents, `LookedGrowth` without."""
+
+    is_over: bool
+
+    @property
+    def has_begun(self) -> bool: ...  # noqa: D102 - said where it is done, as below
+
+    @property
+    def seconds_read(self) -> float: ...  # noqa: D102
+
+    @property
+    def not_measured(self) -> Collection[NotMeasured]: ...  # noqa: D102
+
+    @property
+    def not_judged(self) -> Collection[NotMeasured]: ...  # noqa: D102
+
+    def look(self) -> None: ...  # noqa: D102
+
+    def findings(self) -> Sequence[Finding]: ...  # noqa: D102
+
+    def end(self, status: int | None = None) -> None: ...  # noqa: D102
+
+
+class Client(Protocol):
+    """Whoever asks a server, and counts what it answers.
+
+    Attributes:
+        answered: how many requests have come to the end that they should.
+        failed: how many have not.
+        failure: what went wrong with the first of these.
+        is_needed: whether the watch waits until the server answers.
+    """
+
+    answered: int
+    failed: int
+    failure: str
+    is_needed: bool
+
+    def silent_for(self) -> float | None: ...  # noqa: D102 - said where it is done, as below
+
+    def requests(self) -> int | None: ...  # noqa: D102
+
+    def stop(self) -> None: ...  # noqa: D102
+
+
+@dataclass
+class ServerWatch:
+    """Watches the processes of a server until it is known what grows, or for so long as is asked.
+
+    Attributes:
+        begin: begins a window of so many seconds; the first one waits until the server has started.
+        seconds: for how long at most, `SHORTEST_S` or more, from the first reading on.
+        tell: takes what is to be said while it goes on.
+        client: asks the server; None where nobody does.
+        stacks: tells what its threads do, by process.
+        held: gives the bytes that its processes hold.
+        is_over: whether it is known what grows, or the time is over, or the server has come to its end.
+        rates: what has grown in the last window, each with the bytes of a second.
+    """
+
+    begin: Callable[[float, bool], Window]
+    seconds: float
+    tell: Callable[[str], object]
+    client: Client | None = None
+    stacks: Callable[[], Sequence[str]] = lambda: ()
+    held: Callable[[], int] = lambda: 0
+    is_over: bool = field(default=False, init=False)
+    rates: Sequence[tuple[Finding, float]] = field(default=(), init=False)
+    _made: float = field(default_factory=time.monotonic, init=False)
+    _too_late: tuple[NotMeasured, ...] = field(default=(), init=False)
+    _window: Window | None = field(default=None, init=False)
+    _length: float = field(default=SHORTEST_S, init=False)
+    _began: float | None = field(default=None, init=False)
+    _requests: int | None = field(default=None, init=False)
+    # By process and fingerprint: bytes by request, or by second, in the window before.
+    _rates: dict[tuple[int, str], float] = field(default_factory=dict, init=False)
+    _found: list[Finding] = field(default_factory=list, init=False)
+    _read: float = field(default=0.0, init=False)
+    # What its processes held in its last minutes: when, and how many bytes.
+    _course: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MINUTES * 60 // _NOTED_S))
+
+    def look(self) -> None:
+        """Read what grows, if that is due; to be called a few times a second."""
+        if self.is_over:
+            return
+        if not self._course or time.monotonic() - self._course[-1][0] >= _NOTED_S:
+            self._course.append((time.monotonic(), self.held()))
+        if self.client is not None and not self._is_answered(self.client):
+            return
+        if self._window is None:
+            self._window = self.begin(self._length, self._began is None)
+        window = self._window
+        window.look()
+        if not window.has_begun:
+            self._requests = None
+        elif self._requests is None:
+            self._began = self._began or time.monotonic()
+            self._requests = self._count()
+        if window.is_over:
+            self._judge(window)
+
+    def _is_answered(self, client: Client) -> bool:
+        """Return whether the server answers; where it does no more, that is the end of the watch."""
+        silent = client.silent_for()
+        if client.is_needed and silent is None and time.monotonic() - self._made > STARTS_S:
+            why = f"it had not answered after {STARTS_S:g} s"
+            self._too_late = (NotMeasured(what="what grows in the server", why=why),)
+            self._end([])
+        if silent is not None and silent > HANGS_S:
+            self._end([_hanging(silent, self._last_minutes())])
+            for line in self.stacks():
+                self.tell(line)
+        return not self.is_over and (silent is not None or not client.is_needed)
+
+    def _count(self) -> int:
+        """Return how many requests the server has answered; 0 where nobody knows."""
+        return 0 if self.client is None else self.client.requests() or 0
+
+    def _judge(self, window: Window) -> None:
+        """Decide what a window has shown, or begin the next one."""
+        count = self._count() - (self._requests or 0)
+        found = list(window.findings())
+        self.rates = [(each, each.bytes / window.seconds_read) for each in found if window.seconds_read]
+        rates = {_key(finding): finding.bytes / (count or window.seconds_read) for finding in found}
+        steady = [each for each in found if rates[_key(each)] >= STEADY * self._rates.get(_key(each), float("inf"))]
+        self._read += window.seconds_read
+        left = self.seconds - (time.monotonic() - (self._began or 0.0))
+        silent = None if self.client is None else self.client.silent_for()
+        if not found and silent is not None and silent > SLOW_S:
+            why = f"the last answer of the server came {silent:.0f} s ago: watch it for longer"
+            self._too_late = (NotMeasured(what="whether the server hangs", why=why),)
+        if steady or left < SHORTEST_S or window.not_measured:
+            self._end([_by_request(each, count) for each in steady or found])
+            return
+        self._rates, self._requests, self._too_late = rates, None, ()
+        self._length = float(int(min(2 * self._length, left)))
+        self._window = None
+        if found:
+            self.tell(f"whether that goes on is watched for {self._length:.0f} s more")
+
+    def _end(self, found: Sequence[Finding]) -> None:
+        self._found += found
+        self.is_over = True
+        if self.client is not None:
+            # What is asked from here on may find no server.
+            self.client.stop()
+
+    @property
+    def _has_come_to_its_end(self) -> bool:
+        return any(each.resource == "processes" for each in self._found)
+
+    def end(self, status: int | None = None, *, asked: bool = False) -> None:
+        """Note that the server has ended; of what has grown in the last window that is known that had grown before.
+
+        Args:
+            status: what it has ended with, as `subprocess` counts it; None where that is not known.
+            asked: whether somebody has asked it to end.
+        """
+        if self.is_over:
+            return
+        if self._window is not None:
+            self._window.end()
+            found = [] if self._window.not_measured else list(self._window.findings())
+            self._found += [each for each in found if _key(each) in self._rates]
+        self._end([] if asked else [_ended(status, self._last_minutes())])
+
+    def _last_minutes(self) -> str:
+        """Say what its processes have held in its last minutes."""
+        held = [size for _, size in self._course if size]
+        if not held:
+            return ""
+        since = time.monotonic() - self._course[0][0]
+        return f"; its processes held {format_bytes(held[-1])}, and {format_bytes(held[0])} {since:.0f} s before"
+
+    def findings(self) -> list[Finding]:
+        """Return what grows, and how the server has ended, if it has."""
+        return self._found
+
+    @property
+    def seconds_read(self) -> float:
+        """Return for how many seconds it was read what grows, in all windows."""
+        return self._read
+
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return what could not be measured in the last window."""
+        of_window = () if self._window is None or self._found else tuple(self._window.not_measured)
+        client = self.client
+        if client is not None and client.failed and not client.answered and not self._found:
+            return (*of_window, NotMeasured(what="requests", why=f"all {client.failed} failed: {client.failure}"))
+        return (*self._too_late, *of_window)
+
+    @property
+    def not_judged(self) -> tuple[NotMeasured, ...]:
+        """Return what it is not known of whether it grows."""
+        of_window = () if self._window is None else tuple(self._window.not_judged)
+        client = self.client
+        if client is None or not (client.answered and client.failed) or self._has_come_to_its_end:
+            return of_window
+        asked = client.answered + client.failed
+        why = f"{client.failed} of {asked} failed, the first: {client.failure}"
+        return (*of_window, NotMeasured(what="requests that should have been answered", why=why))
+
+
+def _key(finding: Finding) -> tuple[int, str]:
+    return 0 if finding.process is None else finding.process.pid, finding.fingerprint
+
+
+def _by_request(finding: Finding, count: int) -> Finding:
+    if count <= 0:
+        return finding
+    return noted(finding, f"; {format_bytes(round(finding.bytes / count))} a request over {count} requests")
+
+
+def _hanging(silent: float, course: str) -> Finding:
+    said = f"the server has answered nothing for {silent:.0f} s, and its processes are there{course}"
+    return _of_server(said, "hangs", "look at what its threads do: the stacks of all that answer are printed")
+
+
+def _ended(status: int | None, course: str) -> Finding:
+    how = "" if status is None else f" with exit code {status}" if status >= 0 else f" by signal {-status}"
+    said = f"the server ended{how} while it was watched{course}"
+    return _of_server(said, "ended", "look at what it has written last; `dmesg` tells whether the kernel ended it")
+
+
+def _of_server(said: str, what: str, advice: str) -> Finding:
+    return StatedFinding(
+        resource="processes",
+        cause="unknown",
+        bytes=0,
+        count=1,
+        device="",
+        stage="watch",
+        statement=Statement(amount=said, came=None),
+        fingerprint=fingerprint(resource="processes", device="", stage="watch", suspects=(what,)),
+        advice=advice,
+    )
