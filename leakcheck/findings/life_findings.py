@@ -444,6 +444,14 @@ class SleptTensors:
         """Say who holds what was there when the sleep began, and is there still."""
         return _explained({key: self._before[key] for key in self._kept}, stage, context)
 
+    def is_more(self) -> bool:
+        """Return whether there is more after a wake, which ends, than when the sleep began; it is no garbage."""
+        self.end()
+        if self._excess() < LEAST:
+            return False
+        self._collect()
+        return self._excess() >= LEAST
+
     def more_awake(self, stage: str, context: Callable[[], Context]) -> list[Finding]:
         """Find what there is more after a wake than when the sleep began, and who holds it.
 
@@ -451,13 +459,9 @@ class SleptTensors:
             stage: the wake that ends.
             context: gives what is known around it, where something is found.
         """
-        self.end()
-        if self._excess() < LEAST:
+        if not self.is_more():
             return []
-        self._collect()
         excess = self._excess()
-        if excess < LEAST:
-            return []
         kept, made = self._not_replaced()
         culprits = kept or made
         found = _explained(culprits, stage, context())

@@ -96,6 +96,7 @@ class TurnGrowth:
         asked: whether somebody has asked for it: then it is read at every turn that it should be, at any cost.
         most: objects that all readings together may go through in any case, where nobody has.
         seconds: how long a turn takes; 0 where it may take any time.
+        apart: does what goes through the heap where the program does not notice it.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class TurnGrowth:
         asked: bool = False,
         most: int = _FREE,
         seconds: float = 0.0,
+        apart: Callable[[Callable[[], dict[int, Finding]]], dict[int, Finding]] = lambda work: work(),
     ) -> None:
-        self._turns = turns
+        self._turns, self._apart = turns, apart
         self._by_frames = by_frames
         self._asked, self._most, self._seconds = asked, most, seconds
         self._roots = roots
@@ -245,6 +247,9 @@ class TurnGrowth:
     def _findings_on(self, growing: Sequence[Course], module: str, since: int) -> dict[int, Finding]:
         if not growing:
             return {}
+        return self._apart(lambda: self._explained(growing, module, since))
+
+    def _explained(self, growing: Sequence[Course], module: str, since: int) -> dict[int, Finding]:
         _, containers = read_lengths({course.identity for course in growing})
         return growth_of_containers(
             growing,

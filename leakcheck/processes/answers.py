@@ -9,7 +9,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from lowtide.leakcheck.processes import messages
 from lowtide.probes.objects.foreign import thread_name
 from lowtide.probes.originals import contents, gc, loaded, os
 from lowtide.probes.processes.roles import RANK_VARIABLES
+from lowtide.reports.schema import Finding, encoded
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -52,19 +53,46 @@ Importing = Callable[[str], AbstractContextManager[object]]
 """Makes the block in which a module is imported: the agent's makes sure that nobody else imports anything."""
 
 
-def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
+_T = TypeVar("_T")
+
+_BY_CONTAINER = list[tuple[int, messages.Findings]]
+
+
+def apart(work: Callable[[], _T], kind: type[_T]) -> _T:
+    """Return what work gives that goes through the whole heap: in a fork, so that the program notices nothing.
+
+    Args:
+        work: what is done.
+        kind: of what it gives.
+
+    Raises:
+        ForkError: it failed, or took too long.
+    """
+    from lowtide.probes.processes.forked import in_a_fork
+
+    return msgspec.msgpack.decode(in_a_fork(lambda: encoded(msgspec.msgpack.encode, work())), type=kind)
+
+
+def _by_container(work: Callable[[], dict[int, Finding]]) -> dict[int, Finding]:
+    """Do the same for findings on containers, by their identities."""
+    found = apart(lambda: [(each, messages.Findings(findings=(of,))) for each, of in work().items()], _BY_CONTAINER)
+    return {each: of.findings[0] for each, of in found}
+
+
+def answer(data: bytes, importing: Importing = nullcontext, *, is_fork: bool = False) -> bytes:
     """Answer a question.
 
     Args:
         data: a message of `lowtide.leakcheck.processes.messages`.
         importing: in which everything is imported that the agent has not needed before.
+        is_fork: whether this process is a fork already, of that which is asked about.
 
     Raises:
         msgspec.DecodeError: it is none.
     """
     question = messages.decode_question(data)
     if isinstance(question, messages.Look | messages.ExplainGrown):
-        return messages.encode(_look(question, importing))
+        return messages.encode(_look(question, importing, is_fork=is_fork))
     if isinstance(question, messages.TellStacks):
         return messages.encode(messages.Stacks(threads=tuple(_stacks())))
     own = _own_tensors(importing)
@@ -96,9 +124,12 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
             from lowtide.leakcheck.findings.host_arrays import held_by_arrays
             from lowtide.leakcheck.findings.storage_holders import Context
 
-        # Which of this process's arrays are the memory that the other one has seen grow.
-        by_arrays = held_by_arrays(question.bytes, Context(living=True))
-        return messages.encode(messages.HostHolder(facts=None if by_arrays is None else by_arrays[0]))
+        def holder() -> messages.HostHolder:
+            # Which of this process's arrays are the memory that the other one has seen grow.
+            by_arrays = held_by_arrays(question.bytes, Context(living=True))
+            return messages.HostHolder(facts=None if by_arrays is None else by_arrays[0])
+
+        return messages.encode(apart(holder, messages.HostHolder))
     if isinstance(question, messages.RememberPreserved | messages.ComparePreserved):
         return messages.encode(_preserved(question, importing))
     if isinstance(question, messages.ReadTurn):
@@ -109,12 +140,16 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     return messages.encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
 
 
-def _look(question: messages.Look | messages.ExplainGrown, importing: Importing) -> messages.Seen | messages.Findings:
+def _look(
+    question: messages.Look | messages.ExplainGrown, importing: Importing, *, is_fork: bool
+) -> messages.Seen | messages.Findings:
     with importing(_LOOKS):
         from lowtide.leakcheck.processes import looks
 
     if isinstance(question, messages.ExplainGrown):
-        return looks.explain_grown(question)
+        if is_fork:
+            return looks.explain_grown(question)
+        return apart(lambda: looks.explain_grown(question), messages.Findings)
     return msgspec.structs.replace(looks.look(lists=question.lists), variables=_rank_variables(), called=_called())
 
 
@@ -158,7 +193,7 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
     # What a running function holds is the program's: no test runner is in here.
     growth = _turns.setdefault(
         question.turns,
-        TurnGrowth(question.turns, by_frames=True, asked=question.asked, seconds=question.seconds),
+        TurnGrowth(question.turns, by_frames=True, asked=question.asked, seconds=question.seconds, apart=_by_container),
     )
     if question.anew:
         growth.break_off()
@@ -240,5 +275,5 @@ def _own_tensors(importing: Importing) -> OwnTensors | None:
         with importing(_OWN):
             from lowtide.leakcheck.processes.own_tensors import OwnTensors
 
-        _own = OwnTensors()
+        _own = OwnTensors(apart)
     return _own

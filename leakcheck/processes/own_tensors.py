@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.storages import HeldStorage, within
-from lowtide.leakcheck.processes.messages import Levels
+from lowtide.leakcheck.processes.messages import Findings, Levels
 from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.device.allocations import sleeping_bytes
@@ -40,11 +40,29 @@ from lowtide.reports.sizes import format_bytes
 if TYPE_CHECKING:
     import torch
 
+_T = TypeVar("_T")
+
+
+class Apart(Protocol):
+    """Does where the program does not notice it what goes through the whole heap."""
+
+    def __call__(self, work: Callable[[], _T], kind: type[_T]) -> _T: ...  # noqa: D102
+
+
+def here(work: Callable[[], _T], kind: type[_T]) -> _T:
+    """Do it here."""
+    return work()
+
 
 class OwnTensors:
-    """Follows this process's tensors through the stages of a life that another process tells of."""
+    """Follows this process's tensors through the stages of a life that another process tells of.
 
-    def __init__(self) -> None:
+    Args:
+        apart: where it is found who holds them.
+    """
+
+    def __init__(self, apart: Apart = here) -> None:
+        self._apart = apart
         self._leftovers: LeftoverTensors | None = None
         self._slept = SleptTensors(beside_arenas=False)
         self._imported: dict[str, int] = {}
@@ -66,13 +84,15 @@ class OwnTensors:
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
         """Return who holds what is left of inferring; the sleep has ended."""
         self._slept.end()
-        if self._leftovers is None:
+        leftovers, pools = self._leftovers, announced_pools()
+        if leftovers is None:
             return []
-        pools = announced_pools()
-        found: list[Finding] = []
-        for device in _devices(kind):
-            found += self._leftovers.explain_asleep(None, cycle, device, pools)
-        return found
+
+        def explained() -> Findings:
+            by_device = [leftovers.explain_asleep(None, cycle, device, pools) for device in _devices(kind)]
+            return Findings(findings=tuple(finding for found in by_device for finding in found))
+
+        return list(self._apart(explained, Findings).findings)
 
     def more_awake(self, stage: str, kind: str) -> list[Finding]:
         """Return who holds what there is more after a wake than before the sleep; asked where there is more.
@@ -84,9 +104,16 @@ class OwnTensors:
         leftovers = self._leftovers
         if leftovers is None:
             return []
-        if self._slept.looks_away:
-            return leftovers.explain_awake(stage, self._cycle, kind, announced_pools())
-        return self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True))
+        if not self._slept.looks_away and not self._slept.is_more():
+            return []
+
+        def explained() -> Findings:
+            if self._slept.looks_away:
+                return Findings(findings=tuple(leftovers.explain_awake(stage, self._cycle, kind, announced_pools())))
+            found = self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True))
+            return Findings(findings=tuple(found))
+
+        return list(self._apart(explained, Findings).findings)
 
     def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
         """Return who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
@@ -99,6 +126,17 @@ class OwnTensors:
             return []
         gc.collect()
         self._note_imports()
+        if not stage:
+            self._note_waiting()
+
+        def explained() -> list[tuple[Findings, dict[int, int]]]:
+            return [(Findings(findings=(each,)), sizes) for each, sizes in self._left(cycle, stage)]
+
+        found = self._apart(explained, list[tuple[Findings, dict[int, int]]])
+        return [(each.findings[0], sizes) for each, sizes in found]
+
+    def _left(self, cycle: int | None, stage: str) -> list[tuple[Finding, dict[int, int]]]:
+        assert self._leftovers is not None
         found = []
         for finding, sizes in self._leftovers.explain_turns(cycle, stage, announced_pools()):
             # A stage alone is asked for where something grows: that is no import's.
@@ -110,7 +148,6 @@ class OwnTensors:
 
     def _left_waiting(self, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
         """Return what was exported and given up in one cycle, or in any, and is kept for importers, by card."""
-        self._note_waiting()
         found = []
         for device in sorted({device for device, _ in self._waiting}):
             sizes: dict[int, int] = {}
@@ -167,6 +204,13 @@ class OwnTensors:
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
         """Return who holds the largest storages on devices of a kind, arenas aside."""
+
+        def explained() -> Findings:
+            return Findings(findings=tuple(self._held(stage, kind, most)))
+
+        return list(self._apart(explained, Findings).findings)
+
+    def _held(self, stage: str, kind: str, most: int) -> list[Finding]:
         leftovers = self._leftovers or LeftoverTensors(card=False)
         context = leftovers.context(None)
         survey = survey_storages()

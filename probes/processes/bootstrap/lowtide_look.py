@@ -18,6 +18,9 @@ import sys
 ANSWERS = "lowtide.leakcheck.processes.answers"
 """The module whose `answer(question)` is called, as by an agent."""
 
+FORKED = "lowtide.probes.processes.forked"
+"""The module that lets a fork pass for its parent."""
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -54,8 +57,7 @@ def _remove_folder() -> None:
 def _answer_in_a_fork() -> None:
     # A fork has one thread: what the others run, and who they are, is taken with it.
     frames = sys._current_frames()
-    threading = sys.modules.get("threading")
-    threads = dict(getattr(threading, "_active", ()))
+    threads = dict(getattr(sys.modules.get("threading"), "_active", ()))
     try:
         child = posix.fork()
     except Exception as error:
@@ -63,46 +65,44 @@ def _answer_in_a_fork() -> None:
         return
     if not child:
         try:
-            _look(frames, threading, threads)
+            _look(frames, threads)
         finally:
             posix._exit(0)
+    # What runs in other threads is not to be kept meanwhile.
+    del frames, threads
     try:
         posix.waitpid(child, 0)
     except OSError:  # the program lets nobody wait, or has done so itself
         pass
 
 
-def _look(frames: "dict[int, Any]", threading: "Any", threads: "dict[int, Any]") -> None:
+def _look(frames: "dict[int, Any]", threads: "dict[int, Any]") -> None:
     """Answer the question: in the fork."""
     _write("child", str(posix.getpid()).encode())
     nowhere = posix.open("/dev/null", posix.O_RDWR)
     for number in range(3):
         posix.dup2(nowhere, number)
-    posix.nice(10)
     try:
         _write("/proc/self/oom_score_adj", b"1000")
     except OSError:
         pass
     try:
-        _pass_for_the_process(frames, threading, threads)
+        _prepare()
         _import_lowtide()
         from importlib import import_module
 
+        import_module(FORKED).pass_for_the_process(frames, threads)
         _keep_the_memory_as_it_was()
-        _write("answer", import_module(ANSWERS).answer(_read(f"{folder}/question")))
+        _write("answer", import_module(ANSWERS).answer(_read(f"{folder}/question"), is_fork=True))
     except BaseException as error:
         _write("error", f"{type(error).__name__}: {error}".encode(errors="replace"))
 
 
-def _pass_for_the_process(frames: "dict[int, Any]", threading: "Any", threads: "dict[int, Any]") -> None:
+def _prepare() -> None:
     import gc
 
+    # Before anything is imported: collecting would run what the program's garbage does at its end.
     gc.disable()
-    # Collecting would run what the program's garbage does at its end, as removing its files: by the fork, too.
-    gc.collect = lambda *_, **__: 0
-    sys._current_frames = lambda: dict(frames)
-    if threading is not None:
-        threading._active.update(threads)
     sys.dont_write_bytecode = True
     sys.path += [path for path in paths if path not in sys.path]
 

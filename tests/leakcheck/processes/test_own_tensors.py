@@ -13,7 +13,15 @@ import torch
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.processes import answers, own_tensors
-from lowtide.leakcheck.processes.messages import ComparePreserved, Findings, PreservedAnswer, RememberPreserved, encode
+from lowtide.leakcheck.processes.messages import (
+    ComparePreserved,
+    Findings,
+    GrownContainers,
+    PreservedAnswer,
+    ReadTurn,
+    RememberPreserved,
+    encode,
+)
 from lowtide.leakcheck.processes.own_tensors import OwnPreserved, OwnTensors
 from lowtide.probes import native
 from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments
@@ -49,6 +57,37 @@ def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena, own: OwnTenso
     assert own.asleep(1, "cpu") == []
     assert all(finding.bytes < SIZE for finding in own.held("sleep(1)", "cpu", 5))
     del tensor
+
+
+def turn(number: int, *, ends: bool = False) -> GrownContainers:
+    """Read what grows after a turn."""
+    question = ReadTurn(turns="steps", turn=number, begins=number == 1, asked=True, tells=ends, ends=ends)
+    return msgspec.msgpack.decode(answers.answer(encode(question)), type=GrownContainers)
+
+
+KEPT: list[object] = []
+GROWING: list[object] = []
+
+
+@pytest.mark.skipif(native.all_instances is None, reason="the extension is not built here")
+def test_no_other_thread_sees_who_holds_what_being_found() -> None:
+    before = list(gc.callbacks)
+    own = OwnTensors(answers.apart)
+    own.begin("infer", 1)
+    KEPT.append(torch.ones(1 << 20))
+    for number in range(1, 14):
+        GROWING.append(bytes(2048))
+        turn(number)
+    GROWING.append(bytes(2048))
+    try:
+        with buffers_resized_meanwhile() as errors:
+            found = [*own.held("sleep(1)", "cpu", 1), *turn(14, ends=True).findings]
+        assert errors == []
+        assert {each.holder for each in found} >= {f"{__name__}.KEPT[0]", f"{__name__}.GROWING"}
+    finally:
+        KEPT.clear()
+        GROWING.clear()
+        gc.callbacks[:] = before
 
 
 @pytest.mark.skipif(native.all_instances is None, reason="the extension is not built here")

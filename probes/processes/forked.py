@@ -1,0 +1,116 @@
+"""Work on the heap of a process that goes on, done in a fork of it.
+
+Who goes through a heap has a reference to each object in it meanwhile, and the process's threads see that: a buffer
+that nobody else should hold cannot be resized. The fork has the heap as it was, and no other thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys as sys_module
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+from lowtide.probes.originals import gc, loaded, os, signal, sys, time
+
+LIMIT_S = 55.0
+"""Seconds for the work; whoever asks an agent waits a little longer."""
+
+_NICE = 5
+
+
+class ForkError(RuntimeError):
+    """Work in a fork that has come to no end; the message says why."""
+
+
+def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
+    """Return what work gives that is done in a fork of this process.
+
+    Nothing of the program's runs there, garbage is not collected, and what it changes is not seen here.
+
+    Args:
+        work: what is done: it may read the heap, and must use no card.
+        limit: seconds for it.
+
+    Raises:
+        ForkError: it failed, or took too long, or there could be no fork.
+    """
+    reading, writing = os.pipe()
+    frames, threads = sys._current_frames(), dict(getattr(loaded("threading"), "_active", ()))
+    try:
+        child = os.fork()
+    except (OSError, RuntimeError) as error:
+        os.close(writing)
+        os.close(reading)
+        raise ForkError(f"the process cannot be forked: {error}") from error
+    if not child:
+        _work(work, writing, frames, threads)
+    # The frames of other threads, and all that is in them.
+    del frames, threads
+    os.close(writing)
+    try:
+        said = _said(reading, child, limit)
+    finally:
+        os.close(reading)
+        _reap(child)
+    if said[:1] != b"=":
+        raise ForkError(said[1:].decode(errors="replace") or "a fork of the process ended without an answer")
+    return said[1:]
+
+
+def _said(reading: int, child: int, limit: float) -> bytes:
+    until = time.monotonic() + limit
+    parts: list[bytes] = []
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    while True:
+        left = until - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            os.kill(child, signal.SIGKILL)
+            raise ForkError(f"a fork of the process did not answer within {limit:g} s, and was ended")
+        part = os.read(reading, 1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _reap(child: int) -> None:
+    with contextlib.suppress(OSError):  # the program lets nobody wait, or has done so itself
+        os.waitpid(child, 0)
+
+
+def _work(
+    work: Callable[[], bytes], writing: int, frames: Mapping[int, FrameType], threads: Mapping[int, Any]
+) -> NoReturn:
+    """Do the work in the fork, and end."""
+    try:
+        try:
+            pass_for_the_process(frames, threads)
+            said = b"=" + work()
+        except BaseException as error:  # noqa: BLE001 - there is nobody else to say it to
+            said = f"!{type(error).__name__}: {error}".encode(errors="replace")
+        view = memoryview(said)
+        while view:
+            view = view[os.write(writing, view) :]
+    finally:
+        os._exit(0)
+
+
+def pass_for_the_process(frames: Mapping[int, FrameType], threads: Mapping[int, Any]) -> None:
+    """Let a fork see the threads that its parent has, and collect nothing: that would run what garbage does at its end.
+
+    Args:
+        frames: the innermost frame of each thread.
+        threads: Python's object of each.
+    """
+    gc.disable()
+    os.nice(_NICE)
+    for place in (gc, sys_module.modules["gc"]):
+        vars(place)["collect"] = lambda *_, **__: 0
+    for place in (sys, sys_module):
+        vars(place)["_current_frames"] = lambda: dict(frames)
+    threading = loaded("threading")
+    if threading is not None:
+        threading._active.update(threads)

@@ -1,0 +1,111 @@
+"""Work on the heap in a fork: what it sees, what the process notices, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from lowtide.probes.heap.holders import trace
+from lowtide.probes.host.process_files import children_of
+from lowtide.probes.originals import gc as original_gc
+from lowtide.probes.originals import sys as original_sys
+from lowtide.probes.processes.forked import ForkError, in_a_fork
+from tests.resized_buffers import buffers_resized_meanwhile
+from tests.waiting import wait_until
+
+KEPT: list[object] = []
+
+
+class Thing:
+    pass
+
+
+def walk() -> bytes:
+    thing = Thing()
+    KEPT.append(thing)
+    with trace([thing], ignore={id(sys._getframe())}) as found:
+        path = found.path(0)
+    return b"" if path is None else f"{path.root_name}{path.steps[0].edge}".encode()
+
+
+def test_the_process_notices_nothing_of_a_walk_through_its_heap() -> None:
+    with buffers_resized_meanwhile() as errors:
+        assert in_a_fork(walk) == f"{__name__}.KEPT".encode()
+        assert errors == []
+    assert KEPT == []
+
+
+def test_frames_of_other_threads_are_seen_and_let_go_of() -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        started.set()
+        ended.wait()
+
+    thread = threading.Thread(target=wait_here, name="the other one")
+    thread.start()
+    started.wait()
+
+    def seen() -> bytes:
+        ended.set()
+        frames = {frame.f_code.co_name for frame in original_sys._current_frames().values()}
+        names = {each.name for each in threading._active.values()}  # type: ignore[attr-defined]
+        return repr(("wait" in frames, "the other one" in names)).encode()
+
+    try:
+        assert in_a_fork(seen) == b"(True, True)"
+        # It was set in the fork alone.
+        assert not ended.is_set()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_garbage_is_not_collected_there() -> None:
+    reading, writing = os.pipe()
+    try:
+
+        class Loud:
+            def __del__(self) -> None:
+                os.write(writing, b"x")
+
+        gc.disable()
+        loud = Loud()
+        loud.itself = loud  # type: ignore[attr-defined]
+        del loud
+        assert in_a_fork(lambda: str(original_gc.collect() + gc.collect()).encode()) == b"0"
+        os.set_blocking(reading, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+        gc.collect()
+        assert os.read(reading, 1) == b"x"
+    finally:
+        gc.enable()
+        os.close(reading)
+        os.close(writing)
+
+
+def test_what_fails_there_is_an_error_here() -> None:
+    with pytest.raises(ForkError, match="ZeroDivisionError"):
+        in_a_fork(lambda: bytes(1 // 0))
+    with pytest.raises(ForkError, match="ended without an answer"):
+        in_a_fork(lambda: os._exit(1))
+    assert in_a_fork(lambda: b"x" * (1 << 20)) == b"x" * (1 << 20)
+
+
+def test_one_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(ForkError, match=r"did not answer within 0\.1 s, and was ended"):
+        in_a_fork(lambda: bytes(int(time.sleep(60) or 0)), 0.1)
+    wait_until(lambda: not children_of(os.getpid()))
+
+
+def test_warnings_about_forks_are_no_errors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert in_a_fork(lambda: b"well") == b"well"
