@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -30,6 +30,9 @@ LEAST_A_TURN = 1024
 
 _SAMPLE = 20
 """Of so many of the last things the size is taken."""
+
+_MOST_PART = 0.9
+"""The part of what a container has taken that must be there anyway, so that its growth is none of memory."""
 
 _MOST_BEHIND = 2000
 """Objects behind one thing that are looked at."""
@@ -123,6 +126,7 @@ def growth_of_containers(
     seconds: float = 0.0,
     since: str = "",
     tensors: bool = False,
+    fixed: Collection[int] = (),
 ) -> dict[int, Finding]:
     """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
 
@@ -136,12 +140,14 @@ def growth_of_containers(
         seconds: how long a turn takes; 0 where it may take any time.
         since: the moment from which they have grown, where nobody has counted the turns.
         tensors: as of `is_worth_a_look`.
+        fixed: the containers that have not changed their lengths meanwhile: what lies in one is there anyway.
     """
     wanted = [
         (course, containers[course.identity])
         for course in courses
         if course.identity in containers and is_worth_a_look(course, containers[course.identity], tensors=tensors)
     ]
+    wanted = _of_new_things(wanted, fixed)
     if not wanted:
         return {}
     caches = _caches_by_table()
@@ -165,6 +171,41 @@ def growth_of_containers(
         for (course, container), explanation in zip(wanted, explained, strict=True)
         if _is_of_program(explanation, by_frames=by_frames)
     }
+
+
+def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> list[tuple[Course, Any]]:
+    """Return the containers of which most of what they have taken lies in none that stays as long as it is.
+
+    A table of a pool's blocks takes blocks that the pool has had from the beginning: all that grows is the table.
+    """
+    taken = {course.identity: _taken(course, container) for course, container in wanted}
+    sampled = [item for items in taken.values() for item in items]
+    if not fixed or not sampled:
+        return wanted
+    own = {id(taken), id(sampled), *map(id, taken.values())}
+    there = {
+        id(item)
+        for holder in gc.get_referrers(*sampled)
+        if id(holder) in fixed and id(holder) not in own
+        for item in _things_in(holder)
+    }
+    return [
+        (course, container)
+        for course, container in wanted
+        if sum(id(item) in there for item in taken[course.identity]) < _MOST_PART * len(taken[course.identity])
+    ]
+
+
+def _taken(course: Course, container: Any) -> list[Any]:
+    """Return some of the things that a container has taken, from all of its course; of an entry the larger one."""
+    step = max(1, course.items // _SAMPLE)
+    return [max(entry, key=_own_size) for entry in last_entries(container, course.items, step)]
+
+
+def _things_in(holder: Any) -> Iterable[Any]:
+    """Return the things in a table: a deque, or a set, may have been emptied and filled meanwhile."""
+    cls = type(holder)
+    return dict.values(holder) if issubclass(cls, dict) else list.__iter__(holder) if issubclass(cls, list) else ()
 
 
 def _caches_by_table() -> dict[int, Any]:

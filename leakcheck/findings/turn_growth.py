@@ -260,6 +260,7 @@ class TurnGrowth:
             by_frames=self._by_frames,
             seconds=self._seconds,
             tensors=self._counts_tensors,
+            fixed=self._containers.fixed(min(course.items for course in growing)),
         )
 
 

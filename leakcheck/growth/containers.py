@@ -78,6 +78,7 @@ class ContainerCourses:
     """
 
     def __init__(self) -> None:
+        self._first: ContainerLengths | None = None
         self._last: ContainerLengths | None = None
         self._turn = 0
         self._courses: dict[int, Course] = {}
@@ -86,6 +87,8 @@ class ContainerCourses:
         """Note the lengths after a turn."""
         before, self._last = self._last, now
         earlier, self._turn = self._turn, turn
+        if before is None:
+            self._first = now
         if before is None or turn <= earlier:
             return
         places = before.places_of(now.ids)
@@ -117,7 +120,17 @@ class ContainerCourses:
 
     def break_off(self) -> None:
         """What comes until the next reading is not judged."""
-        self._last, self._courses = None, {}
+        self._first, self._last, self._courses = None, None, {}
+
+    def fixed(self, least: int) -> frozenset[int]:
+        """Return the containers that have held as many things, `least` or more, at the first reading as at the last."""
+        first, last = self._first, self._last
+        if first is None or last is None:
+            return frozenset()
+        large = np.flatnonzero(last.lengths >= least)
+        places = first.places_of(last.ids[large])
+        same = (places >= 0) & (first.lengths[places] == last.lengths[large])
+        return frozenset(last.ids[large[same]].tolist())
 
     def undecided(self, turn: int) -> list[Course]:
         """Return those that may grow, and were not seen to for long enough; `turn` as that of `growing`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -161,7 +161,8 @@ class WatchedLooks:
     def found_by(self, asked: Attachment) -> list[Finding]:
         """Return what grows, each cause once, with holders that the process is asked for."""
         growing = self._containers.growing(self.turn)
-        question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=self._seconds)
+        fixed = _fixed_beside(growing, self._containers)
+        question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=self._seconds, fixed=fixed)
         found = list(asked.ask(question, Findings).findings) if growing else []
         process = describe_process(asked.pid)
         for device, series in self._on_cards.items():
@@ -285,9 +286,16 @@ def _containers(before: Seen, now: Seen, since: str, requests: int, explain: Exp
     if not risen:
         return []
     question = ExplainGrown(
-        containers=asked_for(risen), turns=REQUESTS if requests else _MARKED, since="" if requests else since
+        containers=asked_for(risen),
+        turns=REQUESTS if requests else _MARKED,
+        since="" if requests else since,
+        fixed=_fixed_beside(risen, courses),
     )
     return list(explain(question).findings)
+
+
+def _fixed_beside(growing: Collection[Course], courses: ContainerCourses) -> tuple[int, ...]:
+    return tuple(courses.fixed(min(course.items for course in growing))) if growing else ()
 
 
 def _host_growth(before: Seen, now: Seen, requests: int) -> HostGrowth | None:

@@ -79,5 +79,6 @@ def explain_grown(question: ExplainGrown) -> Findings:
         seconds=question.seconds,
         since=question.since,
         tensors=True,
+        fixed=question.fixed,
     )
     return Findings(findings=tuple(found.values()))

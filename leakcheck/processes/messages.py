@@ -197,12 +197,14 @@ class ExplainGrown(_Message, frozen=True, kw_only=True, tag="explain-grown"):
         turns: what a turn is, in the plural: `requests`.
         seconds: how long a turn takes; 0 where it may take any time.
         since: the moment from which they have grown, where that is not told by turns.
+        fixed: identities of those that have not changed their lengths meanwhile.
     """
 
     containers: tuple[GrownContainer, ...]
     turns: str
     seconds: float = 0.0
     since: str = ""
+    fixed: tuple[int, ...] = ()
 
 
 Question: TypeAlias = (

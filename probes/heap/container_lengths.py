@@ -143,20 +143,21 @@ def _untracked_dicts(objects: list[object], places: Ints) -> Ints:
     return np.unique(np.concatenate(met))
 
 
-def last_entries(container: Any, most: int) -> list[tuple[Any, ...]]:
+def last_entries(container: Any, most: int, step: int = 1) -> list[tuple[Any, ...]]:
     """Return what a container took last, as far as it has an order, without running foreign code.
 
     Args:
         container: a list, dict, set or deque.
-        most: how many entries.
+        most: how many entries are gone through.
+        step: each how many of them is returned.
 
     Returns:
         Key and value of each entry of a dict; of others the thing alone.
     """
     cls = type(container)
     if issubclass(cls, dict):
-        return list(itertools.islice(reversed(dict.items(container)), most))
+        return list(itertools.islice(reversed(dict.items(container)), 0, most, step))
     if issubclass(cls, set):
-        return [(item,) for item in itertools.islice(set.__iter__(container), most)]
+        return [(item,) for item in itertools.islice(set.__iter__(container), 0, most, step)]
     kind = list if issubclass(cls, list) else deque
-    return [(item,) for item in itertools.islice(kind.__reversed__(container), most)]
+    return [(item,) for item in itertools.islice(kind.__reversed__(container), 0, most, step)]

@@ -1,0 +1,99 @@
+"""Which growing containers are findings: those that take what nothing else has had all the time."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+from lowtide.reports.schema import Finding
+
+TURNS = 14
+
+
+class Block:
+    __slots__ = ("number", "payload")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.payload = bytes(2000)
+
+
+POOL: list[Block] = []
+BY_NUMBER: dict[int, Block] = {}
+TABLE: dict[int, Block] = {}
+SEEN: list[Block] = []
+LATEST: list[Block | None] = []
+RECENT: collections.OrderedDict[int, Block] = collections.OrderedDict()
+
+
+@pytest.fixture(autouse=True)
+def emptied() -> Iterator[None]:
+    yield
+    for container in (POOL, BY_NUMBER, TABLE, SEEN, LATEST, RECENT):
+        container.clear()
+
+
+def found_after(turn: Callable[[int], object]) -> list[Finding]:
+    growth = TurnGrowth("steps", asked=True)
+    for number in range(1, TURNS + 1):
+        turn(number)
+        growth.read(number, begins=number == 1)
+    return list(growth.end("", "").containers)
+
+
+def test_a_table_of_what_a_pool_has_anyway_is_no_growth() -> None:
+    POOL.extend(map(Block, range(TURNS * 3 + 3)))
+
+    def use(number: int) -> None:
+        for place in range(3 * number, 3 * number + 3):
+            TABLE[place] = POOL[place]
+
+    assert found_after(use) == []
+
+
+def test_nor_where_a_dict_has_it() -> None:
+    BY_NUMBER.update({number: Block(number) for number in range(TURNS * 3 + 3)})
+
+    def use(number: int) -> None:
+        SEEN.extend(BY_NUMBER[place] for place in range(3 * number, 3 * number + 3))
+
+    assert found_after(use) == []
+
+
+def test_what_is_made_in_each_turn_is_growth_however_large_the_pool() -> None:
+    POOL.extend(map(Block, range(200)))
+
+    def make(number: int) -> None:
+        SEEN.extend([Block(number), Block(number), POOL[number]])
+
+    (finding,) = found_after(make)
+    assert finding.holder == f"{__name__}.SEEN"
+
+
+def test_a_ring_of_the_latest_does_not_excuse_who_keeps_all() -> None:
+    LATEST.extend([None] * 8)
+    RECENT.update({number: Block(number) for number in range(-8, 0)})
+
+    def serve(number: int) -> None:
+        for place in range(3):
+            block = Block(number)
+            SEEN.append(block)
+            LATEST[(3 * number + place) % 8] = block
+            RECENT[3 * number + place] = block
+            RECENT.popitem(last=False)
+
+    (finding,) = found_after(serve)
+    assert finding.holder == f"{__name__}.SEEN"
+
+
+def test_nor_does_another_one_that_grows_or_that_is_made_anew() -> None:
+    def serve(number: int) -> None:
+        block = Block(number)
+        TABLE[number] = block
+        SEEN.append(block)
+        LATEST[:] = [list(SEEN)]  # type: ignore[list-item]
+
+    assert {finding.holder for finding in found_after(serve)} == {f"{__name__}.SEEN", f"{__name__}.TABLE"}
