@@ -13,7 +13,7 @@ from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.storages import is_tensor
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.heap.container_lengths import last_entries
+from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.memory.tensors import live_storages
 from lowtide.probes.objects.foreign import module_of_class, mro_of, type_name
@@ -182,13 +182,10 @@ def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> 
     sampled = [item for items in taken.values() for item in items]
     if not fixed or not sampled:
         return wanted
-    own = {id(taken), id(sampled), *map(id, taken.values())}
-    there = {
-        id(item)
-        for holder in gc.get_referrers(*sampled)
-        if id(holder) in fixed and id(holder) not in own
-        for item in _things_in(holder)
-    }
+    wanted_ids = set(map(id, sampled))
+    # By their identities: what `gc.freeze()` hides has referrers that nobody tells.
+    _, tables = read_lengths(fixed)
+    there = {id(item) for table in tables.values() for item in _things_in(table) if id(item) in wanted_ids}
     return [
         (course, container)
         for course, container in wanted

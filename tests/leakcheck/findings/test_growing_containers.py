@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -32,6 +33,7 @@ RECENT: collections.OrderedDict[int, Block] = collections.OrderedDict()
 @pytest.fixture(autouse=True)
 def emptied() -> Iterator[None]:
     yield
+    gc.unfreeze()
     for container in (POOL, BY_NUMBER, TABLE, SEEN, LATEST, RECENT):
         container.clear()
 
@@ -44,8 +46,11 @@ def found_after(turn: Callable[[int], object]) -> list[Finding]:
     return list(growth.end("", "").containers)
 
 
-def test_a_table_of_what_a_pool_has_anyway_is_no_growth() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_table_of_what_a_pool_has_anyway_is_no_growth(is_frozen: bool) -> None:
     POOL.extend(map(Block, range(TURNS * 3 + 3)))
+    if is_frozen:
+        gc.freeze()
 
     def use(number: int) -> None:
         for place in range(3 * number, 3 * number + 3):
