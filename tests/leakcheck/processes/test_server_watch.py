@@ -1,0 +1,178 @@
+"""When the watch over a server ends, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lowtide.leakcheck.processes.server_watch import HANGS_S, SLOW_S, ServerWatch
+from lowtide.reports.schema import Finding, NotMeasured
+
+
+def growth(size: int, holder: str = "KEPT") -> Finding:
+    return Finding(
+        resource="host-memory",
+        cause="module-global",
+        bytes=size,
+        count=1,
+        device="",
+        stage="intervals",
+        message=f"{holder} grows",
+        fingerprint=holder,
+        holder=holder,
+    )
+
+
+@dataclass
+class Window:
+    """What a window of some seconds has found."""
+
+    seconds_read: float
+    found: Sequence[Finding] = ()
+    not_measured: tuple[NotMeasured, ...] = ()
+    not_judged: tuple[NotMeasured, ...] = ()
+    is_over: bool = False
+    has_begun: bool = False
+
+    def look(self) -> None:
+        self.is_over, self.has_begun = self.has_begun, True
+
+    def findings(self) -> Sequence[Finding]:
+        return self.found
+
+    def end(self, status: int | None = None) -> None:
+        pass
+
+
+@dataclass
+class Client:
+    """One whose server answers 50 requests between two questions."""
+
+    answered: int = 0
+    failed: int = 0
+    failure: str = ""
+    is_needed: bool = True
+    silent: float | None = 0.0
+    steps: Sequence[int] = ()
+
+    def silent_for(self) -> float | None:
+        return self.silent
+
+    def requests(self) -> int:
+        step, *self.steps = self.steps or [50]
+        self.answered += step
+        return self.answered
+
+    def stop(self) -> None:
+        self.silent = None
+
+
+def watched(*by_window: Sequence[Finding], seconds: float = 300.0, client: Client | None = None) -> ServerWatch:
+    """Look until the watch is over, or the windows are."""
+    lengths: list[float] = []
+    found: Iterator[Sequence[Finding]] = iter(by_window)
+
+    def begin(length: float, is_first: bool) -> Window:
+        lengths.append(length)
+        assert is_first is (len(lengths) == 1)
+        return Window(length, next(found))
+
+    watch = ServerWatch(begin, seconds, lambda text: None, client)
+    while not watch.is_over:
+        try:
+            watch.look()
+        except StopIteration:
+            break
+    assert lengths == [12.0 * 2**turn for turn in range(len(lengths))]
+    return watch
+
+
+def test_what_grows_on_in_the_next_window_is_decided() -> None:
+    watch = watched([growth(1200)], [growth(2400)], [])
+    assert watch.is_over
+    assert [finding.bytes for finding in watch.findings()] == [2400]
+    assert watch.rates == [(watch.rates[0][0], 100.0)]
+
+
+def test_what_fills_ever_more_slowly_is_not() -> None:
+    watch = watched([growth(1200)], [growth(1200)], [growth(1200)], [])
+    assert not watch.is_over
+    assert watch.findings() == []
+
+
+def test_nor_is_what_grows_in_one_window_alone() -> None:
+    assert watched([growth(1200)], [], [growth(4800)], []).findings() == []
+    assert watched([growth(1200, "A")], [growth(2400, "B")], []).findings() == []
+
+
+def test_what_grew_in_the_last_window_counts_by_itself() -> None:
+    watch = watched([], [growth(2400)], seconds=12.0)
+    assert watch.is_over
+    assert watch.findings() == []
+    assert [finding.bytes for finding in watched([growth(10)], seconds=12.0).findings()] == [10]
+
+
+def test_requests_are_told_and_are_what_the_rate_is_of() -> None:
+    # Twice as long and half as many requests in each second: as much in each second would be twice as much in each.
+    client = Client(steps=[0, 50, 0, 50])
+    (finding,) = watched([growth(5000)], [growth(5000)], client=client).findings()
+    assert finding.message == "KEPT grows; 100 B a request over 50 requests"
+    slower = Client(steps=[0, 50, 0, 500])
+    assert watched([growth(5000)], [growth(5000)], [], client=slower).findings() == []
+
+
+def test_a_server_that_answers_no_more_hangs_and_its_stacks_are_told() -> None:
+    told: list[str] = []
+    client = Client(silent=HANGS_S + 1)
+    watch = ServerWatch(lambda length, _: Window(length), 300, told.append, client, stacks=lambda: ["MainThread: wait"])
+    watch.look()
+    assert watch.is_over
+    (finding,) = watch.findings()
+    assert finding.message.startswith("the server has answered nothing for 61 s, and its processes are there")
+    assert told == ["MainThread: wait"]
+
+
+def test_one_that_has_been_slow_at_the_end_is_not_judged() -> None:
+    watch = watched([], seconds=12.0, client=Client(silent=SLOW_S + 1))
+    assert watch.findings() == []
+    (missing,) = watch.not_measured
+    assert missing.why == "the last answer of the server came 16 s ago: watch it for longer"
+    assert watched([], seconds=12.0, client=Client(silent=1.0)).not_measured == ()
+
+
+def test_nothing_is_read_before_it_answers() -> None:
+    client = Client(silent=None)
+    watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, client)
+    watch.look()
+    assert watch._window is None
+    client.silent = 0.0
+    watch.look()
+    assert watch._window is not None
+    unneeded = ServerWatch(
+        lambda length, _: Window(length), 300, lambda text: None, Client(silent=None, is_needed=False)
+    )
+    unneeded.look()
+    assert unneeded._window is not None
+
+
+def test_an_end_is_a_finding_unless_somebody_has_asked_for_it() -> None:
+    for status, how in ((3, " with exit code 3"), (-9, " by signal 9"), (None, "")):
+        watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: 1 << 30)
+        watch.look()
+        watch.end(status)
+        (finding,) = watch.findings()
+        assert finding.message.startswith(f"the server ended{how} while it was watched; its processes held 1.0 GiB")
+    asked = ServerWatch(lambda length, _: Window(length), 300, lambda text: None)
+    asked.look()
+    asked.end(-15, asked=True)
+    assert (asked.is_over, asked.findings()) == (True, [])
+
+
+def test_requests_that_fail_are_told_and_nothing_is_known_where_all_do() -> None:
+    some = watched([], seconds=12.0, client=Client(failed=3, failure="500 no"))
+    (told,) = some.not_judged
+    assert told.why.startswith("3 of ")
+    assert told.why.endswith(" failed, the first: 500 no")
+    none = watched([], seconds=12.0, client=Client(failed=3, failure="500 no", steps=[0, 0, 0, 0]))
+    (missing,) = none.not_measured
+    assert missing.why == "all 3 failed: 500 no"
