@@ -110,7 +110,7 @@ def execute(
 
 
 @dataclass(frozen=True)
-class Growth:
+class WatchedGrowth:
     """What is asked about growth while a command runs.
 
     Attributes:
@@ -124,7 +124,7 @@ class Growth:
     stops: bool = False
 
 
-def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> Growth | None:
+def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> WatchedGrowth | None:
     if growth is None:
         if warm_up is not None or max_growth is not None:
             refuse(
@@ -135,7 +135,7 @@ def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> G
 
     seconds = watched_seconds("--growth", growth)
     until = None if warm_up is None else seconds_of("--warm-up", warm_up)
-    return Growth(lambda engine: TimedGrowth(engine, seconds, until, tell), allowed_bytes(max_growth))
+    return WatchedGrowth(lambda engine: TimedGrowth(engine, seconds, until, tell), allowed_bytes(max_growth))
 
 
 def judge_command(
@@ -145,7 +145,7 @@ def judge_command(
     as_json: bool,
     known: Suppressions,
     settle: float,
-    growth: Growth | None,
+    growth: WatchedGrowth | None,
 ) -> int:
     """Run a command to its end, and report what its tree leaves and what grows in it; return the exit code.
 
@@ -338,7 +338,7 @@ def run_command(
     *,
     settle: float,
     to_stderr: bool = False,
-    growth: Growth | None = None,
+    growth: WatchedGrowth | None = None,
 ) -> CommandEnd:
     """Run a command to its end and judge what its tree leaves.
 

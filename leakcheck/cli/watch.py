@@ -21,7 +21,7 @@ from lowtide.leakcheck.cli.console import (
     load_suppressions,
     refuse,
 )
-from lowtide.leakcheck.cli.execute import LOOK_S, Growth, judge_command, tell
+from lowtide.leakcheck.cli.execute import LOOK_S, WatchedGrowth, judge_command, tell
 from lowtide.leakcheck.cli.growth_report import allowed_bytes, report_growth, seconds_of, watched_seconds
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def watch(
     Exit codes: 0 nothing, 1 something grows, is left, or the server ended or hung; 2 it could not be watched, or bad
     input.
     """
-    if (command is None) == (url is None and pid is None):
-        refuse("say what to watch: a command behind --, or --url or --pid of what runs")
     if pid is not None and (command or url is not None):
         refuse("--pid names a process that runs: leave the command and --url away")
+    if command is None and url is None and pid is None:
+        refuse("say what to watch: a command behind --, or --url or --pid of what runs")
     if load < 0 or (load and pid is not None):
         refuse(f"--load {load} is not possible: give clients, and --url, or a command" if load < 0 else _NO_URL)
     if url is not None and not re.fullmatch(r"https?://[^/\s]+(:\d+)?/?", url):
@@ -105,7 +105,7 @@ def watch(
     top = None if command is not None else pid or _listener(str(url))
     with _Watching(address, load, seconds, until, metrics, is_needed=bool(url or load)) as watching:
         if command is not None:
-            growth = Growth(watching.begin, allowed, stops=True)
+            growth = WatchedGrowth(watching.begin, allowed, stops=True)
             code = judge_command("watch", command, report, as_json, known, 5.0, growth)
         else:
             assert top is not None
@@ -269,8 +269,9 @@ class _Watching:
                 self._metrics,
                 sends=sends,
             )
-        except OSError as error:
-            refuse(f"--metrics {self._metrics} is not possible ({error.strerror}): choose another port, or 0 for any")
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or "there is no such port"
+            refuse(f"--metrics {self._metrics} is not possible ({why}): choose another port, or 0 for any")
         self._open.enter_context(exported)
         if exported.port is not None:
             tell(f"metrics for Prometheus are at http://127.0.0.1:{exported.port}/metrics")
@@ -284,7 +285,7 @@ def _stacks(pid: int, ask: Callable[[int, bytes], bytes]) -> Iterator[str]:
 
     process = describe_process(pid)
     try:
-        told = msgspec.msgpack.decode(ask(pid, messages.encode(messages.TellStacks())), type=messages.Stacks)
+        told = msgspec.msgpack.decode(ask(pid, messages.encode(messages.TellStacks())), type=messages.ThreadStacks)
     except (AgentError, msgspec.DecodeError) as error:
         yield f"{process.text}: what its threads do is not known: {error}"
         return

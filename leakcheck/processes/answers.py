@@ -5,7 +5,6 @@ A process without torch answers that it has no tensors, and imports nothing for 
 
 from __future__ import annotations
 
-import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ import msgspec
 
 from lowtide.leakcheck.processes import messages
 from lowtide.probes.objects.foreign import thread_name
-from lowtide.probes.originals import contents, gc, loaded, os
+from lowtide.probes.originals import contents, gc, loaded, os, sys
 from lowtide.probes.processes.roles import RANK_VARIABLES
 from lowtide.reports.schema import Finding, encoded
 
@@ -94,7 +93,7 @@ def answer(data: bytes, importing: Importing = nullcontext, *, is_fork: bool = F
     if isinstance(question, messages.Look | messages.ExplainGrown):
         return messages.encode(_look(question, importing, is_fork=is_fork))
     if isinstance(question, messages.TellStacks):
-        return messages.encode(messages.Stacks(threads=tuple(_stacks())))
+        return messages.encode(messages.ThreadStacks(threads=tuple(_stacks())))
     own = _own_tensors(importing)
     if isinstance(question, messages.Begin):
         if own is not None:

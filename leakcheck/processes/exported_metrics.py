@@ -5,7 +5,6 @@ The names are OpenTelemetry's where it has one: https://opentelemetry.io/docs/sp
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
@@ -22,6 +21,8 @@ from lowtide.probes.host.process_files import descriptors_of, name_of, thread_na
 from lowtide.probes.processes.outside_view import by_process
 
 if TYPE_CHECKING:
+    from threading import Thread
+
     from lowtide.reports.schema import Finding
 
 
@@ -56,7 +57,7 @@ class ExportedMetrics:
         self._pids, self._driver, self._requests, self._rates = pids, driver, requests, rates
         self.port = port
         self._server: WSGIServer | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         readers: list[MetricReader] = []
         if port is not None:
             readers.append(self._serve(port))

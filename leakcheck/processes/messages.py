@@ -177,7 +177,7 @@ class Look(_Message, frozen=True, kw_only=True, tag="look"):
 
 
 class TellStacks(_Message, frozen=True, kw_only=True, tag="tell-stacks"):
-    """What the process's threads do; answered by `Stacks`."""
+    """What the process's threads do; answered by `ThreadStacks`."""
 
 
 class GrownContainer(msgspec.Struct, frozen=True):
@@ -388,7 +388,7 @@ class Seen(_Message, frozen=True, kw_only=True):
     called: str = ""
 
 
-class Stacks(_Message, frozen=True, kw_only=True):
+class ThreadStacks(_Message, frozen=True, kw_only=True):
     """What the threads of a process do.
 
     Attributes:

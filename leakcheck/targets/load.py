@@ -79,7 +79,7 @@ class Load:
         is_needed: whether the server is known to be there, or to come.
 
     Attributes:
-        answered: how many requests have come to the end that they should.
+        answered: how many requests were answered, or broken off by the client, those to be refused aside.
         failed: how many have not.
         failure: what went wrong with the first of these.
         is_needed: as given.
@@ -188,14 +188,14 @@ class Load:
                 said = said or part[:200]
                 self._latest = time.monotonic()
         if is_right:
-            self._note()
+            self._note(counts=not kind.is_refused)
         else:
             wanted = "was not refused" if kind.is_refused else "was refused"
             self._fail(f"a request {wanted}: {answer.status_code} {said.decode(errors='replace').strip()}")
             await asyncio.sleep(_PAUSE_S)
 
-    def _note(self) -> None:
-        self.answered += 1
+    def _note(self, *, counts: bool = True) -> None:
+        self.answered += counts
         self._latest = time.monotonic()
 
     def _fail(self, why: str) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import select
-import sys as sys_module
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
-from lowtide.probes.originals import gc, loaded, os, signal, sys, time
+from lowtide.probes.originals import gc, loaded, os, replace, signal, sys, time
 
 LIMIT_S = 55.0
 """Seconds for the work; whoever asks an agent waits a little longer."""
@@ -101,8 +100,10 @@ def _work(
 
 def _go_first() -> None:
     """Be what the kernel ends first where memory is short, and not the process."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:  # noqa: PTH123
-        file.write(b"1000")
+    with contextlib.suppress(OSError):
+        number = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(number, b"1000")
+        os.close(number)
 
 
 def pass_for_the_process(frames: Mapping[int, FrameType], threads: Mapping[int, Any]) -> None:
@@ -114,10 +115,8 @@ def pass_for_the_process(frames: Mapping[int, FrameType], threads: Mapping[int, 
     """
     gc.disable()
     os.nice(_NICE)
-    for place in (gc, sys_module.modules["gc"]):
-        vars(place)["collect"] = lambda *_, **__: 0
-    for place in (sys, sys_module):
-        vars(place)["_current_frames"] = lambda: dict(frames)
+    replace("gc.collect", lambda *_, **__: 0)
+    replace("sys._current_frames", lambda: dict(frames))
     threading = loaded("threading")
     if threading is not None:
         threading._active.update(threads)
