@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import date
@@ -39,7 +40,7 @@ class LeakCheck:
 
     Args:
         name: what to call the block in the report.
-        tolerance: bytes that may stay of each resource.
+        tolerance: bytes, or a size such as "1MiB", that may stay of each resource.
         settle: seconds without movement after which waiting for threads, processes or the driver ends.
         stacks: whose memory's allocation is recorded with its stack: "auto" (cards), "all" (the host too), "off".
         remedies: whether to try what would give a leak back, right after the block.  That changes the program: it
@@ -49,30 +50,30 @@ class LeakCheck:
             it is judged, too, what grows with each.
         peak: bytes, or a size such as "2GiB", by which memory may rise meanwhile, on the host and on each card; None:
             by any.
+        on_turn: hears, after each turn, its number from 1 and by how much there is more of each resource than when the
+            block began: bytes or a count, `{"host-memory": 1048576, "reserved cuda:0": 0, "threads": 1}`.
 
     Raises:
-        LeakCheckError: `peak` is no size.
+        LeakCheckError: `tolerance` or `peak` is no size.
     """
 
     def __init__(
         self,
         name: str = "block",
         *,
-        tolerance: int = 0,
+        tolerance: int | str = 0,
         settle: float = 0.5,
         stacks: Literal["auto", "all", "off"] = "auto",
         remedies: bool = False,
         processes: bool = True,
         turns: int = 0,
         peak: int | str | None = None,
+        on_turn: Callable[[int, Mapping[str, int]], object] | None = None,
     ) -> None:
         self._name = name
-        try:
-            self._peak = None if peak is None else parse_bytes(peak)
-        except ValueError as error:
-            raise LeakCheckError(f"LeakCheck(peak=…): {error}") from None
+        self._peak = None if peak is None else _size_of("peak", peak)
         policy = Policy(
-            tolerance=tolerance,
+            tolerance=_size_of("tolerance", tolerance),
             settle=settle,
             stacks=stacks,
             remedies="now" if remedies else "never",
@@ -85,6 +86,7 @@ class LeakCheck:
         self._report: Report | None = None
         self._outer: list[str] = []
         self._turns, self._turn = turns, 0
+        self._on_turn, self._begun = on_turn, dict[str, int]()
         self._growth = TurnGrowth("turns", by_frames=True, asked=True)
         self._sleeps = SleepWatch(lambda: bool(self._watch.others.readings))
 
@@ -102,6 +104,7 @@ class LeakCheck:
             self._watch.begin("block", module=self._name, peak=self._peak)
             self._imports.active = True
             self._stack = stack.pop_all()
+        self._begun = {} if self._on_turn is None else self._watch.amounts()
         return self
 
     def __exit__(
@@ -145,13 +148,18 @@ class LeakCheck:
         """Say that the block has done once what it does `turns` times.
 
         Raises:
-            LeakCheckError: it was not said how often that will be.
+            LeakCheckError: it was not said how often that will be, and nobody hears of it.
         """
-        if self._turns < FEWEST_TURNS:
+        if self._turns < FEWEST_TURNS and self._on_turn is None:
             raise LeakCheckError(
                 f"what grows with each turn shows from {FEWEST_TURNS} turns on: use LeakCheck(turns={FEWEST_TURNS})"
             )
         self._turn += 1
+        if self._on_turn is not None:
+            now = self._watch.amounts()
+            self._on_turn(self._turn, {key: size - self._begun.get(key, 0) for key, size in sorted(now.items())})
+        if self._turns < FEWEST_TURNS:
+            return
         self._growth.note(self._name)
         if is_read(self._turn, self._turns, is_last=self._turn == self._turns):
             self._growth.read(self._turn, begins=self._turn == SECOND)
@@ -193,3 +201,10 @@ class LeakCheck:
 
     def _report_of(self, subject: Subject) -> Report:
         return report_of([subject], lowtide.__version__, shlex.join(sys.argv), settings=self._settings)
+
+
+def _size_of(name: str, size: int | str) -> int:
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise LeakCheckError(f"LeakCheck({name}=…): {error}") from None

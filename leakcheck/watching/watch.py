@@ -82,6 +82,12 @@ class Watch(Attribution):
         self._host = KeptHostMemory(self._watched)
         self._judge = WatchJudge(self._watched, self._in_use)
 
+    def amounts(self) -> dict[str, int]:
+        """Return what the process holds of each resource now, as the counters have it: bytes, or how many there are."""
+        now = self._watched.counters.read()
+        counted = {key: sum(items.values()) for key, items in now.items.items()}
+        return counted | {key: amount for key, amount in now.amounts.items() if amount is not None}
+
     def open(self) -> None:
         """Begin to watch; goes through the heap once."""
         if self.policy.card and self.policy.warm_up == "now":

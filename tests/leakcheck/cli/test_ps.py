@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from lowtide.reports.processes import listing
 from tests.probes import left_processes
 from tests.probes.left_processes import holder
 from tests.probes.test_driver import FakeNvml
+from tests.waiting import HANG_S
 
 SHIPPED = Path(__file__).parents[3] / "reports" / "processes" / "lowtide-ps-1.schema.json"
 MIB = 1 << 20
@@ -240,3 +242,28 @@ def test_it_loads_no_torch() -> None:
         [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_is_listed_again_until_ctrl_c() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "ps", "--watch", "0.5s"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        # The first line of each list names the machine's driver, or says that there is none.
+        first = process.stdout.readline()
+        for line in process.stdout:
+            if line == first:
+                break
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=HANG_S)
+    assert (process.returncode, said) == (130, "lowtide: ended\n")
+
+
+def test_a_watch_is_no_check(ps: Ps) -> None:
+    assert ps("--watch", "1s", "--json").exit_code == 2
+    assert ps("--watch", "1s", "--fail-above", "1GiB").exit_code == 2
+    assert ps("--watch", "0.1s").exit_code == 2
+    assert ps("--watch", "soon").exit_code == 2

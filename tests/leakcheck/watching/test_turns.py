@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -126,3 +128,39 @@ def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them() -> No
 @pytest.mark.parametrize(("seconds", "bound"), [(1.0, 4), (0.0, 100)], ids=["bounded", "followed by themselves"])
 def test_tensors_in_its_quiet_twins_are_none(seconds: float, bound: int) -> None:
     assert grown_with_tensors(seconds=seconds, bound=bound).containers == ()
+
+
+def test_who_wants_to_hear_of_each_turn_hears_what_there_is_more() -> None:
+    heard: list[tuple[int, dict[str, int]]] = []
+    opened: list[int] = []
+    with LeakCheck(on_turn=lambda turn, more: heard.append((turn, dict(more)))) as check:
+        for _ in range(3):
+            opened.append(os.open("/dev/null", os.O_RDONLY))
+            check.turn()
+        os.close(opened.pop())
+        check.turn()
+    for number in opened:
+        os.close(number)
+    assert [(turn, more["file-descriptors"], more["threads"]) for turn, more in heard] == [
+        (1, 1, 0),
+        (2, 2, 0),
+        (3, 3, 0),
+        (4, 2, 0),
+    ]
+    assert heard[0][1]["host-memory"] < 8 << 20
+
+
+@pytest.mark.parametrize("setting", [{"tolerance": "much"}, {"peak": -1}])
+def test_what_is_no_size_is_one_line(setting: dict[str, Any]) -> None:
+    with pytest.raises(
+        LeakCheckError, match=r"^LeakCheck\((tolerance|peak)=…\): .* is no size: use bytes such as 4096"
+    ):
+        LeakCheck(**setting)
+
+
+def test_a_tolerance_may_be_written_with_its_unit() -> None:
+    kept = []
+    with LeakCheck(tolerance="2MiB") as check:
+        kept.append(bytearray(64))
+    assert check.report.subjects[0].outcome == "clean"
+    assert check.report.settings is not None
