@@ -188,6 +188,7 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
     """Read the containers of this process after a turn, and return which of them grow."""
     with importing(_GROWTH):
         from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+        from lowtide.leakcheck.judging.ladder import trim_heap
 
     # What a running function holds is the program's: no test runner is in here.
     growth = _turns.setdefault(
@@ -199,6 +200,9 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
     if question.seconds and not question.ends:
         growth.note("")
     growth.read(question.turn, begins=question.begins)
+    if not question.asked:
+        # What the reading has taken and freed would be in the next level, and given back at some time.
+        trim_heap()
     if not question.tells:
         return messages.GrownContainers()
     more = growth.undecided("")

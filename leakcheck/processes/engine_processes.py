@@ -280,7 +280,13 @@ class EngineProcesses:
             tells=self._turn >= FEWEST_TO_GROW,
         )
         more = 0
-        for pid, answer in self._each(list(self._now), question, messages.GrownContainers).items():
+        before = {pid: _private_bytes_of(pid) for pid in self._now}
+        answers = self._each(list(self._now), question, messages.GrownContainers)
+        # Once it has let go of what it needed to answer, which it has before it answers again.
+        self._each(list(answers), messages.TellStacks(), messages.ThreadStacks)
+        for pid, answer in answers.items():
+            # At rest: what it has more than before, or less, is by what it was asked.
+            self._imported[pid] = self._imported.get(pid, 0) + _private_bytes_of(pid) - before[pid]
             process, more = self._now[pid].process, max(more, answer.more)
             self._in_turns[pid] = tuple(in_process(each, process) for each in answer.findings)
             self._undecided.pop(pid, None)
@@ -509,5 +515,10 @@ class EngineProcesses:
 
 def _private_bytes(finding: Finding) -> int:
     """Return the bytes of host memory that the process of a finding alone has; 0 where that may not be read."""
-    memory = None if finding.process is None else rollup(finding.process.pid)
+    return 0 if finding.process is None else _private_bytes_of(finding.process.pid)
+
+
+def _private_bytes_of(pid: int) -> int:
+    """Return the bytes of host memory that a process alone has; 0 where that may not be read."""
+    memory = rollup(pid)
     return 0 if memory is None else memory.private
