@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy.typing as npt
 
+from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep, landmarks
-from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
+from lowtide.probes.heap.search import Search
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
 from lowtide.probes.objects.listed import Census, all_instances, all_objects, collector_paused, frozen_instances
@@ -520,7 +521,7 @@ class Sweeper:
         reached = np.where(seen, 0, _NEVER)
         for turn, cut in enumerate(own):
             reached[frontier] = turn
-            for met in self._search.flood(seen, self._edges, frontier):
+            for met in self._search.forward.flood(seen, self._edges, frontier):
                 reached[met] = turn
             # The next cut's reach is this one's and what it held back.
             self._edges[cut] = self._original[cut]

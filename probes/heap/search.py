@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from types import FunctionType, ModuleType
 
 import numpy.typing as npt
 
+from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN, ForwardSearch
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.roots import CHECKER, FIRST, LAST, LATER, Root, RootKind, running_frames
-from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.objects.address_table import Indices
 from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, type_name, without_state
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
@@ -18,8 +19,6 @@ from lowtide.probes.references.definitions import is_dict_of_cache
 from lowtide.probes.references.interpreter_holders import InterpretersTables
 from lowtide.probes.references.native_references import held_from_c, outermost, references_of
 from lowtide.probes.references.unseen_references import reader_of
-
-UNSEEN, ROOT, BLOCKED = -1, -2, -3
 
 _FEW = 1000
 """References of one object that are gone through in less time than it takes to note where they are."""
@@ -75,6 +74,7 @@ class Search:
             self._turns = graph.turns.copy()
             self._turns[no_roots] = [LATER if graph.comes_later(node) else FIRST for node in no_roots.tolist()]
             self._turns[first] = FIRST
+        self.forward = ForwardSearch(self.offsets, self.edges, self._turns, graph.scratch)
 
     @property
     def roots(self) -> list[Root]:
@@ -125,27 +125,9 @@ class Search:
         seen[self._blocked] = True
         frontier = np.setdiff1d(self._root_nodes(), self._blocked)
         seen[frontier] = True
-        for _ in self.flood(seen, edges, frontier):
+        for _ in self.forward.flood(seen, edges, frontier):
             pass
         return seen
-
-    def flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> Iterator[Indices]:
-        """Marks everything that the frontier reaches as seen, and gives it a level at a time."""
-        while len(frontier):
-            _, places = self._places(frontier)
-            reached = edges[places]
-            frontier = self._each_once(reached[~seen[reached]])
-            seen[frontier] = True
-            yield frontier
-
-    def _each_once(self, nodes: Indices) -> Indices:
-        """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""
-        places = np.arange(len(nodes), dtype=np.int32)
-        # Written backwards, so that the first place of several stays.
-        scratch = self.graph.scratch
-        scratch[nodes[::-1]] = places[::-1]
-        once: Indices = nodes[scratch[nodes] == places]
-        return once
 
     def search(self) -> Indices:
         """The node before each node on a shortest path from a root, or why there is none.
@@ -159,21 +141,13 @@ class Search:
         # A library's namespace is reached from its module, however many functions hold it that others imported.
         parents[self.graph.namespaces] = self.graph.modules
         frontier = np.concatenate([self._roots, self.graph.namespaces])
-        waiting: list[Indices] = []
         wanted = self.targets[self.targets >= 0]
-        for turn in (FIRST, LATER, LAST):
-            # What the program's own modules led to, before what libraries hold themselves.
-            frontier = np.concatenate([*waiting[1:], *waiting[:1], frontier])
-            waiting = []
-            while len(frontier) and (parents[wanted] == UNSEEN).any():
-                later = self._turns[frontier] > turn
-                waiting.append(frontier[later])
-                frontier = self._next_level(parents, frontier[~later])
+        self.forward.search(parents, frontier, wanted)
         lost = np.unique(wanted[parents[wanted] == UNSEEN])
         if self._is_thorough and len(lost):
             frontier = self._add_native_roots(parents, lost)
             while len(frontier):
-                frontier = self._next_level(parents, frontier)
+                frontier = self.forward.next_level(parents, frontier)
         return parents
 
     def _add_native_roots(self, parents: Indices, lost: Indices) -> Indices:
@@ -224,27 +198,6 @@ class Search:
     def _preference(self, node: int, lost: Indices) -> tuple[bool, str]:
         """Of what holds each other, the one that is reported: it is not lost itself, and has the first name."""
         return bool((lost == node).any()), described(self.objects[node])
-
-    def _next_level(self, parents: Indices, frontier: Indices) -> Indices:
-        """Marks what the frontier's nodes lead to and returns what was not reached before."""
-        frontier = frontier[parents[frontier] != BLOCKED]
-        counts, places = self._places(frontier)
-        reached = self.edges[places]
-        fresh = parents[reached] == UNSEEN
-        reached = reached[fresh]
-        # Written backwards, so that of several holders at the same distance the first one stays: of the module that was
-        # imported first, of the attribute that was set first. (Not by the places in the heap: when a collection runs
-        # changes those, and of two paths of one length another one would be given, with another fingerprint.)
-        parents[reached[::-1]] = np.repeat(frontier, counts)[fresh][::-1]
-        return self._each_once(reached)
-
-    def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
-        """How many edges each node has, and the places of all of them in the list of edges, node by node."""
-        starts = self.offsets[nodes]
-        counts = self.offsets[nodes + 1] - starts
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if len(ends) else 0
-        return counts, np.arange(total) + np.repeat(starts - (ends - counts), counts)
 
 
 def _all_held_by(item: object) -> list[object]:
