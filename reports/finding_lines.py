@@ -254,6 +254,11 @@ def _hop_line(hop: Hop) -> DetailLine:
     return DetailLine("-> " if hop.suspect else "   ", hop.edge, after, suspect=hop.suspect)
 
 
+def hop_lines(path: Sequence[Hop]) -> Iterator[DetailLine]:
+    """A line for each hop of a whole path."""
+    yield from map(_hop_line, path)
+
+
 def _frame_lines(finding: Finding, most: int, rest: str) -> Iterator[DetailLine]:
     for frame in finding.allocated_at[:most]:
         yield DetailLine(f"allocated in {frame.function}, {frame.file}:{frame.line}")

@@ -91,6 +91,10 @@ class Graph:
         found = self._walk.find(np.fromiter(ids, np.int64, len(ids)))
         return found[found >= 0]
 
+    def nodes_of(self, ids: Ints) -> Indices:
+        """The node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
+        return self._walk.find(ids)
+
     def all_objects(self) -> Iterable[object]:
         """Every object there is, whether it is a node or not."""
         return self.objects
@@ -99,9 +103,24 @@ class Graph:
         """The nodes by their types."""
         return Census.of_kinds(self.objects, self.kinds, self.types)
 
+    def by_type(self) -> list[tuple[type, Ints]]:
+        """Each type with its nodes, in their order."""
+        order = np.argsort(self.kinds, kind="stable")
+        kinds = self.kinds[order]
+        starts = np.flatnonzero(np.diff(kinds, prepend=-1))
+        return [
+            (self.types[int(kinds[start])], order[start:stop])
+            for start, stop in zip(starts, [*starts[1:], len(kinds)], strict=True)
+        ]
+
     def is_frozen(self, node: int) -> bool:
         """Whether the node's object is in the permanent generation."""
         return bool(node >= self._unfrozen) and gc.is_tracked(self.objects[node])
+
+    def frozen_nodes(self) -> Ints:
+        """The nodes whose objects are in the permanent generation."""
+        first = min(self._unfrozen, len(self.objects))
+        return first + np.flatnonzero(are_tracked(identities(self.objects[first:])))
 
     def is_listed(self, node: int) -> bool:
         """Whether the node's object is one that the collector lists: tracked, and not frozen."""

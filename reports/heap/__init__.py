@@ -1,0 +1,1 @@
+"""Heaps that were kept in files: what they are written and read as, and what is asked of them."""
