@@ -36,7 +36,7 @@ from lowtide.probes.objects.identities import elements, identities
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, threading
 from lowtide.probes.references.definitions import is_dict_of_cache
-from lowtide.probes.references.edges import UNNAMED, EdgeNamer, names_in_class, names_in_module
+from lowtide.probes.references.edges import UNNAMED, EdgeNamer, has_values_inside, names_in_class, names_in_module
 from lowtide.probes.references.entries import attribute_text, definition_text, key_text
 
 ENTRIES = ".<entries>"
@@ -62,7 +62,6 @@ _NAMED_SINGLY = 200
 """References from objects of one type that are named one by one, where nothing else is known of such a type."""
 
 _HEAP_TYPE = 1 << 9
-_ATTRIBUTES_INSIDE = 1 << 4
 
 
 def item_label(place: int) -> int:
@@ -298,7 +297,7 @@ class EdgeLabels:
 
     def _attributes_inside(self, cls: type, nodes: Ints) -> None:
         """Attributes whose values lie in the instances (Python 3.11 and later), by the names that code mentions."""
-        each = np.unique(self._unnamed(nodes)[0]) if flags_of(cls) & _ATTRIBUTES_INSIDE else _NONE
+        each = np.unique(self._unnamed(nodes)[0]) if has_values_inside(cls) else _NONE
         if not len(each):
             return
         names: dict[str, None] = {}
@@ -322,7 +321,10 @@ class EdgeLabels:
         if not len(places):
             return
         objects, edges = self._graph.objects, self._graph.edges
-        is_plain = cls is FunctionType or (bool(flags_of(cls) & _HEAP_TYPE) and _has_dict(cls))
+        # Not by all names that any code has, which takes milliseconds for each.
+        is_plain = (
+            cls is FunctionType or (bool(flags_of(cls) & _HEAP_TYPE) and _has_dict(cls)) or has_values_inside(cls)
+        )
         for holder, place in islice(
             zip(holders.tolist(), places.tolist(), strict=True), 0 if is_plain else _NAMED_SINGLY
         ):

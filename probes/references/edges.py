@@ -310,7 +310,7 @@ class EdgeNamer:
         # What was found on one instance is tried first on the next; all code there is, which takes 0.2 s to go through,
         # only where nothing else has it.
         known = self._known_names.setdefault(id(type(holder)), set())
-        for names in self._candidates(type(holder), known) if _has_values_inside(type(holder)) else ():
+        for names in self._candidates(type(holder), known) if has_values_inside(type(holder)) else ():
             for name in sorted(names):
                 if attribute(holder, name) is held:
                     known.add(name)
@@ -365,7 +365,7 @@ def _of_callers(way: Rest) -> Edge:
     return Edge(".f_back" if references == 1 else ".f_back … .f_back", "other", references)
 
 
-def _has_values_inside(cls: type) -> bool:
+def has_values_inside(cls: type) -> bool:
     """Whether instances have attributes in themselves and not in a dict, as no type written in C has."""
     return sys.version_info >= (3, 11) and bool(flags_of(cls) & _MANAGED_DICT)
 

@@ -461,6 +461,8 @@ def _fold(labels: Sequence[str], *, is_module: bool) -> tuple[str, int]:
         return _registered(first.removeprefix("."), then), 2
     if first == ".__dict__" and then:
         return (f".{name}" if name else f".__dict__{then}"), 2
+    if first in (".gi_frame", ".cr_frame", ".ag_frame") and then.startswith("f_locals["):
+        return then, 2  # Python 3.10
     if first == HIDDEN and then:
         return f".__dict__{then}", 2
     if first == THREADS and len(labels) > 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.probes.heap.dominators import NONE, dominators
@@ -10,8 +10,8 @@ from lowtide.probes.original_numpy import np
 
 Graph = list[list[int]]
 
-GRAPHS = st.integers(1, 9).flatmap(
-    lambda count: st.lists(st.lists(st.integers(0, count - 1), max_size=4), min_size=count, max_size=count)
+GRAPHS = st.integers(1, 14).flatmap(
+    lambda count: st.lists(st.lists(st.integers(0, count - 1), max_size=3), min_size=count, max_size=count)
 )
 
 
@@ -34,6 +34,7 @@ def reached(graph: Graph, without: int = NONE) -> set[int]:
     return seen
 
 
+@settings(max_examples=2000, deadline=None)
 @given(GRAPHS)
 def test_each_node_has_the_last_one_that_all_paths_to_it_pass(graph: Graph) -> None:
     everything = reached(graph)

@@ -105,6 +105,24 @@ def test_a_path_is_that_of_the_living_heap(tmp_path: Path) -> None:
     assert sorted(map(as_shown, paths)) == expected
 
 
+def test_a_library_s_namespace_is_reached_from_its_module(module: Any, tmp_path: Path) -> None:
+    library = types.ModuleType("_pytest.of_this_test")
+    exec("def function(): pass", vars(library))
+    leak = Leak()
+    vars(library)["kept"] = leak
+    # By the function the way is no longer, and the program's own.
+    module.function = vars(library)["function"]
+    sys.modules["_pytest.of_this_test"] = library
+    try:
+        (expected,) = find_paths([leak])
+        asked = kept(tmp_path, leak)
+    finally:
+        del sys.modules["_pytest.of_this_test"]
+    (left,) = asked.overview().left
+    assert as_shown(asked.path(left.id)) == shown(expected)
+    assert left.path == "_pytest.of_this_test.kept"
+
+
 def shown(path: LivingPath | None) -> list[tuple[str, str]]:
     """A living heap's path: its types and edges."""
     assert path is not None
@@ -179,6 +197,8 @@ def _function(held: object) -> Callable[..., object]:
 def test_holders_are_named_as_in_the_living_heap(module: Any, tmp_path: Path) -> None:
     leaks = []
     for name, holding in HOLDERS.items():
+        if name == "hidden_attribute" and sys.version_info >= (3, 13):
+            continue  # to find its name would make a dict of each instance's attributes
         leaks.append(Leak())
         setattr(module, name, holding(leaks[-1]))
     with trace(leaks, thorough=True) as living:
@@ -189,7 +209,7 @@ def test_holders_are_named_as_in_the_living_heap(module: Any, tmp_path: Path) ->
 
 def test_who_holds_a_type_is_counted_by_type_and_edge(module: Any, tmp_path: Path) -> None:
     module.first = [Leak() for _ in range(5)]
-    module.second = [_with_dict(Attributed(leak)) for leak in module.first[:3]]
+    module.second = [Attributed(leak) for leak in module.first[:3]]
     asked = kept(tmp_path)
     rows = [(row.holder, row.edge, row.count) for row in asked.holders("Leak")]
     assert rows == [("list", "[…]", 5), (f"{__name__}.Attributed", ".held", 3)]
@@ -221,7 +241,8 @@ def test_types_retain_what_none_of_their_own_does(module: Any, tmp_path: Path) -
     (first, *_) = asked.dominated(int(asked.find("Attributed")[0]))
     assert row.count == 10
     assert row.retained == max(asked.alone(node).retained for node in asked.find("Attributed").tolist())
-    assert first.type == "list"
+    # On Python 3.10 an attribute lies in a dict.
+    assert first.type == ("list" if sys.version_info >= (3, 11) else "dict")
 
 
 def test_what_findings_are_about_is_known_and_the_edge_to_what_is_new_is_marked(module: Any, tmp_path: Path) -> None:
