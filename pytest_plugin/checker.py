@@ -38,6 +38,7 @@ from lowtide.pytest_plugin.items import (
 from lowtide.pytest_plugin.results import (
     CheckedLeaks,
     DeferredProofs,
+    KeptHeaps,
     Proven,
     Results,
     attach,
@@ -98,6 +99,7 @@ class Checker:
         self._checked = CheckedLeaks()
         self._results = Results(config, self.settings)
         self._deferred = DeferredProofs()
+        self._heaps = KeptHeaps(config, self.settings)
         self._turns = TestTurns(lambda: self._fixtures.living, self._session.watch.others)
 
     # The session.
@@ -446,6 +448,7 @@ class Checker:
             return [Subject(id=item.nodeid, outcome="error", reason=str(error))]
         own_setup = [] if self._setup is None else [self._setup]
         verdict = Verdict()
+        heap = self._session.watch.heap = self._heaps.file(item.nodeid) if not (excused or self._debugged) else None
         # A time limit for the test may pass while it is judged, and is raised here: the test is over.
         with self._session.guarded((Exception, pytest.fail.Exception)):
             self._has_judged = True
@@ -485,7 +488,10 @@ class Checker:
         of_turns = [self._results.subject(name, findings) for name, findings in grown]
         unread = self._turns.take_unread()
         of_turns += [Subject(id=SESSION, outcome="clean", not_measured=unread)] if unread else []
-        return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended), *of_turns]
+        subjects = [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended), *of_turns]
+        if heap is not None:
+            self._heaps.settle(heap, any(map(is_bad, subjects)))
+        return subjects
 
     def _not_judged(self, item: pytest.Item) -> Subject:
         """Return the subject of a test of which a reading failed; no error where that may be the test's own doing."""

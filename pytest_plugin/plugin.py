@@ -51,6 +51,11 @@ _SETTINGS = (
         "how long to look for what the holders of one test's leaks retain; four times as long for trying all remedies "
         "(default: 30)",
     ),
+    (
+        "keep-heap",
+        "N",
+        "keep the walked heap of the first N tests that leak in the report's folder, for `lowtide heap` (default: 0)",
+    ),
     ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
     (
         "warmup",
@@ -66,7 +71,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--leakcheck", action="store_true", default=None, help="judge what every test leaves behind")
     for name, value, text in _SETTINGS:
         group.addoption(f"--leakcheck-{name}", metavar=value, default=None, help=text)
-        parser.addini(f"leakcheck_{name}", f"{text}; the option --leakcheck-{name} goes before it", default=None)
+        key = f"leakcheck_{name.replace('-', '_')}"
+        parser.addini(key, f"{text}; the option --leakcheck-{name} goes before it", default=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

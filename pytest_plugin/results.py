@@ -17,6 +17,7 @@ import pytest
 
 import lowtide
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.judging.ladder import collect
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
@@ -30,6 +31,7 @@ from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.reports.causes import seen_before
 from lowtide.reports.folder import UnfinishedReport, write_folder
 from lowtide.reports.from_snapshot import report_of
+from lowtide.reports.heap.kept_heap import remove_old
 from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject, as_written, json_bytes
 from lowtide.reports.statement import noted, reworded
@@ -404,6 +406,33 @@ class Results:
         option = self._config.option
         narrowed = any(getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "stepwise"))
         return not narrowed and not any("::" in text or text.endswith(".py") for text in self._config.args)
+
+
+class KeptHeaps:
+    """Keeps the walked heaps of the first tests that leak, in this process.
+
+    Args:
+        config: pytest's.
+        settings: of this run.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._report, self._left = settings.report, settings.keep_heap
+        if self._report is not None and not hasattr(config, "workerinput"):
+            remove_old(self._report)
+
+    def file(self, name: str) -> HeapFile | None:
+        """Where that of a test is kept; None where no more are."""
+        if self._report is None or not self._left:
+            return None
+        return HeapFile.beside(str(self._report), name, lowtide.__version__)
+
+    def settle(self, file: HeapFile, is_red: bool) -> None:
+        """Count the file of a test that is over, or drop it where the test left nothing that is not known."""
+        if not is_red:
+            file.drop()
+        elif file.is_there:
+            self._left -= 1
 
 
 def attach(report: Any, subjects: Sequence[Subject]) -> None:

@@ -51,6 +51,7 @@ class Settings:
             None: when its scope ends.
         processes: whether what tests leave in other processes is judged, by agents in these.
         budget: seconds for one test's explanations; a session's remedies may take four times as many.
+        keep_heap: of how many tests that leak, the first ones in each process, the heap is kept beside the report.
     """
 
     tolerance: int
@@ -67,6 +68,7 @@ class Settings:
     cycles: int | None = None
     processes: bool = True
     budget: float = 30.0
+    keep_heap: int = 0
 
     def as_texts(self) -> dict[str, str]:
         """Each setting by its name, as a report has it."""
@@ -90,6 +92,9 @@ def read_settings(config: pytest.Config) -> Settings:
     report = _read(config, "report", _path, None)
     if report is not None and not hasattr(config, "workerinput"):
         _check_writable(report)
+    keep_heap = _read(config, "keep-heap", _count, 0)
+    if keep_heap and report is None:
+        raise usage_error("--leakcheck-keep-heap: heaps are kept beside the report: add --leakcheck-report DIR")
     return Settings(
         tolerance=_read(config, "tolerance", _size, 0),
         tolerance_is_final=config.getoption("leakcheck_tolerance") is not None,
@@ -105,16 +110,18 @@ def read_settings(config: pytest.Config) -> Settings:
         cycles=_read(config, "cycles", _size, None),
         processes=_read(config, "processes", _one_of("auto", "off"), "auto") == "auto",
         budget=_read(config, "budget", _seconds, 30.0),
+        keep_heap=keep_heap,
     )
 
 
 def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], default: T) -> T:
-    given = config.getoption(f"leakcheck_{name}")
+    key = name.replace("-", "_")
+    given = config.getoption(f"leakcheck_{key}")
     source, base = f"--leakcheck-{name}", config.invocation_params.dir
     if given is None:
-        given = config.getini(f"leakcheck_{name}") or None
+        given = config.getini(f"leakcheck_{key}") or None
         if config.inipath is not None:
-            source, base = f"leakcheck_{name} in {config.inipath.name}", config.inipath.parent
+            source, base = f"leakcheck_{key} in {config.inipath.name}", config.inipath.parent
     if given is None:
         given = _own_table(config.rootpath).get(name)
         source, base = f"{name} in [tool.lowtide] of pyproject.toml", config.rootpath
@@ -201,6 +208,12 @@ def _seconds(text: str, base: Path) -> float:
     if not 0 <= seconds < math.inf:
         raise ValueError(f"{text!r} is no number of seconds: use 0 or more, such as 2.5")
     return seconds
+
+
+def _count(text: str, base: Path) -> int:
+    if not text.isdecimal() or len(text) > 6:
+        raise ValueError(f"{text!r} is no number of tests: use 0 or more, such as 3")
+    return int(text)
 
 
 def _one_of(*allowed: str) -> Callable[[str, Path], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowtide.pytest_plugin.turns import SESSION
 from lowtide.reports.causes import Sighting, causes_of
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import amount, first_line, holder_text, lines_again, terminal_lines
+from lowtide.reports.heap.kept_heap import kept_files
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.outcomes import ENDED, KNOW_GROWTH, held_by_process
 from lowtide.reports.schema import Finding, NotMeasured, Subject
@@ -119,6 +121,9 @@ def summary(
     write(str(spent))
     if settings.report is not None:
         write(f"report: {os.fspath(settings.report)}/index.html")
+        if settings.keep_heap:
+            for kept in kept_files(settings.report):
+                write(f"kept heap: lowtide heap {shlex.quote(os.fspath(kept))}")
 
 
 def last_lines(reporter: pytest.TerminalReporter | None, awaited: Sequence[str], unwritten: str) -> None:

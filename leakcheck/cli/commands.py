@@ -17,6 +17,7 @@ from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.execute import execute
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
+from lowtide.leakcheck.cli.heap import heap
 from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.init import init
 from lowtide.leakcheck.cli.ps import ps
@@ -142,5 +143,6 @@ app.command("open")(open_page)
 app.command()(diff)
 app.command()(snapshot)
 app.command()(watch)
+app.command()(heap)
 # What follows the command is its own: `lowtide exec vllm serve --port 1` needs no `--`.
 app.command("exec", context_settings={"allow_interspersed_args": False})(execute)

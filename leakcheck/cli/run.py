@@ -7,6 +7,7 @@ a report is told the same.
 from __future__ import annotations
 
 import datetime
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from rich.cells import cached_cell_len
 from rich.console import Console
 from rich.live import Live
 
+import lowtide
 from lowtide.leakcheck.cli.console import (
     INTERRUPTED,
     KnownLeaks,
@@ -42,6 +44,7 @@ from lowtide.reports.terminal.running_life import RunningLife
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig
     from lowtide.engine.defects import Defect
+    from lowtide.leakcheck.findings.heap_file import HeapFile
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
     from lowtide.leakcheck.lives.script import Event
     from lowtide.leakcheck.suppressions.entries import Suppressions
@@ -65,6 +68,13 @@ _Turns = Annotated[
 ]
 _UntilDecided = Annotated[
     bool, typer.Option("--until-decided", help="Infer on, up to ten times as often, until it is known what grows.")
+]
+
+_KeepHeap = Annotated[
+    bool,
+    typer.Option(
+        "--keep-heap", help="With --report: keep the heap in which the last life leaves something, for `lowtide heap`."
+    ),
 ]
 
 
@@ -100,6 +110,7 @@ def run(
     calibration: _Calibration = None,
     turns: _Turns = 0,
     until_decided: _UntilDecided = False,
+    keep_heap: _KeepHeap = False,
     wide: Wide = False,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
@@ -110,6 +121,8 @@ def run(
     if cycles < 1:
         refuse(f"--cycles {cycles} is not possible: use 1 or more")
     _check_turns(turns, until_decided=until_decided)
+    if keep_heap and report is None:
+        refuse("--keep-heap needs --report DIR: the heap is kept in it")
     if preset is not None and model is not None:
         refuse("--preset and --model exclude each other: give one of them")
     if twin and defect is None:
@@ -154,6 +167,7 @@ def run(
                 snapshots=snapshots_in(report),
                 turns=turns,
                 until_decided=until_decided,
+                heap=heap_in(report, f"run[{config.model}]", wanted=keep_heap),
             )
 
         with ExitStack() as stack:
@@ -210,6 +224,17 @@ def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
     return snapshots
 
 
+def heap_in(report: Path | None, name: str, *, wanted: bool) -> HeapFile | None:
+    """Return where the heap of a life is kept; None where none is wanted. Those of an earlier run go."""
+    from lowtide.leakcheck.findings.heap_file import HeapFile
+    from lowtide.reports.heap.kept_heap import remove_old
+
+    if report is None:
+        return None
+    remove_old(report)
+    return HeapFile.beside(str(report), name, lowtide.__version__) if wanted else None
+
+
 def live(
     make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun],
     report: Path | None,
@@ -232,6 +257,7 @@ def live(
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
     from lowtide.reports.hanging_text import HangingText
+    from lowtide.reports.heap.kept_heap import kept_files
     from lowtide.reports.terminal import render
 
     console = find_console()
@@ -252,7 +278,11 @@ def live(
         stack.close()
         # Written before it is shown: a pipe that breaks must not cost the report.
         where, unwritten = write_report(written, report)
-    console.print(render(written, *(() if where is None else (f"report: {where}",)), wide=wide))
+    notes = [] if where is None else [f"report: {where}"]
+    notes += [
+        f"kept heap: lowtide heap {shlex.quote(str(file))}" for file in ([] if report is None else kept_files(report))
+    ]
+    console.print(render(written, *notes, wide=wide))
     # A run that ended early may not have come to what an entry is for.
     wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
     for problem in wrong:
@@ -351,6 +381,7 @@ def check(
     calibration: _Calibration = None,
     turns: _Turns = 0,
     until_decided: _UntilDecided = False,
+    keep_heap: _KeepHeap = False,
     wide: Wide = False,
 ) -> None:
     """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
@@ -360,6 +391,8 @@ def check(
     if cycles < 1:
         refuse(f"--cycles {cycles} is not possible: use 1 or more")
     _check_turns(turns, until_decided=until_decided)
+    if keep_heap and report is None:
+        refuse("--keep-heap needs --report DIR: the heap is kept in it")
     known = load_suppressions(suppressions)
     if report is not None:
         check_writable(report)
@@ -381,6 +414,7 @@ def check(
                     snapshots=snapshots_in(report),
                     turns=turns,
                     until_decided=until_decided,
+                    heap=heap_in(report, f"check[{target}]", wanted=keep_heap),
                 )
 
             code = live(make_run, report, known, wide=wide)

@@ -151,6 +151,11 @@ class LeftoverTensors:
         held = read_heap(self._births, Claims(()), (), self._seen).held
         self._found.rows.append(tuple(storage for storage in held if not storage.stage.startswith(_IMPORT)))
 
+    @property
+    def left(self) -> frozenset[Key]:
+        """Return the storages of the last reading."""
+        return frozenset(held.key for row in self._found.rows[-1:] for held in row)
+
     def thaw(self) -> bool:
         """Undo a freeze that a life did, and collect; False if there was none."""
         if self._was_frozen or not any_frozen():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
@@ -102,6 +103,7 @@ class LifecycleRun:
         turns: inferences in a row at the end of each life, by which it is judged what grows; 0: only as many as tell
             of tensors, and of other processes.
         until_decided: whether more of them follow, up to ten times as many, until it is known what grows.
+        heap: where the heap is kept in which something is left of the last life; None: nowhere.
     """
 
     def __init__(
@@ -121,7 +123,9 @@ class LifecycleRun:
         snapshots: AllocatorSnapshots | None = None,
         turns: int = 0,
         until_decided: bool = False,
+        heap: HeapFile | None = None,
     ) -> None:
+        self._heap = heap
         self._make = make
         self._turns, self._until_decided = turns, until_decided
         self._device = device
@@ -152,6 +156,7 @@ class LifecycleRun:
             self._snapshot_at_end,
             self._probes,
             tolerances,
+            heap,
         )
         self._processes = self._probes.engine_processes(device)
         self._processes.asks_turns = turns > 0
@@ -207,7 +212,10 @@ class LifecycleRun:
         self._record.findings += [each for each in self._of_turns.values() if each.holder not in holders]
         compared = self._judgement.not_compared(self._emptying if self._indices else ())
         more = (*compared, *self._metrics.once_so_far, *self._unseen())
+        more += () if self._heap is None else self._heap.not_measured
         subject = self._record.subject(self._failure, more, self._metrics.used_before)
+        if self._heap is not None and not subject.findings:
+            self._heap.drop()
         if subject.outcome != "clean" or subject.reason:
             return subject
         return msgspec.structs.replace(subject, reason=self._said_of_turns)
@@ -749,6 +757,7 @@ def check_run(
     snapshots: AllocatorSnapshots | None = None,
     turns: int = 0,
     until_decided: bool = False,
+    heap: HeapFile | None = None,
 ) -> LifecycleRun:
     """Return the run of `cycles` fixed lives of a factory's targets.
 
@@ -763,6 +772,7 @@ def check_run(
         snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
         turns: inferences in a row by which it is judged what grows, as those of `LifecycleRun`.
         until_decided: whether more of them follow until that is known.
+        heap: as that of `LifecycleRun`.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -786,6 +796,7 @@ def check_run(
         snapshots=snapshots,
         turns=turns,
         until_decided=until_decided,
+        heap=heap,
     )
 
 

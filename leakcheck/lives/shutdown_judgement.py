@@ -13,6 +13,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.causes import BELONGING, with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
@@ -69,6 +70,7 @@ class ShutdownJudgement:
         read: takes a snapshot after a shutdown.
         probes: know of things outside of this process, and who made what.
         tolerances: what one life may leave, by the metric's key, in place of the table's tolerance.
+        heap: where the heap is kept in which the last life has left something; None: nowhere.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class ShutdownJudgement:
         read: Callable[[], Snapshot],
         probes: LifeProbes,
         tolerances: Mapping[str, int] | None,
+        heap: HeapFile | None = None,
     ) -> None:
+        self._heap = heap
         self._cycles = cycles
         self._record = record
         self._metrics = metrics
@@ -228,6 +232,8 @@ class ShutdownJudgement:
         if self._missing(metrics, baselines, steps[-1].reading) and self._leftovers.thaw():
             steps.append(LadderStep(Rung.UNFREEZE, self._read(), 0.0))
         steps[:] = self._climbed(metrics, baselines, (Rung.EMPTY_CACHE,), steps)
+        if self._heap is not None:
+            self._keep_heap(self._heap, engine, self._missing(metrics, baselines, steps[-1].reading))
         findings, cuts = self._leftovers.conclude(engine, cycle, devices)
         if cuts:
             actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
@@ -235,6 +241,13 @@ class ShutdownJudgement:
         above = tuple(rung for rung in Rung if rung.order > max(steps[-1].rung.order, Rung.EMPTY_CACHE.order))
         steps[:] = self._climbed(metrics, baselines, above, steps)
         return findings
+
+    def _keep_heap(self, file: HeapFile, engine: object, missing: Sequence[Excess]) -> None:
+        """Keep the heap if something is left, before anything is changed to give it back."""
+        context, storages = self._leftovers.context(engine), self._leftovers.left
+        if missing or storages:
+            with sharing_walk() as walk:
+                file.keep(walk, born=context.born, storages=storages, items={}, roots=context.roots)
 
     def _judge_process(
         self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], *, is_last: bool

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Literal
 
 import lowtide
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.engine_watch import SleepWatch
@@ -20,7 +21,7 @@ from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
-from lowtide.probes.originals import gc, threading
+from lowtide.probes.originals import gc, os, threading
 from lowtide.probes.stages import EnteredStage, listening
 from lowtide.reports.from_snapshot import report_of
 from lowtide.reports.outcomes import judged_as
@@ -52,6 +53,8 @@ class LeakCheck:
             by any.
         on_turn: hears, after each turn, its number from 1 and by how much there is more of each resource than when the
             block began: bytes or a count, `{"host-memory": 1048576, "reserved cuda:0": 0, "threads": 1}`.
+        keep_heap: a file, as `leak.heap.npz`, into which the walked heap is written if the block leaves something;
+            `lowtide heap` says later what holds what in it. None: it is not written.
 
     Raises:
         LeakCheckError: `tolerance` or `peak` is no size.
@@ -72,6 +75,14 @@ class LeakCheck:
     ) -> None:
         self._name = name
         self._peak = None if peak is None else _size_of("peak", peak)
+        keep_heap: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._name = name
+        self._keep_heap = "" if keep_heap is None else os.path.abspath(keep_heap)
+        try:
+            self._peak = None if peak is None else parse_bytes(peak)
+        except ValueError as error:
+            raise LeakCheckError(f"LeakCheck(peak=…): {error}") from None
         policy = Policy(
             tolerance=_size_of("tolerance", tolerance),
             settle=settle,
@@ -79,7 +90,8 @@ class LeakCheck:
             remedies="now" if remedies else "never",
             processes=processes,
         )
-        self._settings = {name: str(value) for name, value in (*asdict(policy).items(), ("peak", self._peak))}
+        own = (("peak", self._peak), ("keep_heap", keep_heap))
+        self._settings = {name: str(value) for name, value in (*asdict(policy).items(), *own)}
         self._watch = Watch(policy)
         self._imports = ImportWatch(self._watch.enter, self._watch.leave)
         self._stack = ExitStack()
@@ -101,6 +113,8 @@ class LeakCheck:
             stack.enter_context(listening(self))
             stack.callback(self._imports.remove)
             self._imports.install()
+            if self._keep_heap:
+                self._watch.heap = HeapFile(*os.path.split(self._keep_heap), self._name, lowtide.__version__)
             self._watch.begin("block", module=self._name, peak=self._peak)
             self._imports.active = True
             self._stack = stack.pop_all()
@@ -132,6 +146,8 @@ class LeakCheck:
             found = (*verdict.findings, *self._sleeps.take(), *of_turns)
             findings = shipped().apply(found, date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
+            if self._watch.heap is not None and not leaks:
+                self._watch.heap.drop()
             not_measured = (*verdict.not_measured, *self._sleeps.take_unjudged())
             outcome, reason = judged_as("leak" if leaks else "clean", not_measured)
             self._report = self._report_of(

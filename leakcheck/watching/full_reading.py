@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
 from lowtide.leakcheck.judging.device_memory import allocation_name
@@ -51,6 +52,7 @@ class Case:
         things: the names of what seems to be left, by resource, where it is nothing but process-wide settings, or
             things of which `known` shows who holds them: the heap is not read, and nothing tried that gives back what
             nobody holds.
+        heap: where the heap is kept in which something is left.
     """
 
     ended: Sequence[Owner]
@@ -61,6 +63,7 @@ class Case:
     context: Context
     known: SharedWalk | None = None
     things: Mapping[str, Collection[str]] | None = None
+    heap: HeapFile | None = None
 
     @property
     def subjects(self) -> tuple[Subject, ...]:

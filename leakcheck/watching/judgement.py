@@ -14,6 +14,7 @@ from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import actions_for, prove, try_actions
@@ -227,6 +228,8 @@ class WatchJudge:
             self.ways.note(cause for known in of_leaks for cause in known if cause is not None)
             del caused
             watches = _watches_of(leaks, walk) if notes else {}
+            if case.heap is not None and any(leaks):
+                _keep(case.heap, leaks, context, walk)
         for turn, owner in enumerate(case.ended, 1):
             grown = self._in_use.grown.get(owner.label, ())
             leaks[turn] = [replace(leak, finding=merged(leak.finding, grown)) for leak in leaks[turn]]
@@ -260,7 +263,12 @@ class WatchJudge:
         labels = [owner.label for owner in case.ended]
         return Verdict(
             findings=reported[0],
-            not_measured=(*excused, *self.readings.listed, *self._emptied.notes),
+            not_measured=(
+                *excused,
+                *self.readings.listed,
+                *self._emptied.notes,
+                *(() if case.heap is None else case.heap.not_measured),
+            ),
             of_owners=dict(zip(labels, reported[1:], strict=True)),
             swept=case.known is None and case.things is None,
             unproven=unproven[0],
@@ -402,6 +410,17 @@ def _watches_of(leaks: Sequence[Sequence[Leak]], walk: SharedWalk) -> dict[int, 
     """Return for each leak of tensors, by the identity of its sizes, what reports which of its storages are freed."""
     sizes = [leak.sizes for found in leaks for leak in found if isinstance(leak, TensorLeak)]
     return dict(zip(map(id, sizes), StorageWatch.of_each(sizes, walk), strict=True))
+
+
+def _keep(file: HeapFile, leaks: Sequence[Sequence[Leak]], context: Context, walk: SharedWalk) -> None:
+    """Keep the heap, with what the leaks are about."""
+    found = [leak for of_subject in leaks for leak in of_subject]
+    items: dict[str, list[str]] = {}
+    for leak in found:
+        if not isinstance(leak, TensorLeak):
+            items.setdefault(leak.key, []).extend(leak.names)
+    storages = {key for leak in found if isinstance(leak, TensorLeak) for key in leak.keys}
+    file.keep(walk, born=context.born, storages=storages, items=items, roots=context.roots)
 
 
 class RemedyTrials:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.peak_memory import PeakWatch
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -61,6 +62,7 @@ class Watch(Attribution):
         tolerance: bytes that the test of now may leave.
         collected: bytes that it may leave to the collector before that is told.
         out_of_memory: says who held what when memory was not enough.
+        heap: where the heap of the test of now is kept if it leaves something; None: nowhere.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
@@ -70,6 +72,7 @@ class Watch(Attribution):
         self.tolerance = self.policy.tolerance
         self.collected = COLLECTED
         self.out_of_memory = OutOfMemoryWatch(self._watched.births, self._watched.stacks.stacks_at, "before it began")
+        self.heap: HeapFile | None = None
         self._peak: PeakWatch | None = None
         self._subject = ""
         self._seen: frozenset[Key] = frozenset()
@@ -329,14 +332,16 @@ class Watch(Attribution):
         if is_clean():
             return clean()
         suspects = self._suspects.find(now, ended, self.tolerance)
-        of_settings = are_young and set(suspects) == {"globals"}
+        heap = self.heap if final else None
+        of_settings = are_young and set(suspects) == {"globals"} and heap is None
         # Whether the tensors explain what the process has more, their full reading shows.
         are_tensors = not any(owner.storages for owner in ended) and {*suspects} - {"host-memory"} == {"tensors"}
         if final and are_tensors and "host-memory" not in suspects and self._are_renewed(born):
             return clean()
-        known = self._known_ways(born) if are_tensors else None
+        # Where the heap is kept it is walked in any case.
+        known = self._known_ways(born) if are_tensors and heap is None else None
         things: Mapping[str, Collection[str]] | None = {} if of_settings else None
-        if final and not ended and set(suspects) <= STANDING:
+        if final and not ended and set(suspects) <= STANDING and heap is None:
             names = {key: [*watched.ownership.new_items(key, now, None, ended)] for key in suspects}
             known = self._judge.ways.to_things(names, born)
             things = None if known is None else names
@@ -360,7 +365,7 @@ class Watch(Attribution):
             module=self._module,
             made_at=watched.makers.place_of,
         )
-        case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things)
+        case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things, heap)
         back = collected()
         return replace(self._concluded(case, unmeasured, share), collected=back)
 
