@@ -20,6 +20,7 @@ from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.heap import heap
 from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.init import init
+from lowtide.leakcheck.cli.mcp import mcp
 from lowtide.leakcheck.cli.ps import ps
 from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
 from lowtide.leakcheck.cli.run import check, run
@@ -144,5 +145,6 @@ app.command()(diff)
 app.command()(snapshot)
 app.command()(watch)
 app.command()(heap)
+app.command()(mcp)
 # What follows the command is its own: `lowtide exec vllm serve --port 1` needs no `--`.
 app.command("exec", context_settings={"allow_interspersed_args": False})(execute)

@@ -42,6 +42,7 @@ INTERRUPTED = 130
 _EXTRAS = {
     "httpx": "watch",
     "hypothesis": "fuzz",
+    "mcp": "mcp",
     "opentelemetry": "watch",
     "prometheus_client": "watch",
     "torch": "engine",

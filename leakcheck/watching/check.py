@@ -72,17 +72,11 @@ class LeakCheck:
         turns: int = 0,
         peak: int | str | None = None,
         on_turn: Callable[[int, Mapping[str, int]], object] | None = None,
-    ) -> None:
-        self._name = name
-        self._peak = None if peak is None else _size_of("peak", peak)
         keep_heap: str | os.PathLike[str] | None = None,
     ) -> None:
         self._name = name
         self._keep_heap = "" if keep_heap is None else os.path.abspath(keep_heap)
-        try:
-            self._peak = None if peak is None else parse_bytes(peak)
-        except ValueError as error:
-            raise LeakCheckError(f"LeakCheck(peak=…): {error}") from None
+        self._peak = None if peak is None else _size_of("peak", peak)
         policy = Policy(
             tolerance=_size_of("tolerance", tolerance),
             settle=settle,
