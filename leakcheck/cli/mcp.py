@@ -50,7 +50,7 @@ def mcp(
     Tools: list_reports, findings, finding, heap_overview, heap_path, heap_holders and next_measurement. They only read.
     Nothing is executed, and neither `..` nor a symbolic link leads out of the folder.
 
-    Exit codes: 0 the agent has ended, 2 bad input, or the extra is not installed: pip install "lowtide[mcp]".
+    Exit codes: 0 the agent has ended, 2 bad input, or the extra `mcp` is not installed.
     """
     from mcp.server.mcpserver import MCPServer
     from mcp.types import ToolAnnotations
