@@ -111,6 +111,13 @@ class EngineCore:
         """Whether a step has something to do."""
         return self.scheduler.has_unfinished_requests()
 
+    def num_requests(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        return len(self.scheduler.running), len(self.scheduler.waiting)
+
+    def check_health(self) -> None:
+        """Nothing: a core in this process runs as long as its caller."""
+
     def step(self) -> list[RequestOutput]:
         """Compute one step; one output for each request that has a new token.
 

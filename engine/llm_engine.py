@@ -63,6 +63,16 @@ class LLMEngine:
         """Where the engine is in its life."""
         return self._state
 
+    @property
+    def awake_tags(self) -> frozenset[str]:
+        """What is not asleep, of `weights` and `kv_cache`; nothing of an engine that is new or closed."""
+        return frozenset(self._awake_tags)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's; None where it has none, and in an engine that is new or closed."""
+        return self._tokenizer
+
     def create(self) -> None:
         """Take memory, load the weights, be ready for requests.
 
@@ -147,6 +157,19 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do, or something to report."""
         return bool(self._pending_outputs) or (self._core is not None and self._core.has_unfinished_requests())
+
+    def num_requests(self) -> tuple[int, int]:
+        """How many requests run, and how many wait: they have not begun, or gave way to others."""
+        return (0, 0) if self._core is None else self._core.num_requests()
+
+    def check_health(self) -> None:
+        """Find out whether the engine's core runs, also while nothing is asked of it.
+
+        Raises:
+            EngineDeadError: its process has ended; only `shutdown` is of use.
+        """
+        if self._core is not None and not self._torn_down:
+            self._core.check_health()
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; one output for each request that has a new token.

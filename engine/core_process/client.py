@@ -97,7 +97,22 @@ class CoreClient:
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do; False where the core has ended."""
-        return self._answer.unfinished
+        return any(self.num_requests())
+
+    def num_requests(self) -> tuple[int, int]:
+        """As `EngineCore.num_requests`, after the last call."""
+        return self._answer.running, self._answer.waiting
+
+    def check_health(self) -> None:
+        """Find out whether the process runs, without an order.
+
+        Raises:
+            EngineDeadError: it has ended.
+        """
+        if self._death is None and not self.process.is_alive:
+            self._died(self.process.death())
+        if self._death is not None:
+            raise self._death.with_traceback(None)
 
     def step(self) -> list[RequestOutput]:
         """As `EngineCore.step`."""

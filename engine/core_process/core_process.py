@@ -102,12 +102,14 @@ class CoreProcess:
             # After a create that failed; a shutdown has left them already.
             self._extensions.close()
             return Answer(error=error)
+        running, waiting = core.num_requests()
         return Answer(
             outputs=result if isinstance(result, list) else [],
             was_reset=result is True,
             usage=result if isinstance(result, KVCacheUsage) else None,
             checksums=result if isinstance(result, dict) else {},
-            unfinished=core.has_unfinished_requests(),
+            running=running,
+            waiting=waiting,
             awake=core.awake,
             mapped=core.memory_mapped(),
             error=error,

@@ -132,7 +132,8 @@ class Answer(msgspec.Struct, frozen=True):
         was_reset: whether all prefixes were forgotten.
         usage: of the KV blocks, where it was asked for.
         checksums: of the weights, likewise.
-        unfinished: whether a step has something to do.
+        running: requests that steps compute.
+        waiting: requests that have not begun, or gave way.
         awake: whether weights and KV cache have all their pages.
         mapped: bytes with pages behind them, by arena tag.
         error: why it failed; None where it did not.
@@ -142,7 +143,8 @@ class Answer(msgspec.Struct, frozen=True):
     was_reset: bool = False
     usage: KVCacheUsage | None = None
     checksums: dict[str, int] = {}
-    unfinished: bool = False
+    running: int = 0
+    waiting: int = 0
     awake: bool = False
     mapped: dict[str, int] = {}
     error: RemoteError | None = None

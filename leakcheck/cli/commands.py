@@ -24,6 +24,7 @@ from lowtide.leakcheck.cli.mcp import mcp
 from lowtide.leakcheck.cli.ps import ps
 from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
 from lowtide.leakcheck.cli.run import check, run
+from lowtide.leakcheck.cli.serve import serve
 from lowtide.leakcheck.cli.snapshot import snapshot
 from lowtide.leakcheck.cli.watch import watch
 from lowtide.leakcheck.lives.script import Interrupts
@@ -129,6 +130,7 @@ def _options(
 
 app.command()(run)
 app.command()(check)
+app.command()(serve)
 app.command()(suppress)
 app.command()(defects)
 app.command()(fuzz)

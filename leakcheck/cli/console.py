@@ -44,8 +44,10 @@ _EXTRAS = {
     "hypothesis": "fuzz",
     "mcp": "mcp",
     "opentelemetry": "watch",
-    "prometheus_client": "watch",
+    "prometheus_client": "serve",
+    "starlette": "serve",
     "torch": "engine",
+    "uvicorn": "serve",
 }
 """What some commands need beside the others, and the extra with which it comes."""
 

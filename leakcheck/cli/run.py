@@ -86,24 +86,26 @@ class Preset(str, Enum):
     EIGHT_B = "8b"
 
 
+RunsOn = Annotated[Device, typer.Option(help="Where the engine runs; auto takes a card if there is one.")]
+RandomModel = Annotated[Preset | None, typer.Option(help="A random model of this size [default: tiny].")]
+Checkpoint = Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint folder instead of a preset.")]
+Ranks = Annotated[int, typer.Option(help="Ranks that have a part of the model each, in a process of its own each.")]
+Bug = Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")]
+Twin = Annotated[bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")]
+
+
 def run(
-    device: Annotated[Device, typer.Option(help="Where the engine runs; auto takes a card if there is one.")] = (
-        Device.AUTO
-    ),
-    preset: Annotated[Preset | None, typer.Option(help="A random model of this size [default: tiny].")] = None,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint folder instead of a preset.")] = None,
+    device: RunsOn = Device.AUTO,
+    preset: RandomModel = None,
+    model: Checkpoint = None,
     cycles: _Cycles = 2,
     seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
-    tensor_parallel_size: Annotated[
-        int, typer.Option(help="Ranks that have a part of the model each, in a process of its own each.")
-    ] = 1,
+    tensor_parallel_size: Ranks = 1,
     engine_process: Annotated[
         bool, typer.Option("--engine-process", help="Run the engine's core in a process of its own.")
     ] = False,
-    defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
-    twin: Annotated[
-        bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")
-    ] = False,
+    defect: Bug = None,
+    twin: Twin = False,
     report: ReportFolder = None,
     suppressions: KnownLeaks = None,
     tenant: _Tenant = False,
@@ -123,10 +125,7 @@ def run(
     _check_turns(turns, until_decided=until_decided)
     if keep_heap and report is None:
         refuse("--keep-heap needs --report DIR: the heap is kept in it")
-    if preset is not None and model is not None:
-        refuse("--preset and --model exclude each other: give one of them")
-    if twin and defect is None:
-        refuse("--twin needs --defect NAME: it is that engine without the bug")
+    check_engine_options(preset, model, defect, twin=twin)
     known = load_suppressions(suppressions)
     if report is not None:
         check_writable(report)
@@ -140,7 +139,7 @@ def run(
         from lowtide.leakcheck.targets.reference import ReferenceLife
 
         settings = {
-            "model": str(model) if model else (preset or Preset.TINY).value,
+            "model": model_name(preset, model),
             "device": device_name(device),
             "seed": seed,
             "tensor_parallel_size": tensor_parallel_size,
@@ -148,7 +147,7 @@ def run(
         }
         try:
             active = find_defect(defect) if defect is not None else None
-            config, vocab_size = _configure(settings, active, twin=twin)
+            config, vocab_size = configure_engine(settings, active, twin=twin)
         except EngineError as error:
             refuse(str(error))
         tolerances = load_tolerances(calibration, config.device)
@@ -177,6 +176,14 @@ def run(
     raise typer.Exit(code)
 
 
+def check_engine_options(preset: Preset | None, model: Path | None, defect: str | None, *, twin: bool) -> None:
+    """Refuse options of an engine that contradict each other."""
+    if preset is not None and model is not None:
+        refuse("--preset and --model exclude each other: give one of them")
+    if twin and defect is None:
+        refuse("--twin needs --defect NAME: it is that engine without the bug")
+
+
 def _check_turns(turns: int, *, until_decided: bool) -> None:
     if until_decided and not turns:
         refuse("--until-decided needs --turns N: as many inferences are made in any case")
@@ -187,7 +194,12 @@ def _check_turns(turns: int, *, until_decided: bool) -> None:
             refuse(f"--turns {turns} is not possible: what grows shows from {FEWEST_TURNS} turns on")
 
 
-def _configure(settings: Mapping[str, Any], defect: Defect | None, *, twin: bool) -> tuple[EngineConfig, int]:
+def model_name(preset: Preset | None, model: Path | None) -> str:
+    """Return what the engine's settings call the model."""
+    return str(model) if model else (preset or Preset.TINY).value
+
+
+def configure_engine(settings: Mapping[str, Any], defect: Defect | None, *, twin: bool) -> tuple[EngineConfig, int]:
     """Return the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
 
     Raises:

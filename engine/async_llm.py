@@ -1,0 +1,383 @@
+"""The engine behind an event loop: one thread drives it, and any number of tasks ask it; named as vLLM's `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from lowtide.engine.engine_state import EngineState
+from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, KVTransferError
+from lowtide.engine.kv.block_pool import KVCacheUsage
+from lowtide.engine.llm_engine import LLMEngine
+from lowtide.engine.request import RequestOutput, SamplingParams
+from lowtide.engine.worker import SLEEPING_TAGS
+
+HEALTH_S = 1.0
+"""Seconds between two looks at the core's process while there is nothing to compute."""
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class Counting(Protocol):
+    """Hears how far requests are, in the engine's thread."""
+
+    def begun(self, output: RequestOutput) -> None:
+        """A request has its first token, or has ended without one."""
+
+    def generated(self, tokens: int) -> None:
+        """There are so many tokens more."""
+
+    def finished(self, reason: str) -> None:
+        """A request has ended."""
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What the engine says of itself at one moment.
+
+    Attributes:
+        running: requests that steps compute.
+        waiting: requests that have not begun.
+        sleep_level: 0 while it is awake.
+        usage: of the KV blocks.
+        mapped: bytes with pages behind them, by arena.
+    """
+
+    running: int
+    waiting: int
+    sleep_level: int
+    usage: KVCacheUsage
+    mapped: dict[str, int]
+
+
+class _Outputs:
+    """What the requests of one caller have come to, of each the latest: a caller that is slow holds no more."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, RequestOutput] = {}
+        self._error: Exception | None = None
+        self._has_come = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._latest[output.request_id] = output
+        self._has_come.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._has_come.set()
+
+    async def next(self) -> Iterable[RequestOutput]:
+        """Wait for something new, and return it."""
+        await self._has_come.wait()
+        self._has_come.clear()
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        latest, self._latest = self._latest, {}
+        return latest.values()
+
+
+@dataclass
+class _Order:
+    """A call of the engine that its thread has to make.
+
+    Attributes:
+        call: what is called there.
+        result: of the call; cancelled where nobody waits for it any more.
+        requests: how many requests it brings; such an order waits while the engine sleeps.
+    """
+
+    call: Callable[[], Any]
+    result: Future[Any] = field(default_factory=Future)
+    requests: int = 0
+
+
+@dataclass
+class _Live:
+    """A request in the engine: who hears of it, and how many of its tokens are counted."""
+
+    outputs: _Outputs
+    num_tokens: int = 0
+    has_begun: bool = False
+
+
+class AsyncLLM:
+    """Lets the tasks of one event loop use an engine at the same time; their requests are computed together.
+
+    A request that comes while the engine sleeps waits until it is woken, as vLLM's does. Of a request that has ended,
+    in whatever way, nothing is kept.
+
+    Args:
+        engine: that runs; from `start` on it is this object's alone, and `close` shuts it down.
+        counting: hears of requests.
+        on_death: called in the event loop when the core's process has ended by itself.
+    """
+
+    def __init__(self, engine: LLMEngine, counting: Counting, on_death: Callable[[], None]) -> None:
+        self.death: EngineDeadError | None = None
+        """Why the engine is of no use any more."""
+        self._engine = engine
+        self._counting = counting
+        self._on_death = on_death
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="lowtide-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        # The engine's thread alone uses what follows.
+        self._live: dict[str, _Live] = {}
+        self._postponed: list[_Order] = []
+        self._sleep_level = 0
+
+    def start(self) -> None:
+        """Begin, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Have all requests aborted and the engine shut down; returns at once, see `is_alive`."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._orders.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs: until the engine is shut down."""
+        return self._thread.is_alive()
+
+    async def generate(
+        self, requests: Sequence[tuple[str, Sequence[int], SamplingParams]]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run requests to their end; closed before that, it aborts them.
+
+        Args:
+            requests: id, prompt and sampling parameters of each; all are begun, or none.
+
+        Yields:
+            The latest output of each request that has new tokens.
+
+        Raises:
+            RequestError: one can never be served.
+            EngineError: the engine could not go on with them.
+        """
+        outputs = _Outputs()
+        unfinished = {request_id for request_id, _, _ in requests}
+        try:
+            await self._call(lambda: self._add(requests, outputs), requests=len(requests))
+            while unfinished:
+                for output in await outputs.next():
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            if unfinished:
+                self.abort(unfinished)
+
+    def abort(self, request_ids: Iterable[str], reason: Literal["abort", "stop"] = "abort") -> None:
+        """End requests soon, of which nothing more is heard; ids of none are passed over."""
+        ids = tuple(request_ids)
+        if not self._is_closing:
+            self._orders.put(_Order(lambda: self._abort(ids, reason)))
+
+    async def sleep(self, level: int, mode: Literal["wait", "abort"]) -> int:
+        """As `LLMEngine.sleep`; one that sleeps already sleeps on.
+
+        Returns:
+            The level at which it sleeps.
+        """
+        return await self._call(lambda: self._sleep(level, mode))
+
+    async def wake(self, tags: Sequence[str] | None) -> bool:
+        """As `LLMEngine.wake`; what is awake already stays so.
+
+        Returns:
+            Whether all of it is awake.
+        """
+        return await self._call(lambda: self._wake(tags))
+
+    async def reset_prefix_cache(self) -> bool:
+        """As `LLMEngine.reset_prefix_cache`; True while it sleeps, because a sleep forgets them."""
+        return await self._call(lambda: self._sleep_level > 0 or self._engine.reset_prefix_cache())
+
+    async def is_sleeping(self) -> bool:
+        """Return whether anything of it is asleep."""
+        return await self._call(lambda: self._sleep_level > 0)
+
+    async def read(self) -> Readings:
+        """Return what the engine says of itself."""
+        return await self._call(self._read)
+
+    async def _call(self, call: Callable[[], _Result], requests: int = 0) -> _Result:
+        if self.death is not None:
+            raise self.death.with_traceback(None)
+        if self._is_closing:
+            raise EngineDeadError("the server is shutting down: ask another one")
+        order = _Order(call, requests=requests)
+        self._orders.put(order)
+        result: _Result = await asyncio.wrap_future(order.result)
+        return result
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        while (order := self._next_order()) is not None:
+            if order.requests and self._engine.state is EngineState.ASLEEP:
+                self._postponed.append(order)
+            else:
+                self._follow(order)
+        self._try(lambda: self._abort(tuple(self._live), "abort", told=True))
+        self._fail_orders(EngineDeadError("the server is shutting down: ask another one"))
+        try:
+            self._engine.shutdown()
+        except BaseException:  # noqa: BLE001 - nobody is left to whom it could be raised
+            _log.exception("the engine's shutdown failed")
+
+    def _next_order(self) -> _Order | None:
+        """Return the next order, and compute until there is one; None to end."""
+        while True:
+            is_busy = self._engine.state is EngineState.RUNNING and self._engine.has_unfinished_requests()
+            try:
+                return self._orders.get(block=not is_busy, timeout=HEALTH_S)
+            except queue.Empty:
+                self._try(self._step if is_busy else self._engine.check_health)
+
+    def _follow(self, order: _Order) -> None:
+        if not order.result.set_running_or_notify_cancel():
+            return
+        try:
+            result = order.call()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+            self._note_death(error)
+            order.result.set_exception(_told(error))
+        else:
+            order.result.set_result(result)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        """Do what nobody waits for; after an error all requests are given up, for they would fail again."""
+        try:
+            call()
+        except KVTransferError as error:
+            # Only copies are lost, and the next step goes on.
+            _log.warning("%s", error)
+        except KeyboardInterrupt:
+            # A terminal's Ctrl-C is the core's, too; the step can be made again, and this process's own one ends it.
+            pass
+        except Exception as error:  # noqa: BLE001 - the requests' callers hear of it
+            self._note_death(error)
+            if self.death is None:
+                _log.exception("a step failed, and its requests with it")
+            self._fail_live(_told(error))
+
+    def _note_death(self, error: BaseException) -> None:
+        if isinstance(error, EngineDeadError) and self.death is None:
+            self.death = error
+            _log.error("%s", error)
+            self._fail_live(error)
+            self._fail_orders(error)
+            self._tell(self._on_death)
+
+    def _fail_live(self, error: Exception) -> None:
+        for live in {id(live.outputs): live for live in self._live.values()}.values():
+            self._tell(live.outputs.fail, error)
+        # Where this fails, too, whoever asks next hears why.
+        with suppress(EngineError, KeyboardInterrupt):
+            self._abort(tuple(self._live), "error")
+
+    def _fail_orders(self, error: Exception) -> None:
+        """Let nobody wait for what is not done any more."""
+        postponed, self._postponed = self._postponed, []
+        for order in postponed:
+            if order.result.set_running_or_notify_cancel():
+                order.result.set_exception(error)
+
+    def _add(self, requests: Sequence[tuple[str, Sequence[int], SamplingParams]], outputs: _Outputs) -> None:
+        try:
+            for request_id, prompt, params in requests:
+                self._engine.add_request(prompt, params, request_id=request_id)
+                self._live[request_id] = _Live(outputs)
+        except BaseException:
+            self._abort([request_id for request_id, _, _ in requests], "error")
+            raise
+
+    def _abort(self, request_ids: Iterable[str], reason: str, *, told: bool = False) -> None:
+        self._postponed = [order for order in self._postponed if not order.result.cancelled()]
+        live = [request_id for request_id in request_ids if request_id in self._live]
+        try:
+            for output in self._engine.abort(live) if live else ():
+                self._deliver(output, reason, told=told)
+        finally:
+            for request_id in live:
+                self._live.pop(request_id, None)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput, reason: str | None = None, *, told: bool = True) -> None:
+        live = self._live.get(output.request_id)
+        if live is None:
+            return
+        if not live.has_begun:
+            live.has_begun = True
+            self._counting.begun(output)
+        self._counting.generated(len(output.token_ids) - live.num_tokens)
+        live.num_tokens = len(output.token_ids)
+        if output.finished:
+            self._counting.finished(reason or str(output.finish_reason))
+            del self._live[output.request_id]
+        if told:
+            self._tell(live.outputs.put, output)
+
+    def _tell(self, hear: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        # It is closed where the server is ended at once.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(hear, *arguments)
+
+    def _sleep(self, level: int, mode: Literal["wait", "abort"]) -> int:
+        if self._sleep_level == 0:
+            try:
+                for output in self._engine.sleep(level, mode):
+                    self._deliver(output)
+            finally:
+                self._sleep_level = level if self._engine.state is EngineState.ASLEEP else 0
+        return self._sleep_level
+
+    def _wake(self, tags: Sequence[str] | None) -> bool:
+        if unknown := set(tags or ()) - {*SLEEPING_TAGS, "scheduling"}:
+            raise ConfigError(f"there is no tag {min(unknown)!r} to wake: use 'weights', 'kv_cache' or none for both")
+        asleep = [tag for tag in SLEEPING_TAGS if tag not in self._engine.awake_tags and (not tags or tag in tags)]
+        if asleep:
+            self._engine.wake(asleep)
+        if self._engine.state is not EngineState.RUNNING:
+            return False
+        self._sleep_level = 0
+        postponed, self._postponed = self._postponed, []
+        for order in postponed:
+            self._follow(order)
+        return True
+
+    def _read(self) -> Readings:
+        running, waiting = self._engine.num_requests()
+        return Readings(
+            running=running,
+            waiting=waiting + sum(order.requests for order in self._postponed),
+            sleep_level=self._sleep_level,
+            usage=self._engine.kv_cache_usage(),
+            mapped=self._engine.memory_mapped(),
+        )
+
+
+def _told(error: BaseException) -> Exception:
+    """Return an error as its caller gets it: without the frames, which would hold what holds the error."""
+    if not isinstance(error, Exception):
+        return EngineError("the call was interrupted")
+    if not isinstance(error, EngineError):
+        _log.error("an error of the engine", exc_info=error)
+    return error.with_traceback(None)

@@ -1,0 +1,545 @@
+"""The engine behind HTTP, as vLLM serves one: `/v1/completions`, sleep and wake, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from http import HTTPStatus
+from typing import Any, Literal, cast
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from lowtide.engine.async_llm import AsyncLLM, Readings
+from lowtide.engine.detokenizer import Detokenizer, TokenText
+from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, EngineStateError, RequestError
+from lowtide.engine.llm_engine import LLMEngine
+from lowtide.engine.request import RequestOutput, SamplingParams
+
+GRACEFUL_S = 5
+"""Seconds that clients have to take the rest of their answers when the server ends."""
+
+MOST_ANSWERS = 128
+"""Answers to one prompt, as OpenAI allows them."""
+
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""What would change an answer and is not there, with the values besides null at which it changes nothing."""
+
+_STATUS: tuple[tuple[type[Exception], HTTPStatus], ...] = (
+    (RequestError, HTTPStatus.BAD_REQUEST),
+    (ConfigError, HTTPStatus.BAD_REQUEST),
+    (msgspec.MsgspecError, HTTPStatus.BAD_REQUEST),
+    (ClientDisconnect, HTTPStatus.BAD_REQUEST),
+    (EngineStateError, HTTPStatus.CONFLICT),
+    (EngineDeadError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (EngineError, HTTPStatus.INTERNAL_SERVER_ERROR),
+)
+
+_KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+
+_log = logging.getLogger("uvicorn.error")
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream has besides."""
+
+    include_usage: bool | None = None
+
+
+class CompletionRequest(msgspec.Struct):
+    """The fields of a request that count; null is the default, and what is not named here is passed over."""
+
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Return what is to be completed: texts, and lists of tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [each for each in self.prompt if isinstance(each, int)]
+        others = [each for each in self.prompt if not isinstance(each, int)]
+        if tokens and others:
+            raise RequestError("prompt has tokens beside texts or lists: give the tokens of one, or a list of prompts")
+        return others or [tokens]
+
+    def stops(self) -> list[str]:
+        """Return the texts that end an answer."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in stops:
+            raise RequestError("stop has an empty text, which would end each answer at once: leave it out")
+        return stops
+
+    def num_answers(self) -> int:
+        """Return how many answers each prompt has."""
+        number = 1 if self.n is None else self.n
+        if not 1 <= number <= MOST_ANSWERS:
+            raise RequestError(f"n {number} must be from 1 to {MOST_ANSWERS}")
+        return number
+
+    def params(self, index: int) -> SamplingParams:
+        """Return how one of the answers to a prompt is sampled; OpenAI's defaults, which are not greedy."""
+        return SamplingParams(
+            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=0 if self.top_k is None or self.top_k == -1 else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None if self.seed is None else self.seed + index,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class Choice:
+    """One answer to one prompt, while its tokens come.
+
+    Args:
+        index: in the response.
+        request_id: of the engine's request.
+        prompt: what is answered.
+        params: how it is sampled.
+        detokenizer: of the answer.
+        echo: what its text begins with.
+        has_token_ids: whether its tokens, too, are told.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        echo: str,
+        has_token_ids: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self._index = index
+        self._detokenizer = detokenizer
+        self._echo = echo
+        self._has_token_ids = has_token_ids
+
+    def take(self, output: RequestOutput) -> dict[str, Any]:
+        """Return what is new since the last time, as a chunk of a stream has it.
+
+        One token after the other, so that an answer is the same however many come at once.
+        """
+        is_first = self.num_tokens == 0
+        stop_reason: int | str | None = None
+        new = []
+        for token in output.token_ids[self.num_tokens :]:
+            new.append(token)
+            self.num_tokens += 1
+            if output.finish_reason == "stop" and self.num_tokens == len(output.token_ids):
+                # It ends the answer, and is no part of its text.
+                stop_reason = token if token in self.params.stop_token_ids else None
+            else:
+                stop_reason = self._detokenizer.add(token)
+                if stop_reason is not None:
+                    self.finish_reason = "stop"
+                    break
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = self.finish_reason or output.finish_reason
+        text = self._detokenizer.take(is_last=self.finish_reason is not None)
+        piece: dict[str, Any] = {
+            "index": self._index,
+            "text": self._echo + text,
+            "logprobs": None,
+            "finish_reason": self.finish_reason,
+            "stop_reason": stop_reason,
+        }
+        self._echo = ""
+        if self._has_token_ids:
+            piece["token_ids"] = new
+            piece["prompt_token_ids"] = self.prompt if is_first else None
+        return piece
+
+
+class Completion:
+    """The answer to one call of `/v1/completions`, as an application of ASGI; it ends when its client goes.
+
+    Args:
+        llm: computes it.
+        choices: what is computed.
+        head: what a response and each chunk begin with.
+        streams: whether each piece is sent as it comes, as events.
+        has_usage: whether a stream has a last chunk with the numbers of tokens.
+        num_prompts: how many prompts the choices are answers to.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        choices: Sequence[Choice],
+        head: dict[str, Any],
+        num_prompts: int,
+        *,
+        streams: bool,
+        has_usage: bool,
+    ) -> None:
+        self._llm = llm
+        self._choices = choices
+        self._head = head
+        self._num_prompts = num_prompts
+        self._streams = streams
+        self._has_usage = has_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; what cannot be answered at all is raised."""
+        answering = asyncio.ensure_future(self._stream(send) if self._streams else self._answer(scope, receive, send))
+        leaving = asyncio.ensure_future(_client_leaves(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answering.cancel()
+            leaving.cancel()
+            error, _ = await asyncio.gather(answering, leaving, return_exceptions=True)
+        if isinstance(error, Exception):
+            raise error
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        whole: dict[int, dict[str, Any]] = {}
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                so_far = whole.setdefault(piece["index"], piece)
+                if so_far is not piece:
+                    so_far["text"] += piece["text"]
+                    so_far.get("token_ids", []).extend(piece.get("token_ids", ()))
+                    so_far.update({name: piece[name] for name in ("finish_reason", "stop_reason")})
+        choices = [whole[index] for index in sorted(whole)]
+        await _json({**self._head, "choices": choices, "usage": self._usage()})(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        has_begun = False
+
+        async def say(data: bytes) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+        usage = {"usage": None} if self._has_usage else {}
+        try:
+            async with aclosing(self._pieces()) as pieces:
+                async for piece in pieces:
+                    await say(msgspec.json.encode({**self._head, "choices": [piece], **usage}))
+            if self._has_usage:
+                await say(msgspec.json.encode({**self._head, "choices": [], "usage": self._usage()}))
+        except EngineError as error:
+            if not has_begun:
+                raise
+            # The status is sent already.
+            await say(msgspec.json.encode(_described(str(error), _status(error))))
+        await say(b"[DONE]")
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
+        unfinished = {choice.request_id: choice for choice in self._choices}
+        requests = [(choice.request_id, choice.prompt, choice.params) for choice in self._choices]
+        async with aclosing(self._llm.generate(requests)) as outputs:
+            async for output in outputs:
+                choice = unfinished.get(output.request_id)
+                if choice is None:
+                    continue
+                yield choice.take(output)
+                if choice.finish_reason is not None:
+                    del unfinished[output.request_id]
+                    if not output.finished:
+                        self._llm.abort([output.request_id], "stop")
+                if not unfinished:
+                    return
+
+    def _usage(self) -> dict[str, Any]:
+        # The answers to one prompt stand together, and it counts once.
+        each = self._choices[:: len(self._choices) // self._num_prompts]
+        asked, answered = sum(len(one.prompt) for one in each), sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": asked,
+            "completion_tokens": answered,
+            "total_tokens": asked + answered,
+            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in each)},
+        }
+
+
+class Metrics:
+    """What `/metrics` says, by the names of vLLM's with a prefix of our own.
+
+    Args:
+        model: its name, a label of each.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._running = self._gauge("num_requests_running", "Requests that steps compute.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that have not begun, or gave way to others.")
+        self._usage = self._gauge("kv_cache_usage_perc", "Part of the KV blocks that requests hold; 1 is all.")
+        self._sleep_state = self._gauge(
+            "engine_sleep_state", "1 for the state that the engine is in, of these.", "sleep_state"
+        )
+        self._mapped = self._gauge("memory_mapped_bytes", "Bytes with pages behind them.", "arena")
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._cached = self._counter("prompt_tokens_cached", "Those of them that the prefix cache had.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._finished = self._counter("request_success", "Requests that have ended.", "finished_reason")
+
+    def begun(self, output: RequestOutput) -> None:
+        """See `Counting`."""
+        self._prompt.labels(self._model).inc(len(output.prompt_token_ids))
+        self._cached.labels(self._model).inc(output.num_cached_tokens)
+
+    def generated(self, tokens: int) -> None:
+        """See `Counting`."""
+        self._generated.labels(self._model).inc(tokens)
+
+    def finished(self, reason: str) -> None:
+        """See `Counting`."""
+        self._finished.labels(self._model, reason).inc()
+
+    def text(self, readings: Readings) -> bytes:
+        """Return all of it in Prometheus' text format."""
+        self._running.labels(self._model).set(readings.running)
+        self._waiting.labels(self._model).set(readings.waiting)
+        self._usage.labels(self._model).set(1 - readings.usage.free / readings.usage.total)
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            self._sleep_state.labels(self._model, state).set(level == readings.sleep_level)
+        for arena, mapped in readings.mapped.items():
+            self._mapped.labels(self._model, arena).set(mapped)
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"lowtide:{name}", text, ("model_name", *labels), registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"lowtide:{name}", text, ("model_name", *labels), registry=self._registry)
+
+
+class Server(uvicorn.Server):
+    """Serves one engine; a signal to end shuts the engine down first.
+
+    Args:
+        engine: that runs when this is started.
+
+    Attributes:
+        llm: by which requests use it.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._model = engine.config.model
+        self._engine = engine
+        self._text = TokenText(None)
+        self._metrics = Metrics(self._model)
+        self._since = int(time.time())
+        self.llm = AsyncLLM(engine, self._metrics, self._end)
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._read_metrics),
+            Route("/sleep", self._sleep, methods=["POST"]),
+            Route("/wake_up", self._wake_up, methods=["POST"]),
+            Route("/is_sleeping", self._is_sleeping),
+            Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: _refusal, **{kind: _failure for kind, _ in _STATUS}}
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        super().__init__(
+            uvicorn.Config(
+                app, loop="asyncio", http="h11", ws="none", lifespan="off", timeout_graceful_shutdown=GRACEFUL_S
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        self._text = TokenText(self._engine.tokenizer)
+        self.llm.start()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the engine, whose requests are aborted, then the connections; a second Ctrl-C waits for neither."""
+        self.llm.close()
+        while self.llm.is_alive and not self.force_exit:
+            await asyncio.sleep(0.02)
+        await super().shutdown(sockets)
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+    async def _completions(self, request: Request) -> Completion:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RequestError("the body must be JSON, with the header Content-Type: application/json")
+        try:
+            body = msgspec.json.decode(await request.body())
+        except msgspec.DecodeError as error:
+            raise RequestError(f"the body is no JSON: {error}") from None
+        asked = msgspec.convert(body, CompletionRequest)
+        for name, neutral in _UNSUPPORTED.items():
+            if (value := body.get(name)) is not None and value not in neutral:
+                raise RequestError(f"{name} is not supported: leave it out")
+        if asked.model not in (None, self._model):
+            raise HTTPException(404, f"The model `{asked.model}` does not exist; there is `{self._model}`.")
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        head = {"id": completion_id, "object": "text_completion", "created": int(time.time()), "model": self._model}
+        prompts = asked.prompts()
+        choices: list[Choice] = []
+        for prompt in prompts:
+            tokens = self._text.encode(prompt) if isinstance(prompt, str) else prompt
+            shown = "" if not asked.echo else prompt if isinstance(prompt, str) else self._text.decode(prompt)
+            for number in range(asked.num_answers()):
+                choices.append(
+                    Choice(
+                        index=len(choices),
+                        request_id=f"{completion_id}-{len(choices)}",
+                        prompt=tokens,
+                        params=asked.params(number),
+                        detokenizer=Detokenizer(self._text, tokens, asked.stops()),
+                        echo=shown,
+                        has_token_ids=bool(asked.return_token_ids),
+                    )
+                )
+        options = asked.stream_options or StreamOptions()
+        return Completion(
+            self.llm, choices, head, len(prompts), streams=bool(asked.stream), has_usage=bool(options.include_usage)
+        )
+
+    async def _models(self, request: Request) -> Response:
+        card = {"id": self._model, "object": "model", "created": self._since, "owned_by": "lowtide"}
+        return _json({"object": "list", "data": [card]})
+
+    async def _health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.llm.death is None else 503)
+
+    async def _read_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(await self.llm.read()), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _sleep(self, request: Request) -> Response:
+        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        if level not in ("1", "2"):
+            raise RequestError(f"sleep level {level!r} does not exist: use 1 (weights stay in host memory) or 2")
+        reached = await self.llm.sleep(int(level), cast(Literal["wait", "abort"], mode))
+        return _json({"status": "sleeping", "level": reached})
+
+    async def _wake_up(self, request: Request) -> Response:
+        tags = request.query_params.getlist("tags") or None
+        return _json({"status": "awake" if await self.llm.wake(tags) else "sleeping", "tags": tags})
+
+    async def _is_sleeping(self, request: Request) -> Response:
+        return _json({"is_sleeping": await self.llm.is_sleeping()})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        return _json({"success": await self.llm.reset_prefix_cache()})
+
+
+def serve(engine: LLMEngine, host: str, port: int) -> None:
+    """Create an engine, and serve it until SIGINT or SIGTERM; the latter ends the process.
+
+    Args:
+        engine: that is new, with its core in a process of its own.
+        host: name or address to listen at.
+        port: to listen at; 0 takes one that is free.
+
+    Raises:
+        ConfigError: nobody can listen there.
+        EngineError: the engine cannot be created, or has ended by itself.
+    """
+    with _bound(host, port) as listening:
+        server = Server(engine)
+        engine.create()
+        try:
+            address, number = listening.getsockname()[:2]
+            _log.info("Serving %s on http://%s:%d", engine.config.model, address, number)
+            server.run([listening])
+        except KeyboardInterrupt:
+            # As uvicorn's own command: what Ctrl-C asks for is done by now.
+            pass
+        finally:
+            # Else the engine's thread is at it, and was not waited for: the core ends with this process.
+            if not server.llm.is_alive:
+                engine.shutdown()
+        if server.llm.death is not None:
+            raise server.llm.death
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address, and does not listen yet: who asks is refused until the engine is there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as stack:
+            bound = stack.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            stack.pop_all()
+    except OSError as error:
+        raise ConfigError(f"port {port} of {host} cannot be listened at ({error.strerror}): choose others") from error
+    return bound
+
+
+async def _client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json(_described(error.detail, error.status_code), error.status_code)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    status = _status(error)
+    return _json(_described(str(error), status), status)
+
+
+def _status(error: Exception) -> HTTPStatus:
+    return next(status for kind, status in _STATUS if isinstance(error, kind))
+
+
+def _described(text: str, status: int) -> dict[str, Any]:
+    kind = _KINDS.get(status, HTTPStatus(status).phrase)
+    return {"error": {"message": text, "type": kind, "param": None, "code": int(status)}}
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
