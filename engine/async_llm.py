@@ -30,7 +30,7 @@ class Counting(Protocol):
     """Hears how far requests are, in the engine's thread."""
 
     def begun(self, output: RequestOutput) -> None:
-        """A request has its first token, or has ended without one."""
+        """A request has its first tokens."""
 
     def generated(self, tokens: int) -> None:
         """There are so many tokens more."""
@@ -105,7 +105,6 @@ class _Live:
 
     outputs: _Outputs
     num_tokens: int = 0
-    has_begun: bool = False
 
 
 class AsyncLLM:
@@ -270,8 +269,6 @@ class AsyncLLM:
             pass
         except Exception as error:  # noqa: BLE001 - the requests' callers hear of it
             self._note_death(error)
-            if self.death is None:
-                _log.exception("a step failed, and its requests with it")
             self._fail_live(_told(error))
 
     def _note_death(self, error: BaseException) -> None:
@@ -323,8 +320,7 @@ class AsyncLLM:
         live = self._live.get(output.request_id)
         if live is None:
             return
-        if not live.has_begun:
-            live.has_begun = True
+        if output.token_ids and not live.num_tokens:
             self._counting.begun(output)
         self._counting.generated(len(output.token_ids) - live.num_tokens)
         live.num_tokens = len(output.token_ids)
@@ -376,8 +372,9 @@ class AsyncLLM:
 
 def _told(error: BaseException) -> Exception:
     """Return an error as its caller gets it: without the frames, which would hold what holds the error."""
-    if not isinstance(error, Exception):
-        return EngineError("the call was interrupted")
-    if not isinstance(error, EngineError):
-        _log.error("an error of the engine", exc_info=error)
-    return error.with_traceback(None)
+    if isinstance(error, EngineError):
+        return error.with_traceback(None)
+    if isinstance(error, KeyboardInterrupt):
+        return EngineError("the call was interrupted: make it again")
+    _log.error("an error of the engine", exc_info=error)
+    return EngineError(f"an error of the engine: {type(error).__name__}: {error}")

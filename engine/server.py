@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal, cast
 
@@ -126,39 +127,33 @@ class CompletionRequest(msgspec.Struct):
         )
 
 
+@dataclass
 class Choice:
     """One answer to one prompt, while its tokens come.
 
-    Args:
+    Attributes:
         index: in the response.
         request_id: of the engine's request.
         prompt: what is answered.
         params: how it is sampled.
         detokenizer: of the answer.
         echo: what its text begins with.
-        has_token_ids: whether its tokens, too, are told.
+        has_token_ids: whether its tokens are told, too.
+        num_tokens: how many have come.
+        num_cached_tokens: of the prompt, that the prefix cache had.
+        finish_reason: why it has ended.
     """
 
-    def __init__(
-        self,
-        index: int,
-        request_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        detokenizer: Detokenizer,
-        echo: str,
-        has_token_ids: bool,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.num_tokens = 0
-        self.num_cached_tokens = 0
-        self.finish_reason: str | None = None
-        self._index = index
-        self._detokenizer = detokenizer
-        self._echo = echo
-        self._has_token_ids = has_token_ids
+    index: int
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    detokenizer: Detokenizer
+    echo: str
+    has_token_ids: bool
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
 
     def take(self, output: RequestOutput) -> dict[str, Any]:
         """Return what is new since the last time, as a chunk of a stream has it.
@@ -175,59 +170,50 @@ class Choice:
                 # It ends the answer, and is no part of its text.
                 stop_reason = token if token in self.params.stop_token_ids else None
             else:
-                stop_reason = self._detokenizer.add(token)
+                stop_reason = self.detokenizer.add(token)
                 if stop_reason is not None:
                     self.finish_reason = "stop"
                     break
         self.num_cached_tokens = output.num_cached_tokens
         self.finish_reason = self.finish_reason or output.finish_reason
-        text = self._detokenizer.take(is_last=self.finish_reason is not None)
+        text = self.detokenizer.take(is_last=self.finish_reason is not None)
         piece: dict[str, Any] = {
-            "index": self._index,
-            "text": self._echo + text,
+            "index": self.index,
+            "text": self.echo + text,
             "logprobs": None,
             "finish_reason": self.finish_reason,
             "stop_reason": stop_reason,
         }
-        self._echo = ""
-        if self._has_token_ids:
+        self.echo = ""
+        if self.has_token_ids:
             piece["token_ids"] = new
             piece["prompt_token_ids"] = self.prompt if is_first else None
         return piece
 
 
+@dataclass
 class Completion:
     """The answer to one call of `/v1/completions`, as an application of ASGI; it ends when its client goes.
 
-    Args:
+    Attributes:
         llm: computes it.
-        choices: what is computed.
+        choices: what is computed; the answers to one prompt stand together.
         head: what a response and each chunk begin with.
+        num_prompts: how many prompts the choices are answers to.
         streams: whether each piece is sent as it comes, as events.
         has_usage: whether a stream has a last chunk with the numbers of tokens.
-        num_prompts: how many prompts the choices are answers to.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        choices: Sequence[Choice],
-        head: dict[str, Any],
-        num_prompts: int,
-        *,
-        streams: bool,
-        has_usage: bool,
-    ) -> None:
-        self._llm = llm
-        self._choices = choices
-        self._head = head
-        self._num_prompts = num_prompts
-        self._streams = streams
-        self._has_usage = has_usage
+    llm: AsyncLLM
+    choices: Sequence[Choice]
+    head: dict[str, Any]
+    num_prompts: int
+    streams: bool
+    has_usage: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; what cannot be answered at all is raised."""
-        answering = asyncio.ensure_future(self._stream(send) if self._streams else self._answer(scope, receive, send))
+        answering = asyncio.ensure_future(self._stream(send) if self.streams else self._answer(scope, receive, send))
         leaving = asyncio.ensure_future(_client_leaves(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +234,7 @@ class Completion:
                     so_far.get("token_ids", []).extend(piece.get("token_ids", ()))
                     so_far.update({name: piece[name] for name in ("finish_reason", "stop_reason")})
         choices = [whole[index] for index in sorted(whole)]
-        await _json({**self._head, "choices": choices, "usage": self._usage()})(scope, receive, send)
+        await _json({**self.head, "choices": choices, "usage": self._usage()})(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         has_begun = False
@@ -261,13 +247,13 @@ class Completion:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
-        usage = {"usage": None} if self._has_usage else {}
+        usage = {"usage": None} if self.has_usage else {}
         try:
             async with aclosing(self._pieces()) as pieces:
                 async for piece in pieces:
-                    await say(msgspec.json.encode({**self._head, "choices": [piece], **usage}))
-            if self._has_usage:
-                await say(msgspec.json.encode({**self._head, "choices": [], "usage": self._usage()}))
+                    await say(msgspec.json.encode({**self.head, "choices": [piece], **usage}))
+            if self.has_usage:
+                await say(msgspec.json.encode({**self.head, "choices": [], "usage": self._usage()}))
         except EngineError as error:
             if not has_begun:
                 raise
@@ -277,9 +263,9 @@ class Completion:
         await send({"type": "http.response.body", "body": b""})
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
-        unfinished = {choice.request_id: choice for choice in self._choices}
-        requests = [(choice.request_id, choice.prompt, choice.params) for choice in self._choices]
-        async with aclosing(self._llm.generate(requests)) as outputs:
+        unfinished = {choice.request_id: choice for choice in self.choices}
+        requests = [(choice.request_id, choice.prompt, choice.params) for choice in self.choices]
+        async with aclosing(self.llm.generate(requests)) as outputs:
             async for output in outputs:
                 choice = unfinished.get(output.request_id)
                 if choice is None:
@@ -288,14 +274,14 @@ class Completion:
                 if choice.finish_reason is not None:
                     del unfinished[output.request_id]
                     if not output.finished:
-                        self._llm.abort([output.request_id], "stop")
+                        self.llm.abort([output.request_id], "stop")
                 if not unfinished:
                     return
 
     def _usage(self) -> dict[str, Any]:
-        # The answers to one prompt stand together, and it counts once.
-        each = self._choices[:: len(self._choices) // self._num_prompts]
-        asked, answered = sum(len(one.prompt) for one in each), sum(choice.num_tokens for choice in self._choices)
+        # A prompt counts once, however many answers it has.
+        each = self.choices[:: len(self.choices) // self.num_prompts]
+        asked, answered = sum(len(one.prompt) for one in each), sum(choice.num_tokens for choice in self.choices)
         return {
             "prompt_tokens": asked,
             "completion_tokens": answered,

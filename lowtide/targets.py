@@ -24,10 +24,11 @@ from lowtide.leakcheck.targets.target import (
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.targets.reference import reference
-    from lowtide.leakcheck.targets.server import sglang_server, vllm_server
+    from lowtide.leakcheck.targets.server import lowtide_server, sglang_server, vllm_server
     from lowtide.leakcheck.targets.transformers_target import transformers_model
 
 _HOMES = {
+    "lowtide_server": "server",
     "reference": "reference",
     "sglang_server": "server",
     "transformers_model": "transformers_target",
@@ -45,6 +46,7 @@ __all__ = [
     "TargetError",
     "TargetFactory",
     "Updating",
+    "lowtide_server",
     "reference",
     "sglang_server",
     "transformers_model",

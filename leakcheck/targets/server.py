@@ -1,4 +1,4 @@
-"""A server that runs in processes of its own, driven over HTTP through its whole life: `vllm serve`, SGLang's.
+"""A server that runs in processes of its own, driven over HTTP through its whole life: `vllm serve`, SGLang's, ours.
 
     lowtide check lowtide.targets:vllm_server -- vllm serve MODEL --enable-sleep-mode
 
@@ -61,22 +61,24 @@ class ServerTarget(ABC):
         device: where it keeps its memory, "cpu" or "cuda:N".
 
     Attributes:
-        sleep_option: the option of the command with which it can sleep.
+        sleep_option: the option of the command with which it can sleep; empty for one that always can.
+        levels: at which it can sleep.
         parts: what it can wake one by one.
         variables: of its environment.
     """
 
     sleep_option: ClassVar[str]
+    levels: ClassVar[Sequence[int]] = (1,)
     parts: ClassVar[Sequence[str]] = ("weights", "kv_cache")
     variables: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, command: Sequence[str], device: str) -> None:
         if not command:
             raise TargetError("there is no command to start: write it after --, such as -- vllm serve MODEL")
-        sleeps = self.sleep_option in command
+        sleeps = not self.sleep_option or self.sleep_option in command
         self.capabilities = Capabilities(
             device=device,
-            sleep_levels=(1,) if sleeps else (),
+            sleep_levels=self.levels if sleeps else (),
             wake_tags=self.parts if sleeps else (),
             prefix_cache=True,
         )
@@ -254,6 +256,13 @@ class VllmServer(ServerTarget):
         return True
 
 
+class LowtideServer(VllmServer):
+    """`lowtide serve`, which answers as vLLM's server does, and sleeps at both levels."""
+
+    sleep_option = ""
+    levels = (1, 2)
+
+
 class SglangServer(ServerTarget):
     """`python -m sglang.launch_server`; with `--enable-memory-saver` it sleeps. Written from its documentation."""
 
@@ -290,6 +299,11 @@ class SglangServer(ServerTarget):
 def vllm_server(*command: str) -> VllmServer:
     """Return vLLM's server as a target, with the command that starts it."""
     return VllmServer(command, _device())
+
+
+def lowtide_server(*command: str) -> LowtideServer:
+    """Return the reference engine's server as a target, with the command that starts it."""
+    return LowtideServer(command, _device())
 
 
 def sglang_server(*command: str) -> SglangServer:

@@ -126,3 +126,18 @@ class Stops:
         reached = self.folder / f"{point} reached"
         wait_until(lambda: reached.exists() and reached.read_text())
         return int(reached.read_text())
+
+
+@contextmanager
+def failing(path: str) -> Iterator[None]:
+    """Fails the next step after a file has been made, which it removes."""
+    execute = Worker.execute_model
+
+    def fails(self: Worker, output: Any) -> Any:
+        if Path(path).exists():
+            Path(path).unlink()
+            raise ArithmeticError("a planted error of a step")
+        return execute(self, output)
+
+    setattr(Worker, "execute_model", fails)  # noqa: B010 - mypy allows no other way
+    yield

@@ -83,6 +83,9 @@ def test_the_plugin_judges_without_any_extra(torch: bool, tmp_path: Path) -> Non
         ("torch", "check json:loads", "engine"),
         ("torch", "defects", "engine"),
         ("hypothesis", "fuzz --examples 1", "fuzz"),
+        ("torch", "serve", "engine"),
+        ("starlette", "serve", "serve"),
+        ("uvicorn", "serve", "serve"),
     ],
 )
 def test_what_is_missing_is_one_line_that_names_the_extra(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lowtide.leakcheck.targets import server
 from lowtide.leakcheck.targets.server import (
+    LowtideServer,
     ServerError,
     ServerTarget,
     SglangServer,
     VllmServer,
+    lowtide_server,
     sglang_server,
     vllm_server,
 )
@@ -98,6 +103,15 @@ def test_a_life_of_sglang_s_server(make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [VllmServer, SglangServer])
 def test_one_that_was_not_started_to_sleep_does_not(kind: type[VllmServer], make: Make) -> None:
     assert (make(kind).capabilities.sleep_levels, make(kind).capabilities.wake_tags) == ((), ())
+
+
+def test_our_own_sleeps_at_both_levels_without_being_asked(make: Make, tmp_path: Path) -> None:
+    target = make(LowtideServer)
+    assert (target.capabilities.sleep_levels, target.capabilities.wake_tags) == ((1, 2), ("weights", "kv_cache"))
+    target.create({})
+    assert target.infer([3, 5], 2) == [[3, 4], [5, 6]]
+    target.sleep(2, "wait")
+    assert requests(tmp_path)[1:] == [["/sleep?level=2", None]]
 
 
 def test_a_port_that_the_command_names_is_the_one_that_is_asked(make: Make, tmp_path: Path) -> None:
@@ -206,7 +220,7 @@ def test_a_command_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyt
     assert logs(tmp_path) == []
 
 
-@pytest.mark.parametrize("factory", [vllm_server, sglang_server])
+@pytest.mark.parametrize("factory", [vllm_server, sglang_server, lowtide_server])
 def test_without_a_command_it_says_how_to_give_one(factory: Callable[[], ServerTarget]) -> None:
     pytest.importorskip("torch")
     with pytest.raises(TargetError, match="write it after --, such as -- vllm serve MODEL"):
@@ -238,3 +252,35 @@ def test_what_a_sleep_of_a_server_keeps_is_found_in_its_process(
     assert [finding.process.name for finding in found if finding.process] == ["python answering_server.py"] * len(
         holders
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("options", "turns", "found"),
+    [
+        ([], 20, []),
+        (["--defect", "encoder-cache"], 0, [("tensors", "infer", "lowtide::Engine")]),
+        (["--defect", "encoder-cache", "--twin"], 0, []),
+        (["--defect", "rank-keeps"], 0, [("arena", f"sleep({level})", "lowtide::Wo_TP1") for level in (1, 2)]),
+        (["--defect", "rank-keeps", "--twin"], 0, []),
+        (["--defect", "orphan-core"], 0, [("processes", "shutdown", "lowtide::Engine")]),
+    ],
+)
+def test_what_our_own_server_leaves_is_found_in_its_processes(
+    options: list[str], turns: int, found: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    served = [sys.executable, "-m", "lowtide", "serve", "--device", "cpu", *options]
+    asked = ["check", "lowtide.targets:lowtide_server", "--turns", str(turns), "--report", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", *asked, "--", *served], capture_output=True, text=True, timeout=HANG_S
+    )
+    (subject,) = read(tmp_path).subjects
+    findings = [(each.resource, each.stage, each.process.name if each.process else "") for each in subject.findings]
+    try:
+        assert (subject.outcome, findings) == ("leak" if found else "clean", found), done.stdout
+        assert done.returncode == bool(found)
+    finally:
+        for left in re.findall(r"pid (\d+) \(lowtide::Engine\) runs on", done.stdout):
+            with suppress(ProcessLookupError):
+                os.kill(int(left), signal.SIGKILL)
