@@ -91,12 +91,14 @@ class _Order:
     Attributes:
         call: what is called there.
         result: of the call; cancelled where nobody waits for it any more.
-        requests: how many requests it brings; such an order waits while the engine sleeps.
+        requests: how many requests it brings; such an order waits while the engine sleeps, or is about to.
+        drains: whether it waits until all requests have come to their end.
     """
 
     call: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
     requests: int = 0
+    drains: bool = False
 
 
 @dataclass
@@ -132,6 +134,7 @@ class AsyncLLM:
         # The engine's thread alone uses what follows.
         self._live: dict[str, _Live] = {}
         self._postponed: list[_Order] = []
+        self._draining: list[_Order] = []
         self._sleep_level = 0
 
     def start(self) -> None:
@@ -187,10 +190,12 @@ class AsyncLLM:
     async def sleep(self, level: int, mode: Literal["wait", "abort"]) -> int:
         """As `LLMEngine.sleep`; one that sleeps already sleeps on.
 
+        With `wait`, what runs goes on as ever until its end, and what comes meanwhile waits until the wake.
+
         Returns:
             The level at which it sleeps.
         """
-        return await self._call(lambda: self._sleep(level, mode))
+        return await self._call(lambda: self._sleep(level, mode), drains=mode == "wait")
 
     async def wake(self, tags: Sequence[str] | None) -> bool:
         """As `LLMEngine.wake`; what is awake already stays so.
@@ -212,12 +217,12 @@ class AsyncLLM:
         """Return what the engine says of itself."""
         return await self._call(self._read)
 
-    async def _call(self, call: Callable[[], _Result], requests: int = 0) -> _Result:
+    async def _call(self, call: Callable[[], _Result], *, requests: int = 0, drains: bool = False) -> _Result:
         if self.death is not None:
             raise self.death.with_traceback(None)
         if self._is_closing:
             raise EngineDeadError("the server is shutting down: ask another one")
-        order = _Order(call, requests=requests)
+        order = _Order(call, requests=requests, drains=drains)
         self._orders.put(order)
         result: _Result = await asyncio.wrap_future(order.result)
         return result
@@ -226,10 +231,14 @@ class AsyncLLM:
 
     def _run(self) -> None:
         while (order := self._next_order()) is not None:
-            if order.requests and self._engine.state is EngineState.ASLEEP:
+            if order.requests and self._is_paused:
                 self._postponed.append(order)
+            elif order.drains and self._is_busy:
+                self._draining.append(order)
             else:
                 self._follow(order)
+                while self._postponed and not self._is_paused:
+                    self._follow(self._postponed.pop(0))
         self._try(lambda: self._abort(tuple(self._live), "abort", told=True))
         self._fail_orders(EngineDeadError("the server is shutting down: ask another one"))
         try:
@@ -237,10 +246,20 @@ class AsyncLLM:
         except BaseException:  # noqa: BLE001 - nobody is left to whom it could be raised
             _log.exception("the engine's shutdown failed")
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._engine.state is EngineState.RUNNING and self._engine.has_unfinished_requests()
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._engine.state is EngineState.ASLEEP or bool(self._draining)
+
     def _next_order(self) -> _Order | None:
         """Return the next order, and compute until there is one; None to end."""
         while True:
-            is_busy = self._engine.state is EngineState.RUNNING and self._engine.has_unfinished_requests()
+            is_busy = self._is_busy
+            if self._draining and not is_busy:
+                return self._draining.pop(0)
             try:
                 return self._orders.get(block=not is_busy, timeout=HEALTH_S)
             except queue.Empty:
@@ -288,8 +307,9 @@ class AsyncLLM:
 
     def _fail_orders(self, error: Exception) -> None:
         """Let nobody wait for what is not done any more."""
-        postponed, self._postponed = self._postponed, []
-        for order in postponed:
+        orders = [*self._postponed, *self._draining]
+        self._postponed, self._draining = [], []
+        for order in orders:
             if order.result.set_running_or_notify_cancel():
                 order.result.set_exception(error)
 
@@ -351,13 +371,9 @@ class AsyncLLM:
         asleep = [tag for tag in SLEEPING_TAGS if tag not in self._engine.awake_tags and (not tags or tag in tags)]
         if asleep:
             self._engine.wake(asleep)
-        if self._engine.state is not EngineState.RUNNING:
-            return False
-        self._sleep_level = 0
-        postponed, self._postponed = self._postponed, []
-        for order in postponed:
-            self._follow(order)
-        return True
+        is_awake = self._engine.state is EngineState.RUNNING
+        self._sleep_level = 0 if is_awake else self._sleep_level
+        return is_awake
 
     def _read(self) -> Readings:
         running, waiting = self._engine.num_requests()

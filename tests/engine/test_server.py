@@ -349,6 +349,24 @@ def test_a_sleep_ends_or_awaits_what_runs(mode: str, reason: str, count: int | N
     assert made == count or (count is None and made < 400)
 
 
+def test_until_all_have_ended_a_sleep_that_waits_changes_nothing_for_them(served: Served) -> None:
+    leaving, staying = long_stream(served), long_stream(served, 300)
+    with ThreadPoolExecutor(2) as pool:
+        sleeping = pool.submit(served.did, "/sleep?mode=wait")
+        coming = pool.submit(tokens, served)
+        wait_until(lambda: served.requests() == (2, 1))
+        # Piece by piece, not all at the end.
+        assert next(iter(staying)).choices[0].finish_reason is None
+        leaving.close()
+        wait_until(lambda: served.requests() == (1, 1))
+        assert not sleeping.done()
+        assert reasons(staying)[-1] == "length"
+        assert sleeping.result() == {"status": "sleeping", "level": 1}
+        assert served.requests() == (0, 1)
+        served.did("/wake_up")
+        assert len(coming.result()[0]) == 12
+
+
 def test_prefixes_are_cached_until_they_are_forgotten(served: Served) -> None:
     def cached() -> Any:
         usage = served.client.completions.create(prompt=PROMPTS[1], max_tokens=1, **GREEDY).usage
