@@ -128,6 +128,8 @@ async def test_of_requests_of_which_one_is_refused_none_is_kept(subject: Subject
         async with aclosing(subject.llm.generate(requests)) as outputs:
             await anext(outputs)
     await subject.settled()
+    # Not later, when a step has computed it.
+    assert (subject.counted.reasons, subject.counted.tokens) == (["error"], 0)
 
 
 @in_a_loop

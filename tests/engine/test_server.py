@@ -16,7 +16,9 @@ import openai
 import pytest
 from openai.types import Completion
 
-from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
+from lowtide.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from lowtide.engine.detokenizer import Detokenizer, TokenText
+from lowtide.engine.server import Choice
 from tests.engine import core_extensions
 from tests.engine.served import Served, serving
 from tests.waiting import wait_until
@@ -165,6 +167,23 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(served: Served) -> None
     assert ("".join(piece.text for piece in pieces), pieces[-1].finish_reason) == (wanted, "stop")
     before = served.metrics()["lowtide:request_success_total stop"]
     assert before >= 2
+
+
+def test_an_answer_is_the_same_however_many_tokens_come_at_once() -> None:
+    said, text = list(b"ebb and flow"), TokenText(None)
+
+    def answer(*ends: int) -> tuple[str, str | None, int]:
+        choice = Choice(0, "a", [1], SamplingParams(), Detokenizer(text, [1], ["d f"]), "", has_token_ids=False)
+        pieces = []
+        for end in ends:
+            is_last = end == len(said)
+            output = RequestOutput("a", (1,), tuple(said[:end]), is_last, "length" if is_last else None, 0)
+            pieces.append(choice.take(output)["text"])
+            if choice.finish_reason is not None:
+                break
+        return "".join(pieces), choice.finish_reason, choice.num_tokens
+
+    assert answer(*range(1, 13)) == answer(12) == answer(4, 8, 12) == ("ebb an", "stop", 9)
 
 
 def test_a_stop_token_ends_an_answer(served: Served, expected: list[list[int]]) -> None:
