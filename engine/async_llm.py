@@ -210,8 +210,8 @@ class AsyncLLM:
         return await self._call(lambda: self._sleep_level > 0 or self._engine.reset_prefix_cache())
 
     async def is_sleeping(self) -> bool:
-        """Return whether anything of it is asleep."""
-        return await self._call(lambda: self._sleep_level > 0)
+        """Return whether anything of it is asleep, or will be when what runs has ended."""
+        return await self._call(lambda: self._is_paused)
 
     async def read(self) -> Readings:
         """Return what the engine says of itself."""
@@ -221,7 +221,7 @@ class AsyncLLM:
         if self.death is not None:
             raise self.death.with_traceback(None)
         if self._is_closing:
-            raise EngineDeadError("the server is shutting down: ask another one")
+            raise _ended()
         order = _Order(call, requests=requests, drains=drains)
         self._orders.put(order)
         result: _Result = await asyncio.wrap_future(order.result)
@@ -240,7 +240,7 @@ class AsyncLLM:
                 while self._postponed and not self._is_paused:
                     self._follow(self._postponed.pop(0))
         self._try(lambda: self._abort(tuple(self._live), "abort", told=True))
-        self._fail_orders(EngineDeadError("the server is shutting down: ask another one"))
+        self._fail_orders(_ended())
         try:
             self._engine.shutdown()
         except BaseException:  # noqa: BLE001 - nobody is left to whom it could be raised
@@ -316,8 +316,9 @@ class AsyncLLM:
     def _add(self, requests: Sequence[tuple[str, Sequence[int], SamplingParams]], outputs: _Outputs) -> None:
         try:
             for request_id, prompt, params in requests:
-                self._engine.add_request(prompt, params, request_id=request_id)
+                # First: an interrupted call may have added it.
                 self._live[request_id] = _Live(outputs)
+                self._engine.add_request(prompt, params, request_id=request_id)
         except BaseException:
             self._abort([request_id for request_id, _, _ in requests], "error")
             raise
@@ -384,6 +385,11 @@ class AsyncLLM:
             usage=self._engine.kv_cache_usage(),
             mapped=self._engine.memory_mapped(),
         )
+
+
+def _ended() -> EngineDeadError:
+    reason = "the server is shutting down: ask another one"
+    return EngineDeadError(reason)
 
 
 def _told(error: BaseException) -> Exception:

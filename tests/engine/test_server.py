@@ -63,10 +63,10 @@ def tokens(server: Served, prompt: Any = PROMPTS[0], max_tokens: int = 12, **mor
     return [ids(choice) for choice in answer.choices]
 
 
-def long_stream(server: Served, max_tokens: int = 900) -> openai.Stream[Completion]:
-    """A stream that has begun and takes a while."""
-    stream: openai.Stream[Completion] = server.client.completions.create(
-        prompt=PROMPTS[0], max_tokens=max_tokens, stream=True, **{**GREEDY, "extra_body": {"ignore_eos": True}}
+def long_stream(served: Served, max_tokens: int = 1000, prompt: Any = PROMPTS[0]) -> openai.Stream[Completion]:
+    """A stream that has begun and takes seconds, unless it is closed."""
+    stream: openai.Stream[Completion] = served.client.completions.create(
+        prompt=prompt, max_tokens=max_tokens, stream=True, **{**GREEDY, "extra_body": {"ignore_eos": True}}
     )
     next(iter(stream))
     return stream
@@ -134,11 +134,9 @@ def test_requests_at_the_same_time_get_what_they_get_alone(served: Served, expec
 
 
 def test_no_more_than_the_seats_run_and_the_others_wait(served: Served) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(tokens, served, [PROMPTS[0]] * 8, 300)
-        wait_until(lambda: served.requests() == (4, 4) or asked.done())
-        assert not asked.done()
-        assert len(asked.result()) == 8
+    stream = long_stream(served, prompt=[PROMPTS[0]] * 8)
+    assert served.requests() == (4, 4)
+    stream.close()
 
 
 def test_each_of_n_answers_has_a_seed_of_its_own(served: Served) -> None:
@@ -292,22 +290,22 @@ def test_who_leaves_a_stream_ends_its_request(served: Served) -> None:
     after = served.metrics()
     ended = "lowtide:request_success_total abort"
     assert after[ended] == before.get(ended, 0) + 1
-    assert after["lowtide:generation_tokens_total"] - before["lowtide:generation_tokens_total"] < 900
+    assert after["lowtide:generation_tokens_total"] - before["lowtide:generation_tokens_total"] < 1000
 
 
 def test_who_leaves_before_the_answer_ends_its_requests(served: Served) -> None:
-    ended = "lowtide:request_success_total abort"
-    before = served.metrics().get(ended, 0)
+    begun, ended = "lowtide:prompt_tokens_total", "lowtide:request_success_total abort"
+    before = served.metrics()
     address = served.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": list(PROMPTS), "max_tokens": 900, "ignore_eos": True}).encode()
+    body = json.dumps({"prompt": list(PROMPTS), "max_tokens": 980, "ignore_eos": True}).encode()
     with socket.create_connection((address[0], int(address[1]))) as connection:
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        wait_until(lambda: served.requests() == (3, 0))
+        wait_until(lambda: served.metrics()[begun] == before[begun] + 60)
     wait_until(lambda: served.requests() == (0, 0))
-    assert served.metrics()[ended] == before + 3
+    assert served.metrics()[ended] == before.get(ended, 0) + 3
 
 
 # Sleep
@@ -358,28 +356,28 @@ def test_who_leaves_while_it_sleeps_leaves_nothing_there(served: Served) -> None
     assert served.metrics()["lowtide:prompt_tokens_total"] == before
 
 
-@pytest.mark.parametrize(("mode", "reason", "count"), [("abort", "abort", None), ("wait", "length", 400)])
+@pytest.mark.parametrize(("mode", "reason", "count"), [("abort", "abort", None), ("wait", "length", 300)])
 def test_a_sleep_ends_or_awaits_what_runs(mode: str, reason: str, count: int | None, served: Served) -> None:
     before = served.metrics()["lowtide:generation_tokens_total"]
-    stream = long_stream(served, 400)
+    stream = long_stream(served, count or 1000)
     assert served.did(f"/sleep?mode={mode}") == {"status": "sleeping", "level": 1}
     assert reasons(stream)[-1] == reason
     made = served.metrics()["lowtide:generation_tokens_total"] - before
-    assert made == count or (count is None and made < 400)
+    assert made == count or (count is None and made < 1000)
 
 
 def test_until_all_have_ended_a_sleep_that_waits_changes_nothing_for_them(served: Served) -> None:
     leaving, staying = long_stream(served), long_stream(served, 300)
     with ThreadPoolExecutor(2) as pool:
         sleeping = pool.submit(served.did, "/sleep?mode=wait")
+        wait_until(lambda: served.get("/is_sleeping") == (200, '{"is_sleeping":true}'))
         coming = pool.submit(tokens, served)
-        wait_until(lambda: served.requests() == (2, 1))
-        # Piece by piece, not all at the end.
-        assert next(iter(staying)).choices[0].finish_reason is None
+        wait_until(lambda: served.requests()[1] == 1)
         leaving.close()
-        wait_until(lambda: served.requests() == (1, 1))
-        assert not sleeping.done()
-        assert reasons(staying)[-1] == "length"
+        said = reasons(staying)
+        # Piece by piece, not all at the end.
+        assert len(said) > 100
+        assert said[-1] == "length"
         assert sleeping.result() == {"status": "sleeping", "level": 1}
         assert served.requests() == (0, 1)
         served.did("/wake_up")
@@ -465,7 +463,7 @@ def test_a_core_that_fails_a_step_is_interrupted_and_is_killed(tmp_path: Path, e
         # A step that fails ends its requests, those that stream and those that do not, and no other.
         stream = long_stream(server, 2000)
         asked = pool.submit(tokens, server, PROMPTS[1], 1900)
-        wait_until(lambda: server.requests() == (2, 0))
+        wait_until(lambda: server.metrics()["lowtide:prompt_tokens_total"] == 43)
         fails.touch()
         with pytest.raises(openai.APIError, match="a planted error of a step"):
             list(stream)
