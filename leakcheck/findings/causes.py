@@ -43,6 +43,9 @@ _BEGINS = ("capture_begin", "CUDAGraph.capture_begin")
 _MODES = ("__torch_dispatch__", "__torch_function__")
 """What may stand between: the modes under which a compiler captures."""
 
+_IN_SET = "{…}"
+"""How a path has what a set holds."""
+
 _CONTAINERS = ("dict", "list", "tuple", "set", "collections.OrderedDict", "collections.defaultdict")
 """Two things in one of these need have no more in common than that."""
 
@@ -485,8 +488,8 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(item) if holder.identity == id(item) else class_named(last.type))
     advice = ended(name, ending)
-    if root.type in ("interpreter", "thread"):
-        # No code leads to what only C holds, or a thread that runs.
+    if root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path):
+        # No code leads to what only C holds, or a thread that runs, or what is in a set.
         advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
     return CommonCause(
