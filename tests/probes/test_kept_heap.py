@@ -18,26 +18,20 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.heap_copy import HeapCopy, copy_heap
 from lowtide.probes.heap.holders import find_paths, trace
-from lowtide.probes.heap.paths import Path as LivingPath
 from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.original_numpy import np
 from lowtide.reports.heap.kept_heap import FORMAT, read_heap, write_heap
-from lowtide.reports.heap.questions import AskedError, AskedHeap, FoundPath
+from lowtide.reports.heap.questions import AskedError, AskedHeap
 from lowtide.reports.reading.json_files import UnreadableError
 from lowtide.reports.schema import ReportError
+from tests.probes.kept_heaps import SECRET, Attributed, Leak, as_shown, kept, shown
 from tests.probes.small_heaps import SmallHeap
 
-SECRET = "a-secret-that-no-file-may-have-4711"
 MIB = 1 << 20
-
-
-class Leak:
-    """What is looked for."""
 
 
 class Slotted:
@@ -46,29 +40,12 @@ class Slotted:
     held: object
 
 
-class Attributed:
-    def __init__(self, held: object = None) -> None:
-        self.held = held
-
-
 class Property:
     """Has what it holds under a name that its class has for a property."""
 
     @property
     def held(self) -> None:
         raise AssertionError("foreign code runs")
-
-
-def kept(tmp_path: Path, *things: object, born: bool = False, left: bool = True) -> AskedHeap:
-    """The heap of now, read back from a file."""
-    gc.collect()
-    ids = set(map(id, things))
-    with collector_paused():
-        graph = Graph(things)
-        copied = copy_heap(graph, born=ids if born else None, left=ids if left else (), ignore={id(things)})
-        graph.close()
-    write_heap(copied, str(tmp_path), "one.heap.npz", "a test", "0.0")
-    return AskedHeap(read_heap(tmp_path / "one.heap.npz"))
 
 
 @pytest.fixture
@@ -123,16 +100,6 @@ def test_a_library_s_namespace_is_reached_from_its_module(module: Any, tmp_path:
     assert left.path == "_pytest.of_this_test.kept"
 
 
-def shown(path: LivingPath | None) -> list[tuple[str, str]]:
-    """A living heap's path: its types and edges."""
-    assert path is not None
-    return [(path.root_kind, path.root_name), *((step.type_name, step.edge) for step in path.steps)]
-
-
-def as_shown(path: FoundPath) -> list[tuple[str, str]]:
-    return [(hop.type, hop.edge) for hop in path.hops]
-
-
 def _generator(held: object) -> Iterator[object]:
     yield
     yield held
@@ -141,12 +108,6 @@ def _generator(held: object) -> Iterator[object]:
 def _started(held: object) -> Iterator[object]:
     made = _generator(held)
     next(made)
-    return made
-
-
-def _in_linear(held: Any) -> object:
-    made = torch.nn.Linear(2, 2)
-    made.kept = held
     return made
 
 
@@ -166,8 +127,6 @@ HOLDERS: dict[str, Callable[[Any], object]] = {
     "partial": lambda held: functools.partial(len, held),
     "generator": _started,
     "property": lambda held: property(held),
-    "module_of_torch": _in_linear,
-    "parts_of_a_module_of_torch": lambda held: torch.nn.Sequential(torch.nn.Identity(), _in_linear(held)),
     "numpy_s_objects": lambda held: np.array([held, None], dtype=object),
 }
 
@@ -212,22 +171,7 @@ def test_who_holds_a_type_is_counted_by_type_and_edge(module: Any, tmp_path: Pat
     module.second = [Attributed(leak) for leak in module.first[:3]]
     asked = kept(tmp_path)
     rows = [(row.holder, row.edge, row.count) for row in asked.holders("Leak")]
-    assert rows == [("list", "[…]", 5), (f"{__name__}.Attributed", ".held", 3)]
-
-
-def test_memory_under_tensors_counts_once_and_for_who_holds_all_of_it(module: Any, tmp_path: Path) -> None:
-    whole = torch.zeros(3 * MIB, dtype=torch.uint8)
-    module.alone = Attributed([whole[:MIB], whole[MIB:]])
-    module.shared = Attributed(torch.zeros(5 * MIB, dtype=torch.uint8))
-    module.other = Attributed(module.shared.held)
-    del whole
-    asked = kept(tmp_path)
-    retained = {each.path: each.retained for each in map(asked.alone, asked.find("Attributed").tolist())}
-    assert 3 * MIB < retained["helper.alone"] < 3.1 * MIB
-    assert retained["helper.shared"] < MIB > retained["helper.other"]
-    assert asked.overview().devices["cpu"] >= 8 * MIB
-    (tensors,) = {row.holder for row in asked.holders("storage on cpu")} & {"torch.Tensor"}
-    assert tensors == "torch.Tensor"
+    assert rows == [("list", "[…]", 5), (f"{Attributed.__module__}.Attributed", ".held", 3)]
 
 
 def test_types_retain_what_none_of_their_own_does(module: Any, tmp_path: Path) -> None:
@@ -237,7 +181,7 @@ def test_types_retain_what_none_of_their_own_does(module: Any, tmp_path: Path) -
     module.chain = chain
     del chain
     asked = kept(tmp_path)
-    (row,) = [row for row in asked.overview(5000).types if row.type == f"{__name__}.Attributed"]
+    (row,) = [row for row in asked.overview(5000).types if row.type == f"{Attributed.__module__}.Attributed"]
     (first, *_) = asked.dominated(int(asked.find("Attributed")[0]))
     assert row.count == 10
     assert row.retained == max(asked.alone(node).retained for node in asked.find("Attributed").tolist())
@@ -258,7 +202,6 @@ def test_what_findings_are_about_is_known_and_the_edge_to_what_is_new_is_marked(
 def test_no_contents_are_in_the_file(module: Any, tmp_path: Path) -> None:
     module.values = {"name": [SECRET, Leak()], "bytes": SECRET.encode(), "number": 47114711471147}
     module.text, module.leak = SECRET, Attributed(SECRET)
-    module.tensor = torch.frombuffer(bytearray(SECRET.encode()), dtype=torch.uint8)
     kept(tmp_path)
     with zipfile.ZipFile(tmp_path / "one.heap.npz") as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -299,11 +242,12 @@ def test_an_object_that_no_root_leads_to_has_no_path(tmp_path: Path) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("asked_for", ["helper.Absent", "999999999", "9" * 40, "\x1b[31m"])
-def test_what_is_not_there_is_said_in_one_line(asked_for: str, tmp_path: Path) -> None:
-    with pytest.raises(AskedError) as error:
-        kept(tmp_path).find(asked_for)
-    assert str(error.value).isprintable()
+def test_what_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+    asked = kept(tmp_path)
+    for asked_for in ("helper.Absent", "999999999", "9" * 40, "\x1b[31m"):
+        with pytest.raises(AskedError) as error:
+            asked.find(asked_for)
+        assert str(error.value).isprintable()
 
 
 def numbers(*values: int) -> Any:
