@@ -433,6 +433,7 @@ def test_sigterm_aborts_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_core_does_not_survive_its_server(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         stream = long_stream(server, 2000)
@@ -455,6 +456,7 @@ except EngineDeadError as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_core_that_fails_a_step_is_interrupted_and_is_killed(tmp_path: Path, expected: list[list[int]]) -> None:
     """One server for all three, because it takes seconds to start."""
     stops, fails = core_extensions.Stops(tmp_path / "stops"), tmp_path / "fails"

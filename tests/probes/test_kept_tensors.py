@@ -26,6 +26,7 @@ def module() -> Iterator[types.ModuleType]:
     del sys.modules["helper"]
 
 
+@pytest.mark.nightly
 def test_memory_under_tensors_counts_once_and_for_who_holds_all_of_it(module: Any, tmp_path: Path) -> None:
     whole = torch.zeros(3 * MIB, dtype=torch.uint8)
     module.alone = Attributed([whole[:MIB], whole[MIB:]])

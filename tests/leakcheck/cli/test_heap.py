@@ -121,6 +121,7 @@ def test_the_file_says_who_holds_a_type_and_what_an_object_holds_alone(file: str
     assert ("torch.Tensor", "storage") in [(row["holder"], row["edge"]) for row in storages]
 
 
+@pytest.mark.nightly
 def test_what_is_printed_is_the_finding_s_path_in_lines_that_fit(tested: Path, file: str) -> None:
     path = without_torch(file, "--path-to", "torch.Tensor").stdout
     assert "-> ['served']  (helper.Engine)" in path
@@ -139,6 +140,7 @@ def test_contents_are_not_in_the_file(file: str) -> None:
     assert not any(SECRET.encode() in part for part in parts)
 
 
+@pytest.mark.nightly
 def test_nothing_is_kept_unasked_and_old_files_go(tested: Path, tmp_path: Path) -> None:
     assert suite(tmp_path, "--leakcheck-report=report").returncode == 1
     assert not (tmp_path / "report" / "heaps").exists()
@@ -159,6 +161,7 @@ def test_a_heap_without_a_report_is_refused(tmp_path: Path) -> None:
 KEPT: list[object] = []
 
 
+@pytest.mark.nightly
 def test_a_block_keeps_its_heap_where_it_leaves_something(tmp_path: Path) -> None:
     file = tmp_path / "block.heap.npz"
     file.write_text("an earlier block's")
@@ -218,6 +221,7 @@ def check_life(target: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
 
 
+@pytest.mark.nightly
 def test_a_life_keeps_the_heap_of_its_end_where_it_leaves_something(tmp_path: Path) -> None:
     done = check_life("targets_of_mine:Leaks", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -227,6 +231,7 @@ def test_a_life_keeps_the_heap_of_its_end_where_it_leaves_something(tmp_path: Pa
     assert [row["path"] for row in answered(str(file))["left"]] == [f"{holder}[{turn}]" for turn in range(2)]
 
 
+@pytest.mark.nightly
 def test_a_life_that_gives_all_back_keeps_none(tmp_path: Path) -> None:
     done = check_life("targets_of_mine:Clean", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -60,6 +60,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_report_and_its_heap_say_what_leaks_who_holds_it_and_what_frees_it(served: Path) -> None:
     (subject,) = [each for each in schema.read(served / "suite" / "report").subjects if each.findings]
     (finding,) = subject.findings
@@ -108,6 +109,7 @@ def a_finding(turn: int, **fields: Any) -> dict[str, Any]:
     return {**found, **given, **rest, **fields}
 
 
+@pytest.mark.nightly
 def test_what_to_run_next_follows_from_the_report_s_own_advice(tmp_path: Path) -> None:
     unknown = a_finding(1, resource="host-memory", cause="unknown")
     missing = {"what": "tensors", "why": "nobody asked: use --cycles=3", "process": None}
@@ -128,6 +130,7 @@ def test_what_to_run_next_follows_from_the_report_s_own_advice(tmp_path: Path) -
     ]
 
 
+@pytest.mark.nightly
 def test_answers_are_bounded_and_have_pages(tmp_path: Path) -> None:
     many = [a_finding(turn, message=f"{turn} \x1b[31m\u202e" + "x" * 5000) for turn in range(250)]
     write_report(tmp_path / "report", {"id": "a life", "outcome": "leak", "findings": many})
@@ -166,6 +169,7 @@ def test_nothing_outside_of_the_folder_is_read(served: Path, tmp_path: Path) -> 
     assert all("leads out of the folder, or through a link" in answer for answer in answers)
 
 
+@pytest.mark.nightly
 def test_what_is_damaged_or_not_there_is_said_to_the_agent(tmp_path: Path) -> None:
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / schema.REPORT_FILE).write_text('{"schema": "lowtide-report/1", ')
