@@ -16,9 +16,10 @@ from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.originals import initialized_torch, loaded, sys, time
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
-_OWN_FOLDERS = tuple(
+OWN_FOLDERS = tuple(
     str(PurePath(__file__).parents[1] / name) + os.sep for name in ("probes", "leakcheck", "pytest_plugin")
 )
+"""Where the checker's own code lies: what it allocates is none of the program's."""
 
 _DISPATCH_FILES = (
     "/torch/utils/_python_dispatch.py",
@@ -465,7 +466,7 @@ def _loaded_torch() -> ModuleType | None:
 def _without_machinery(stack: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
     """The stack without the checker's frames, and without those through which a dispatch mode has sent the op."""
     return tuple(
-        frame for frame in stack if not frame.file.startswith(_OWN_FOLDERS) and not frame.file.endswith(_DISPATCH_FILES)
+        frame for frame in stack if not frame.file.startswith(OWN_FOLDERS) and not frame.file.endswith(_DISPATCH_FILES)
     )
 
 

@@ -100,7 +100,7 @@ class Checker:
         self._results = Results(config, self.settings)
         self._deferred = DeferredProofs()
         self._heaps = KeptHeaps(config, self.settings)
-        self._turns = TestTurns(lambda: self._fixtures.living, self._session.watch.others)
+        self._turns = TestTurns(lambda: self._fixtures.living, self._session.watch.others, native=self.settings.native)
 
     # The session.
 
@@ -124,6 +124,7 @@ class Checker:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """After the last teardown: what `-x` left to it is judged here, and the report written."""
+        self._turns.close()
         if self._session.is_open:
             leftovers = self._fixtures.take_ended()
             if leftovers:

@@ -56,6 +56,12 @@ _SETTINGS = (
         "N",
         "keep the walked heap of the first N tests that leak in the report's folder, for `lowtide heap` (default: 0)",
     ),
+    (
+        "native",
+        "",
+        "while host memory seems to grow with each test, record which calls allocate: with native code by memray "
+        "(extra `native`), else by tracemalloc",
+    ),
     ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
     (
         "warmup",
@@ -70,7 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("leakcheck", "memory leaks (lowtide)")
     group.addoption("--leakcheck", action="store_true", default=None, help="judge what every test leaves behind")
     for name, value, text in _SETTINGS:
-        group.addoption(f"--leakcheck-{name}", metavar=value, default=None, help=text)
+        how = {"metavar": value} if value else {"action": "store_const", "const": "on"}
+        group.addoption(f"--leakcheck-{name}", default=None, help=text, **how)
         key = f"leakcheck_{name.replace('-', '_')}"
         parser.addini(key, f"{text}; the option --leakcheck-{name} goes before it", default=None)
 

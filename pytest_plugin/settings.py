@@ -52,6 +52,7 @@ class Settings:
         processes: whether what tests leave in other processes is judged, by agents in these.
         budget: seconds for one test's explanations; a session's remedies may take four times as many.
         keep_heap: of how many tests that leak, the first ones in each process, the heap is kept beside the report.
+        native: whether calls are recorded that allocate, while host memory seems to grow with each test.
     """
 
     tolerance: int
@@ -69,6 +70,7 @@ class Settings:
     processes: bool = True
     budget: float = 30.0
     keep_heap: int = 0
+    native: bool = False
 
     def as_texts(self) -> dict[str, str]:
         """Each setting by its name, as a report has it."""
@@ -111,6 +113,7 @@ def read_settings(config: pytest.Config) -> Settings:
         processes=_read(config, "processes", _one_of("auto", "off"), "auto") == "auto",
         budget=_read(config, "budget", _seconds, 30.0),
         keep_heap=keep_heap,
+        native=_read(config, "native", _one_of("on", "off"), "off") == "on",
     )
 
 
@@ -154,6 +157,7 @@ def _own_table(root: Path) -> dict[str, Any]:
         "growth",
         "cycles",
         "processes",
+        "native",
         "suppressions",
     )
     unknown = sorted(set(table) - set(known))

@@ -30,14 +30,18 @@ class TestTurns:
     Args:
         owners: gives the fixtures of a wider scope that are set up.
         others: the other processes.
+        native: whether calls are recorded that allocate, while host memory seems to grow.
     """
 
     __test__ = False
 
-    def __init__(self, owners: Callable[[], Iterable[FixtureOwner]], others: OtherProcesses) -> None:
+    def __init__(self, owners: Callable[[], Iterable[FixtureOwner]], others: OtherProcesses, *, native: bool) -> None:
         self._owners = owners
         self._others = others
-        self._growth = TurnGrowth("tests", self._named)
+        self._growth = TurnGrowth(
+            "tests", self._named, native=native, native_option="" if native else "pytest --leakcheck-native"
+        )
+
         self._of_modules: Counter[str] = Counter()
         self._all = 0
         self._turn = 0
@@ -49,6 +53,10 @@ class TestTurns:
         self._is_over = False
         self._found: dict[str, list[Finding]] = {}
         self._host: list[tuple[str, Finding, tuple[int, int]]] = []
+
+    def close(self) -> None:
+        """No test follows."""
+        self._growth.close()
 
     def plan(self, items: Sequence[pytest.Item]) -> None:
         """These are the tests of the session; a worker of xdist runs some of them."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.findings.growing_containers import growth_of_containers, is_worth_a_look
-from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
+from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory, with_call
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.originals import gc, time
 from lowtide.reports.schema import Finding, NotMeasured
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.findings.allocating_calls import CallRecorder
 
 _FREE = 4_000_000
 """Objects that all readings of containers together may go through in any case, at a fifth of a microsecond each."""
@@ -97,6 +101,8 @@ class TurnGrowth:
         most: objects that all readings together may go through in any case, where nobody has.
         seconds: how long a turn takes; 0 where it may take any time.
         apart: does what goes through the heap where the program does not notice it.
+        native: whether calls are recorded that allocate, while host memory seems to grow.
+        native_option: what asks for that; empty where nothing does.
     """
 
     def __init__(
@@ -109,8 +115,18 @@ class TurnGrowth:
         most: int = _FREE,
         seconds: float = 0.0,
         apart: Callable[[Callable[[], dict[int, Finding]]], dict[int, Finding]] = lambda work: work(),
+        native: bool = False,
+        native_option: str = "",
     ) -> None:
         self._turns, self._apart = turns, apart
+        self._option = native_option
+        self._calls: CallRecorder | None = None
+        if native:
+            from lowtide.leakcheck.findings.allocating_calls import CallRecorder
+
+            self._calls = CallRecorder()
+        # Levels that have in them what recording takes, each with the bytes that it says to take.
+        self._waiting: list[tuple[tuple[str, ...], tuple[int, int], int]] = []
         self._by_frames = by_frames
         self._asked, self._most, self._seconds = asked, most, seconds
         self._roots = roots
@@ -132,10 +148,18 @@ class TurnGrowth:
             held: the bytes that the kernel counts, where they have just been read.
         """
         now = read_levels(held)
-        for stretch in stretches:
-            if stretch not in self._levels:
-                self._levels[stretch] = HostLevels()
-            self._levels[stretch].note(now)
+        if self._calls is None:
+            self._note(stretches, now)
+            return
+        if not set(stretches) <= set(self._levels):
+            # What was recorded of the stretches before is not this one's.
+            self.close()
+        own = self._calls.own_bytes()
+        if own:
+            self._waiting.append((stretches, now, own))
+        else:
+            self._note(stretches, now)
+        self._record(self._calls)
 
     def read(self, turn: int, *, begins: bool = False) -> None:
         """Read the containers after a turn; not where that has cost too much, or where none of them may grow by now.
@@ -165,6 +189,11 @@ class TurnGrowth:
             # What the reading has taken and freed would be in the next level.
             trim_heap()
 
+    def close(self) -> None:
+        """Record no calls any more, and forget those that are known."""
+        if self._calls is not None and self._calls.drop():
+            self._recorded(self._calls)
+
     def take_unread(self) -> bool:
         """Return whether a container may have grown unseen since this was last asked, as reading it would have cost."""
         unread, self._is_unread = self._is_unread, False
@@ -180,14 +209,44 @@ class TurnGrowth:
         may_cost = max(self._most, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
         return self._gone_through > may_cost
 
+    def _note(self, stretches: tuple[str, ...], now: tuple[int, int]) -> None:
+        for stretch in stretches:
+            if stretch not in self._levels:
+                self._levels[stretch] = HostLevels()
+            self._levels[stretch].note(now)
+
+    def _record(self, calls: CallRecorder) -> None:
+        """Record the calls of the turns that follow if memory has come to grow, and no more than are needed."""
+        if calls.turn():
+            self._recorded(calls)
+        if calls.may_begin and any(levels.may_grow() for levels in self._levels.values()):
+            calls.begin()
+            # What recording takes when it begins would be growth.
+            self._leave_out_next()
+
+    def _recorded(self, calls: CallRecorder) -> None:
+        """Nothing is recorded any more: note the levels that had the records in them, without these."""
+        waiting, self._waiting = self._waiting, []
+        for stretches, levels, own in waiting:
+            took = calls.took * own // max(1, waiting[-1][-1])
+            self._note(stretches, (levels[0] - took, levels[1] - took))
+        # What they took is free, and would be in the next level.
+        trim_heap()
+        self._leave_out_next()
+
+    def _leave_out_next(self) -> None:
+        for levels in self._levels.values():
+            levels.leave_out_next()
+
     def break_off(self) -> None:
         """What has come since the last reading, and comes until the next one, is not judged."""
         self._containers.break_off()
-        self._levels.clear()
+        self.forget_levels()
 
     def forget_levels(self) -> None:
         """What host memory has grown by until now is known."""
         self._levels.clear()
+        self._waiting.clear()
 
     def end(self, stretch: str, module: str, explained: Callable[[], int] = lambda: 0, *, since: int = 0) -> Grown:
         """Say what has grown in a stretch that ends; each container once.
@@ -199,9 +258,16 @@ class TurnGrowth:
             since: the turn before its first one: what has grown for longer belongs to no module.
         """
         containers = self._growing_containers(module, since)
+        if self._calls is not None and self._waiting:
+            self._calls.stop()
+            self._recorded(self._calls)
         levels = self._levels.pop(stretch, None)
         if levels is None or not levels.seem_to_grow():
+            if not self._levels:
+                self.close()
             return Grown(containers)
+        # What it takes must not be in the level at the end.
+        recorded = None if self._calls is None else self._calls.recorded()
         # Nothing of it may be garbage, or what only the heap keeps.
         gc.collect()
         trim_heap()
@@ -209,7 +275,10 @@ class TurnGrowth:
         known = explained() + sum(finding.bytes for finding in containers)
         if grown is None or 2 * known >= grown.bytes:
             return Grown(containers)
-        return Grown(containers, growth_of_host_memory(grown, self._turns, module, self._seconds), grown.levels)
+        found = growth_of_host_memory(grown, self._turns, module, self._seconds, option=self._option)
+        if recorded is not None:
+            found = with_call(found, recorded, self._turns, grown.slope.rate)
+        return Grown(containers, found, grown.levels)
 
     def undecided(self, stretch: str) -> int:
         """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +20,9 @@ LEAST_A_TURN = 128 * 1024
 """Bytes that each turn must add: a runner's notes, tables of libraries and a heap's own moves are below."""
 
 LEAST_IN_ALL = 8 * MIB
+
+_SUSPECTED = 4
+"""Turns in a row with more in each after which it may be growth: of chance one in sixteen series does that."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class HostLevels:
         self._first = self._last = (0, 0)
         self._modules = 0
         self._parts: MemoryParts | None = None
+        self._lately: deque[tuple[int, int]] = deque(maxlen=_SUSPECTED + 1)
 
     def note(self, levels: tuple[int, int]) -> None:
         """Note what `read_levels` has read after a turn."""
@@ -74,8 +80,23 @@ class HostLevels:
             added = (max(0, now - then) for now, then in zip(levels, self._last, strict=True))
             self._first = (self._first[0] + next(added), self._first[1] + next(added))
         self._last, self._modules = levels, modules
+        self._lately.append(levels)
         self._resident.add(levels[0] - self._first[0])
         self._malloc.add(levels[1] - self._first[1])
+
+    def leave_out_next(self) -> None:
+        """What the next turn adds is not the program's, as if it imported modules."""
+        self._modules = 0
+
+    def may_grow(self) -> bool:
+        """Whether one of them has risen in each of the last few turns: a suspicion, and no more."""
+        if len(self._lately) <= _SUSPECTED:
+            return False
+        return any(
+            series[-1] - series[0] >= _SUSPECTED * LEAST_A_TURN
+            and all(after > before for before, after in itertools.pairwise(series))
+            for series in zip(*self._lately, strict=True)
+        )
 
     def seem_to_grow(self) -> bool:
         """Whether one of them grows as far as can be seen before anything is collected."""

@@ -55,6 +55,9 @@ class LeakCheck:
             block began: bytes or a count, `{"host-memory": 1048576, "reserved cuda:0": 0, "threads": 1}`.
         keep_heap: a file, as `leak.heap.npz`, into which the walked heap is written if the block leaves something;
             `lowtide heap` says later what holds what in it. None: it is not written.
+        native: whether, where host memory seems to grow with each of the turns, the calls of those that follow are
+            recorded which allocate and do not free: by memray (extra `native`), with those of native code, else by
+            tracemalloc.
 
     Raises:
         LeakCheckError: `tolerance` or `peak` is no size.
@@ -73,6 +76,7 @@ class LeakCheck:
         peak: int | str | None = None,
         on_turn: Callable[[int, Mapping[str, int]], object] | None = None,
         keep_heap: str | os.PathLike[str] | None = None,
+        native: bool = False,
     ) -> None:
         self._name = name
         self._keep_heap = "" if keep_heap is None else os.path.abspath(keep_heap)
@@ -84,7 +88,7 @@ class LeakCheck:
             remedies="now" if remedies else "never",
             processes=processes,
         )
-        own = (("peak", self._peak), ("keep_heap", keep_heap))
+        own = (("peak", self._peak), ("keep_heap", keep_heap), ("native", native))
         self._settings = {name: str(value) for name, value in (*asdict(policy).items(), *own)}
         self._watch = Watch(policy)
         self._imports = ImportWatch(self._watch.enter, self._watch.leave)
@@ -93,7 +97,9 @@ class LeakCheck:
         self._outer: list[str] = []
         self._turns, self._turn = turns, 0
         self._on_turn, self._begun = on_turn, dict[str, int]()
-        self._growth = TurnGrowth("turns", by_frames=True, asked=True)
+        self._growth = TurnGrowth(
+            "turns", by_frames=True, asked=True, native=native, native_option="" if native else "LeakCheck(native=True)"
+        )
         self._sleeps = SleepWatch(lambda: bool(self._watch.others.readings))
 
     def __enter__(self) -> LeakCheck:
@@ -103,6 +109,7 @@ class LeakCheck:
         gc.collect()
         with ExitStack() as stack:
             stack.callback(self._watch.close)
+            stack.callback(self._growth.close)
             self._watch.open()
             stack.enter_context(listening(self))
             stack.callback(self._imports.remove)

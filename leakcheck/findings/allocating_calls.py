@@ -1,0 +1,348 @@
+"""Which call allocates what each turn keeps: recorded while memory seems to grow, by memray, else by tracemalloc.
+
+A recorder is for the turns that follow a suspicion, and costs nothing before: memray slows what allocates down by a few
+times, with stacks of native code.  What it has written is read in a process of its own, since the names of native
+functions take tens of megabytes that are never given back (`memray_file`).
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from lowtide.probes.allocation_stacks import OWN_FOLDERS
+from lowtide.probes.host.memory_parts import malloc_in_use
+from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
+from lowtide.probes.objects.described import is_library
+from lowtide.probes.originals import lines_of, os, sys, tempfile, threading
+
+_MOST_TURNS = 16
+"""Turns that memray records at most: a call that allocates in each of them is known by then."""
+
+_MOST_BYTES = 1 << 30
+"""Bytes of a record of memray's at most: a turn that makes millions of objects writes tens of megabytes."""
+
+_FRAMES = 16
+"""Frames that tracemalloc keeps of each stack."""
+
+_SECONDS = 120.0
+"""How long reading a record may take."""
+
+
+class AllocatingCall(msgspec.Struct, frozen=True):
+    """The call that has allocated most of what was not freed.
+
+    Attributes:
+        bytes: of this, in all recorded turns.
+        place: the program's line that made it.
+        stack: how the program came there, the innermost frame first.
+        native: the native function that it called; empty where none is known.
+        library: the file that has this function.
+    """
+
+    bytes: int
+    place: StackFrame
+    stack: tuple[StackFrame, ...]
+    native: str = ""
+    library: str = ""
+
+
+class Record(NamedTuple):
+    """What was allocated on one way, and not freed.
+
+    Attributes:
+        bytes: of it.
+        allocations: how many they were.
+        stack: the calls that led there, the innermost first.
+        native: gives the names of the native functions within the innermost of these, the innermost first.
+    """
+
+    bytes: int
+    allocations: int
+    stack: tuple[StackFrame, ...]
+    native: Callable[[], Sequence[str]] = tuple
+
+
+def largest_call(records: Iterable[Record], turns: int) -> tuple[int, Record, StackFrame] | None:
+    """Return how much the line that has allocated most keeps of some turns, its largest record, and it; None if none.
+
+    What was allocated in fewer than half of the turns is no growth: a table that was enlarged, a last result.
+
+    Args:
+        records: what was allocated in these turns and not freed.
+        turns: how many they were.
+    """
+    sizes, counts, largest = Counter[StackFrame](), Counter[StackFrame](), dict[StackFrame, Record]()
+    for record in records:
+        place = _place_of(record.stack)
+        if place is not None:
+            sizes[place] += record.bytes
+            counts[place] += record.allocations
+            if place not in largest or record.bytes > largest[place].bytes:
+                largest[place] = record
+    return next(
+        ((size, largest[place], place) for place, size in sizes.most_common() if 2 * counts[place] >= turns), None
+    )
+
+
+def _place_of(stack: Sequence[StackFrame]) -> StackFrame | None:
+    """Return the program's line in a stack, else one of a library that is built on others; None of the checker's."""
+    for frame in stack:
+        if frame.file.startswith(OWN_FOLDERS):
+            return None
+        if not is_library(frame.file):
+            return frame
+    return stack[telling_frames(stack)[0]] if stack else None
+
+
+class _Recorder(Protocol):
+    """Records allocations from when it is made until it is stopped."""
+
+    def own_bytes(self) -> int:
+        """Return the memory that the recorder itself takes."""
+
+    def is_full(self, turns: int) -> bool:
+        """Whether it has recorded all that it should, after so many turns."""
+
+    def stop(self, turns: int) -> AllocatingCall | None:
+        """Stop, and return the call that has allocated most; to be called once."""
+
+    def drop(self) -> None:
+        """Stop, and forget what was recorded."""
+
+
+class CannotRecordError(RuntimeError):
+    """Allocations cannot be recorded; the message says why."""
+
+
+class _Memray:
+    """Records by memray, with native stacks.
+
+    Args:
+        memray: the module.
+    """
+
+    def __init__(self, memray: Any) -> None:
+        self._folder = tempfile.mkdtemp(prefix="lowtide-native-")
+        self._file = os.path.join(self._folder, "record.bin")
+        errors = list[BaseException]()
+
+        def begin() -> None:
+            # It leaves the outermost frames, as many as there are here, out of this thread's stacks: the checker's are
+            # gone when the program goes on, and some of the program's would be left out in their place.
+            try:
+                destination = memray.FileDestination(self._file, compress_on_exit=False)
+                self._tracker = memray.Tracker(
+                    destination=destination, native_traces=True, trace_python_allocators=True
+                )
+                self._tracker.__enter__()
+            except (RuntimeError, OSError) as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=begin, name="lowtide-memray", daemon=True)
+        thread.start()
+        thread.join()
+        if errors:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise CannotRecordError(f"memray cannot record them: {errors.pop()}")
+
+    def own_bytes(self) -> int:
+        return 0
+
+    def is_full(self, turns: int) -> bool:
+        return turns >= _MOST_TURNS or os.stat(self._file).st_size > _MOST_BYTES
+
+    def stop(self, turns: int) -> AllocatingCall | None:
+        self._tracker.__exit__(None, None, None)
+        command = [sys.executable, "-m", "lowtide.leakcheck.findings.memray_file"]
+        try:
+            done = subprocess.run(
+                [*command, self._file, str(turns), str(os.getpid())],
+                stdout=subprocess.PIPE,
+                timeout=_SECONDS,
+                check=False,
+            )
+            return msgspec.json.decode(done.stdout, type=AllocatingCall | None)
+        except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
+            raise CannotRecordError(f"what memray has recorded cannot be read: {error}") from None
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def drop(self) -> None:
+        self._tracker.__exit__(None, None, None)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Tracemalloc:
+    """Records by tracemalloc: what Python's allocators give out, and no native code by itself.
+
+    Args:
+        tracemalloc: the module.
+    """
+
+    def __init__(self, tracemalloc: Any) -> None:
+        if tracemalloc.is_tracing():
+            raise CannotRecordError("the program runs tracemalloc itself")
+        self._module = tracemalloc
+        tracemalloc.start(_FRAMES)
+
+    def own_bytes(self) -> int:
+        return int(self._module.get_tracemalloc_memory())
+
+    def is_full(self, turns: int) -> bool:
+        # What a snapshot has taken of Python's heap and given back would hide what grows for some turns.
+        return False
+
+    def stop(self, turns: int) -> AllocatingCall | None:
+        # Nothing was traced before it began: what the snapshot has, has come since.
+        statistics = self._module.take_snapshot().statistics("traceback")
+        self._module.stop()
+        records = (Record(each.size, each.count, _stack_of(each.traceback)) for each in statistics)
+        found = largest_call(records, turns)
+        if found is None:
+            return None
+        size, record, place = found
+        functions = _Functions()
+        return AllocatingCall(size, functions.named(place), tuple(map(functions.named, record.stack)))
+
+    def drop(self) -> None:
+        self._module.stop()
+
+
+def _stack_of(traceback: Any) -> tuple[StackFrame, ...]:
+    return tuple(StackFrame(frame.filename, frame.lineno, "") for frame in reversed(traceback))
+
+
+class _Functions:
+    """Finds the functions to which lines belong, as tracemalloc does not note them."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def named(self, frame: StackFrame) -> StackFrame:
+        """Return a frame with its function; `<module>` where it is in none that is known."""
+        if frame.file not in self._trees:
+            try:
+                self._trees[frame.file] = ast.parse("\n".join(lines_of(frame.file)))
+            except (OSError, ValueError, SyntaxError, RecursionError):
+                self._trees[frame.file] = None
+        tree = self._trees[frame.file]
+        around = [] if tree is None else [each for each in _functions(tree) if _spans(each, frame.line)]
+        # The innermost one begins last.
+        name = max(around, key=lambda each: each.lineno).name if around else "<module>"
+        return frame._replace(function=name)
+
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _functions(tree: ast.Module) -> Iterator[_Function]:
+    return (each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def _spans(function: _Function, line: int) -> bool:
+    return function.lineno <= line <= (function.end_lineno or function.lineno)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is known of the turns that were recorded.
+
+    Attributes:
+        turns: how many there were.
+        call: the call that has allocated most in them; None if none has allocated in half of them.
+        why: why nothing is known; empty where something is.
+    """
+
+    turns: int
+    call: AllocatingCall | None = None
+    why: str = ""
+
+
+class CallRecorder:
+    """Records allocations of the turns that follow a suspicion, until it is asked what they were.
+
+    Both recorders are loaded here, before what is judged begins: the first import is none of a turn's.
+
+    Attributes:
+        took: bytes that the last recording has taken, and has given back.
+    """
+
+    def __init__(self) -> None:
+        import tracemalloc
+
+        self._tracemalloc: Any = tracemalloc
+        self._memray: Any = None
+        try:
+            import memray
+
+            self._memray = memray
+            # Its first use opens a pipe for good, and loads what reads stacks.
+            _Memray(memray).drop()
+        except (ImportError, CannotRecordError):
+            pass  # which is said where it is needed
+        self._running: _Recorder | None = None
+        self._turns = self.took = 0
+        self._known: Recorded | None = None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether nothing is recorded yet, or was recorded in vain: what seemed to grow has stopped."""
+        in_vain = self._known is None or (self._known.call is None and not self._known.why)
+        return self._running is None and in_vain
+
+    def own_bytes(self) -> int:
+        """Return the memory that recording says to take now; it takes in proportion to that: see `took`."""
+        return 0 if self._running is None else self._running.own_bytes()
+
+    def begin(self) -> None:
+        """Record from here on."""
+        self._turns = 0
+        try:
+            self._running = _Tracemalloc(self._tracemalloc) if self._memray is None else _Memray(self._memray)
+        except CannotRecordError as error:
+            self._known = Recorded(0, why=str(error))
+
+    def turn(self) -> bool:
+        """A turn has ended; return whether recording has ended with it, as enough is known."""
+        if self._running is None:
+            return False
+        self._turns += 1
+        if not self._running.is_full(self._turns):
+            return False
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Stop, and keep what is known."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        before = malloc_in_use()
+        try:
+            self._known = Recorded(self._turns, running.stop(max(1, self._turns)))
+        except CannotRecordError as error:
+            self._known = Recorded(self._turns, why=str(error))
+        self.took = max(0, before - malloc_in_use())
+
+    def recorded(self) -> Recorded:
+        """Stop, and return what is known."""
+        self.stop()
+        return self._known or Recorded(0, why="memory has grown too late, or too unevenly")
+
+    def drop(self) -> bool:
+        """Stop, and forget what was recorded; return whether anything was running."""
+        running, self._running, self._known = self._running, None, None
+        if running is None:
+            return False
+        before = malloc_in_use()
+        running.drop()
+        self.took = max(0, before - malloc_in_use())
+        return True
