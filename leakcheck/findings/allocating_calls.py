@@ -19,6 +19,7 @@ import msgspec
 
 from lowtide.probes.allocation_stacks import OWN_FOLDERS
 from lowtide.probes.host.memory_parts import malloc_in_use
+from lowtide.probes.host.settings import TRACING, checkers_own
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.probes.objects.described import is_library
 from lowtide.probes.originals import lines_of, os, sys, tempfile, threading
@@ -191,6 +192,7 @@ class _Tracemalloc:
         if tracemalloc.is_tracing():
             raise CannotRecordError("the program runs tracemalloc itself")
         self._module = tracemalloc
+        checkers_own.add(TRACING)
         tracemalloc.start(_FRAMES)
 
     def own_bytes(self) -> int:
@@ -203,7 +205,7 @@ class _Tracemalloc:
     def stop(self, turns: int) -> AllocatingCall | None:
         # Nothing was traced before it began: what the snapshot has, has come since.
         statistics = self._module.take_snapshot().statistics("traceback")
-        self._module.stop()
+        self.drop()
         records = (Record(each.size, each.count, _stack_of(each.traceback)) for each in statistics)
         found = largest_call(records, turns)
         if found is None:
@@ -214,6 +216,7 @@ class _Tracemalloc:
 
     def drop(self) -> None:
         self._module.stop()
+        checkers_own.discard(TRACING)
 
 
 def _stack_of(traceback: Any) -> tuple[StackFrame, ...]:
@@ -252,7 +255,7 @@ def _spans(function: _Function, line: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTurns:
     """What is known of the turns that were recorded.
 
     Attributes:
@@ -290,7 +293,7 @@ class CallRecorder:
             pass  # which is said where it is needed
         self._running: _Recorder | None = None
         self._turns = self.took = 0
-        self._known: Recorded | None = None
+        self._known: RecordedTurns | None = None
 
     @property
     def may_begin(self) -> bool:
@@ -308,7 +311,7 @@ class CallRecorder:
         try:
             self._running = _Tracemalloc(self._tracemalloc) if self._memray is None else _Memray(self._memray)
         except CannotRecordError as error:
-            self._known = Recorded(0, why=str(error))
+            self._known = RecordedTurns(0, why=str(error))
 
     def turn(self) -> bool:
         """A turn has ended; return whether recording has ended with it, as enough is known."""
@@ -327,15 +330,15 @@ class CallRecorder:
         running, self._running = self._running, None
         before = malloc_in_use()
         try:
-            self._known = Recorded(self._turns, running.stop(max(1, self._turns)))
+            self._known = RecordedTurns(self._turns, running.stop(max(1, self._turns)))
         except CannotRecordError as error:
-            self._known = Recorded(self._turns, why=str(error))
+            self._known = RecordedTurns(self._turns, why=str(error))
         self.took = max(0, before - malloc_in_use())
 
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordedTurns:
         """Stop, and return what is known."""
         self.stop()
-        return self._known or Recorded(0, why="memory has grown too late, or too unevenly")
+        return self._known or RecordedTurns(0, why="memory has grown too late, or too unevenly")
 
     def drop(self) -> bool:
         """Stop, and forget what was recorded; return whether anything was running."""

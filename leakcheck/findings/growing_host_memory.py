@@ -14,7 +14,7 @@ from lowtide.reports.sizes import format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement, noted
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.findings.allocating_calls import Recorded
+    from lowtide.leakcheck.findings.allocating_calls import RecordedTurns
 
 _CAUSES: dict[str, Cause] = {NAMES["malloc"]: "native", NAMES["malloc_free"]: "native", NAMES["other"]: "native"}
 
@@ -80,7 +80,7 @@ def growth_of_host_memory(
     )
 
 
-def with_call(finding: Finding, recorded: Recorded, turns: str, rate: float) -> Finding:
+def with_call(finding: Finding, recorded: RecordedTurns, turns: str, rate: float) -> Finding:
     """Return the finding with the call that has allocated most of what grew, or why none is known.
 
     Args:

@@ -5,6 +5,7 @@ It writes the call that has allocated most, as JSON, or `null`.  In a process of
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from lowtide.probes.originals import lines_of
 
 _UNNAMED = "<unknown>"
 """The native function of which memray knows no name."""
+
+_INTERPRETER = "_PyEval_EvalFrame"
+"""How the function is called that runs a line of Python: what comes before it in a stack, the line has called."""
 
 _LONGEST_NAME = 80
 """Characters of a native function's name: those of Rust and C++ may have hundreds."""
@@ -58,7 +62,8 @@ def _called(names: Sequence[str], place: StackFrame, pid: int) -> tuple[str, str
         place: the line.
         pid: the process.
     """
-    known = [name for name in names if name != _UNNAMED]
+    own = itertools.takewhile(lambda name: not name.startswith(_INTERPRETER), names)
+    known = list(dict.fromkeys(name for name in own if name != _UNNAMED))
     try:
         library, functions = defining_library(known, loaded_libraries(pid))
         source = lines_of(place.file)[place.line - 1]

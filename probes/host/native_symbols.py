@@ -6,7 +6,6 @@ import mmap
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from lowtide.probes.objects.described import is_of_python
 from lowtide.probes.original_numpy import np
@@ -53,7 +52,7 @@ def loaded_libraries(pid: int) -> tuple[str, ...]:
     files = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count("/") and " r-xp " in line)
     program = os.path.realpath(sys.executable)
     return tuple(
-        file for file in files if file != program and not (is_of_python(file) or _RUNTIME.match(Path(file).name))
+        file for file in files if file != program and not (is_of_python(file) or _RUNTIME.match(os.path.basename(file)))
     )
 
 
@@ -66,16 +65,21 @@ def defining_library(symbols: Sequence[str], libraries: Iterable[str]) -> tuple[
     """
     first, found = len(symbols), ("", list[str]())
     for library in libraries:
-        defined = [symbol for symbol in symbols if symbol in set(_defined(symbols[:first], library))]
-        if defined and symbols.index(defined[0]) < first:
-            first = symbols.index(defined[0])
+        earliest = next(_defined(symbols[:first], library), None)
+        if earliest is not None:
+            first = symbols.index(earliest)
             found = (library, list(_defined(symbols, library)))
     return found
 
 
 def _defined(symbols: Sequence[str], library: str) -> Iterator[str]:
     try:
-        with Path(library).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        number = os.open(library, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            mapped = mmap.mmap(number, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(number)
+        with mapped:
             yield from _defined_in(mapped, symbols)
     except (OSError, ValueError, IndexError, struct.error):
         return  # gone, or no ELF file of 64 bits

@@ -99,6 +99,12 @@ def is_loaded(module: object) -> bool:
     return getattr(vars(module).get("__spec__"), "_initializing", False) is False
 
 
+TRACING = "tracemalloc.is_tracing()"
+
+checkers_own: set[str] = set()
+"""Settings that the checker itself has changed for a while: they are read as they were before."""
+
+
 def interpreter_values() -> Values:
     """The settings of the interpreter."""
     return Values(
@@ -140,7 +146,7 @@ def library_values() -> Values:
             ],
             "numpy": _numpy,
             "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
-            "tracemalloc": lambda module: [Value("tracemalloc.is_tracing()", module.is_tracing)],
+            "tracemalloc": lambda module: [Value(TRACING, lambda: module.is_tracing() and TRACING not in checkers_own)],
         },
     )
 

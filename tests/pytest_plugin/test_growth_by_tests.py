@@ -345,3 +345,57 @@ def test_it_is_said_once_where_reading_everything_would_cost_too_much(
     assert len(lines) == unread
     assert all(line.startswith("not judged: what grows with each test of ") for line in lines)
     assert all("would have taken more than a hundredth of the session's time" in line for line in lines)
+
+
+ALLOCATES = """
+    import ctypes
+    import pytest
+
+    take = ctypes.pythonapi.PyMem_RawMalloc
+    take.argtypes, take.restype = [ctypes.c_size_t], ctypes.c_void_p
+
+    @pytest.mark.parametrize("turn", range(14))
+    def test_takes(turn):
+        ctypes.memset(take(1 << 20), 1, 1 << 20)
+"""
+
+ALLOCATES_AND_FREES = """
+    import ctypes
+    import pytest
+    from test_allocates import take
+
+    @pytest.mark.parametrize("turn", range(14))
+    def test_gives_back(turn):
+        ctypes.pythonapi.PyMem_RawFree(ctypes.c_void_p(take(1 << 20)))
+
+    @pytest.mark.parametrize("turn", range(14))
+    def test_fills(turn):
+        if turn < 6:
+            ctypes.memset(take(1 << 19), 1, 1 << 19)
+"""
+
+WITHOUT_MEMRAY = """
+    import sys
+    sys.modules["memray"] = None
+"""
+
+
+@pytest.mark.parametrize("conftest", ["", WITHOUT_MEMRAY], ids=["memray", "tracemalloc"])
+def test_the_call_that_allocates_in_each_test_is_named(run_inner: RunInner, conftest: str) -> None:
+    files = {"conftest.py": conftest, "test_allocates.py": ALLOCATES, "test_clean.py": ALLOCATES_AND_FREES}
+    run = run_inner(files, "--leakcheck-native")
+    assert run.blamed == ["the tests of test_allocates.py"]
+    finding = host_memory(run, "the tests of test_allocates.py")
+    assert finding.message.endswith("; 1.0 MiB of it a test allocated at test_allocates.py:10 in test_takes")
+    assert [(frame.line, frame.function) for frame in finding.allocated_at] == [(10, "test_takes")]
+
+
+def test_without_it_the_advice_names_the_option(run: InnerRun) -> None:
+    finding = host_memory(run, "the tests of test_native.py")
+    assert "`pytest --leakcheck-native` names the calls" in (finding.advice or "")
+    assert finding.allocated_at == ()
+
+
+def test_the_ini_file_asks_for_it_too(run_inner: RunInner) -> None:
+    files = {"pytest.ini": "[pytest]\nleakcheck_native = on\n", "test_allocates.py": ALLOCATES}
+    assert " of it a test allocated at " in host_memory(run_inner(files), "the tests of test_allocates.py").message

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.findings.allocating_calls import AllocatingCall, Record, Recorded, largest_call
+from lowtide.leakcheck.findings.allocating_calls import AllocatingCall, Record, RecordedTurns, largest_call
 from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory, with_call
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, HostGrowth, HostLevels
 from lowtide.leakcheck.growth.slope import Slope
@@ -179,7 +179,8 @@ GROWN = HostGrowth(Slope(MIB, MIB, MIB), 20, 20 * MIB, NAMES["malloc"], 20 * MIB
 def test_a_call_that_explains_little_is_not_named() -> None:
     finding = growth_of_host_memory(GROWN, "tests", "")
     little, much = (
-        with_call(finding, Recorded(10, AllocatingCall(each * MIB, SERVE, (SERVE,))), "tests", MIB) for each in (2, 3)
+        with_call(finding, RecordedTurns(10, AllocatingCall(each * MIB, SERVE, (SERVE,))), "tests", MIB)
+        for each in (2, 3)
     )
     assert little.message.endswith("; no call has kept as much of what it allocated in the last 10 tests")
     assert little.allocated_at == ()
