@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
-from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, call_recorder, is_read
 from lowtide.leakcheck.growth.host_levels import read_levels
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.watching.watched import Verdict
@@ -38,10 +38,8 @@ class TestTurns:
     def __init__(self, owners: Callable[[], Iterable[FixtureOwner]], others: OtherProcesses, *, native: bool) -> None:
         self._owners = owners
         self._others = others
-        self._growth = TurnGrowth(
-            "tests", self._named, native=native, native_option="" if native else "pytest --leakcheck-native"
-        )
-
+        calls = call_recorder(wanted=native)
+        self._growth = TurnGrowth("tests", self._named, calls=calls, native_option="pytest --leakcheck-native")
         self._of_modules: Counter[str] = Counter()
         self._all = 0
         self._turn = 0

@@ -69,6 +69,13 @@ _Turns = Annotated[
 _UntilDecided = Annotated[
     bool, typer.Option("--until-decided", help="Infer on, up to ten times as often, until it is known what grows.")
 ]
+_Native = Annotated[
+    bool,
+    typer.Option(
+        "--native",
+        help="With --turns: record which calls allocate while host memory seems to grow, by memray or tracemalloc.",
+    ),
+]
 
 _KeepHeap = Annotated[
     bool,
@@ -112,6 +119,7 @@ def run(
     calibration: _Calibration = None,
     turns: _Turns = 0,
     until_decided: _UntilDecided = False,
+    native: _Native = False,
     keep_heap: _KeepHeap = False,
     wide: Wide = False,
 ) -> None:
@@ -122,7 +130,7 @@ def run(
     """
     if cycles < 1:
         refuse(f"--cycles {cycles} is not possible: use 1 or more")
-    _check_turns(turns, until_decided=until_decided)
+    _check_turns(turns, until_decided=until_decided, native=native)
     if keep_heap and report is None:
         refuse("--keep-heap needs --report DIR: the heap is kept in it")
     check_engine_options(preset, model, defect, twin=twin)
@@ -166,6 +174,7 @@ def run(
                 snapshots=snapshots_in(report),
                 turns=turns,
                 until_decided=until_decided,
+                native=native,
                 heap=heap_in(report, f"run[{config.model}]", wanted=keep_heap),
             )
 
@@ -184,9 +193,11 @@ def check_engine_options(preset: Preset | None, model: Path | None, defect: str 
         refuse("--twin needs --defect NAME: it is that engine without the bug")
 
 
-def _check_turns(turns: int, *, until_decided: bool) -> None:
+def _check_turns(turns: int, *, until_decided: bool, native: bool) -> None:
     if until_decided and not turns:
         refuse("--until-decided needs --turns N: as many inferences are made in any case")
+    if native and not turns:
+        refuse("--native needs --turns N: calls are recorded while memory seems to grow with these")
     if turns:
         from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
 
@@ -393,6 +404,7 @@ def check(
     calibration: _Calibration = None,
     turns: _Turns = 0,
     until_decided: _UntilDecided = False,
+    native: _Native = False,
     keep_heap: _KeepHeap = False,
     wide: Wide = False,
 ) -> None:
@@ -402,7 +414,7 @@ def check(
     """
     if cycles < 1:
         refuse(f"--cycles {cycles} is not possible: use 1 or more")
-    _check_turns(turns, until_decided=until_decided)
+    _check_turns(turns, until_decided=until_decided, native=native)
     if keep_heap and report is None:
         refuse("--keep-heap needs --report DIR: the heap is kept in it")
     known = load_suppressions(suppressions)
@@ -426,6 +438,7 @@ def check(
                     snapshots=snapshots_in(report),
                     turns=turns,
                     until_decided=until_decided,
+                    native=native,
                     heap=heap_in(report, f"check[{target}]", wanted=keep_heap),
                 )
 

@@ -99,7 +99,7 @@ def with_call(finding: Finding, recorded: RecordedTurns, turns: str, rate: float
     where = f"at {line} in {call.place.function}"
     if call.native:
         where = f"in {call.native} ({PurePath(call.library).name}), called {where}"
-    said = f"; {format_bytes(each)} of it a {turn} allocated {where}"
+    said = f"; {format_bytes(each)} of it with each {turn} allocated {where}"
     return noted(finding, said, allocated_at=frames(call.stack), advice=_FREE)
 
 

@@ -101,7 +101,7 @@ class TurnGrowth:
         most: objects that all readings together may go through in any case, where nobody has.
         seconds: how long a turn takes; 0 where it may take any time.
         apart: does what goes through the heap where the program does not notice it.
-        native: whether calls are recorded that allocate, while host memory seems to grow.
+        calls: records those that allocate, while host memory seems to grow; None: nothing does.
         native_option: what asks for that; empty where nothing does.
     """
 
@@ -115,16 +115,12 @@ class TurnGrowth:
         most: int = _FREE,
         seconds: float = 0.0,
         apart: Callable[[Callable[[], dict[int, Finding]]], dict[int, Finding]] = lambda work: work(),
-        native: bool = False,
+        calls: CallRecorder | None = None,
         native_option: str = "",
     ) -> None:
         self._turns, self._apart = turns, apart
-        self._option = native_option
-        self._calls: CallRecorder | None = None
-        if native:
-            from lowtide.leakcheck.findings.allocating_calls import CallRecorder
-
-            self._calls = CallRecorder()
+        self._option = "" if calls else native_option
+        self._calls = calls
         # Levels that have in them what recording takes, each with the bytes that it says to take.
         self._waiting: list[tuple[tuple[str, ...], tuple[int, int], int]] = []
         self._by_frames = by_frames
@@ -234,6 +230,12 @@ class TurnGrowth:
         trim_heap()
         self._leave_out_next()
 
+    def _catch_up(self) -> None:
+        """Note the levels that wait for the end of what is recorded: they are asked for."""
+        if self._calls is not None and self._waiting:
+            self._calls.stop()
+            self._recorded(self._calls)
+
     def _leave_out_next(self) -> None:
         for levels in self._levels.values():
             levels.leave_out_next()
@@ -258,9 +260,7 @@ class TurnGrowth:
             since: the turn before its first one: what has grown for longer belongs to no module.
         """
         containers = self._growing_containers(module, since)
-        if self._calls is not None and self._waiting:
-            self._calls.stop()
-            self._recorded(self._calls)
+        self._catch_up()
         levels = self._levels.pop(stretch, None)
         if levels is None or not levels.seem_to_grow():
             if not self._levels:
@@ -282,6 +282,7 @@ class TurnGrowth:
 
     def undecided(self, stretch: str) -> int:
         """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""
+        self._catch_up()
         courses = {course.identity: course for course in self._containers.undecided(self._turn)}
         there = read_lengths(courses)[1] if courses else {}
         spans = [
@@ -294,6 +295,7 @@ class TurnGrowth:
 
     def said(self, stretch: str) -> str:
         """Say what host memory has done in a stretch, where nothing of it is known to grow."""
+        self._catch_up()
         return self._levels[stretch].said() if stretch in self._levels else ""
 
     def so_far(self) -> tuple[Finding, ...]:
@@ -331,6 +333,15 @@ class TurnGrowth:
             tensors=self._counts_tensors,
             fixed=self._containers.fixed(min(course.items for course in growing)),
         )
+
+
+def call_recorder(*, wanted: bool) -> CallRecorder | None:
+    """Return what records the calls that allocate, if that is asked for; to be made before what is judged begins."""
+    if not wanted:
+        return None
+    from lowtide.leakcheck.findings.allocating_calls import CallRecorder
+
+    return CallRecorder()
 
 
 def is_read(turn: int, count: int, *, is_last: bool) -> bool:

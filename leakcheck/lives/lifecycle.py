@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
-from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, not_decided
+from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
@@ -65,6 +66,7 @@ from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 if TYPE_CHECKING:
     import torch
 
+    from lowtide.leakcheck.findings.allocating_calls import CallRecorder
     from lowtide.probes.device.driver import Driver
 
 
@@ -103,6 +105,7 @@ class LifecycleRun:
         turns: inferences in a row at the end of each life, by which it is judged what grows; 0: only as many as tell
             of tensors, and of other processes.
         until_decided: whether more of them follow, up to ten times as many, until it is known what grows.
+        native: whether the calls are recorded in them that allocate, while host memory seems to grow.
         heap: where the heap is kept in which something is left of the last life; None: nowhere.
     """
 
@@ -123,11 +126,13 @@ class LifecycleRun:
         snapshots: AllocatorSnapshots | None = None,
         turns: int = 0,
         until_decided: bool = False,
+        native: bool = False,
         heap: HeapFile | None = None,
     ) -> None:
         self._heap = heap
         self._make = make
         self._turns, self._until_decided = turns, until_decided
+        self._calls = call_recorder(wanted=native)
         self._device = device
         self._driver = driver
         self._cycles = cycles
@@ -351,15 +356,22 @@ class LifecycleRun:
         # Of an engine in this process one life shows it.
         is_looked_at = may_grow and cycle == self._cycles and self._own_growth.keeps_any(cycle, engine)
         wanted = MORE_INFERENCES if self._processes.has_answered else 0
-        turns = InferenceTurns(self._turns, engine, self._processes.look_at_turns, until_decided=self._until_decided)
-        self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0), turns)
-        if is_looked_at:
-            self._own_growth.look(cycle, engine)
-        if turns.are_read:
-            found, missing = turns.end(self._own_growth.bytes)
-            self._said_of_turns = turns.said
-            self._of_turns |= {finding.fingerprint: finding for finding in found}
-            self._record.not_measured |= {each.what: each for each in missing}
+        turns = InferenceTurns(
+            self._turns,
+            engine,
+            self._processes.look_at_turns,
+            until_decided=self._until_decided,
+            calls=self._calls,
+        )
+        with closing(turns):
+            self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0), turns)
+            if is_looked_at:
+                self._own_growth.look(cycle, engine)
+            if turns.are_read:
+                found, missing = turns.end(self._own_growth.bytes)
+                self._said_of_turns = turns.said
+                self._of_turns |= {finding.fingerprint: finding for finding in found}
+                self._record.not_measured |= {each.what: each for each in missing}
         if self._update_growth.has_turns and cycle == self._cycles:
             self._update_again(life, cycle, engine)
 
@@ -677,17 +689,32 @@ class InferenceTurns:
         engine: which paths begin at.
         elsewhere: looks for the same in other processes; gives how many more turns may tell there.
         until_decided: whether there are more, until it is known what grows.
+        calls: see `TurnGrowth`.
 
     Attributes:
         count: how many there were.
     """
 
-    def __init__(self, wanted: int, engine: object, elsewhere: Callable[[], int], *, until_decided: bool) -> None:
-        self._growth = TurnGrowth(INFERENCES, lambda: [(ENGINE, engine)], asked=True)
+    def __init__(
+        self,
+        wanted: int,
+        engine: object,
+        elsewhere: Callable[[], int],
+        *,
+        until_decided: bool,
+        calls: CallRecorder | None,
+    ) -> None:
+        self._growth = TurnGrowth(
+            INFERENCES, lambda: [(ENGINE, engine)], asked=True, calls=calls, native_option="--native"
+        )
         self._wanted, self._most = wanted, wanted * _MOST_TIMES if until_decided else wanted
         self._readings = OpenEnd()
         self._elsewhere, self._more_elsewhere = elsewhere, 0
         self.count, self.said = 0, ""
+
+    def close(self) -> None:
+        """No inference follows."""
+        self._growth.close()
 
     @property
     def are_read(self) -> bool:
@@ -757,6 +784,7 @@ def check_run(
     snapshots: AllocatorSnapshots | None = None,
     turns: int = 0,
     until_decided: bool = False,
+    native: bool = False,
     heap: HeapFile | None = None,
 ) -> LifecycleRun:
     """Return the run of `cycles` fixed lives of a factory's targets.
@@ -772,6 +800,7 @@ def check_run(
         snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
         turns: inferences in a row by which it is judged what grows, as those of `LifecycleRun`.
         until_decided: whether more of them follow until that is known.
+        native: as that of `LifecycleRun`.
         heap: as that of `LifecycleRun`.
 
     Raises:
@@ -796,6 +825,7 @@ def check_run(
         snapshots=snapshots,
         turns=turns,
         until_decided=until_decided,
+        native=native,
         heap=heap,
     )
 

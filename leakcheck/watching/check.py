@@ -13,7 +13,7 @@ from typing import Literal
 
 import lowtide
 from lowtide.leakcheck.findings.heap_file import HeapFile
-from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, is_read
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, SECOND, TurnGrowth, call_recorder, is_read
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.engine_watch import SleepWatch
 from lowtide.leakcheck.watching.import_watch import ImportWatch
@@ -97,8 +97,9 @@ class LeakCheck:
         self._outer: list[str] = []
         self._turns, self._turn = turns, 0
         self._on_turn, self._begun = on_turn, dict[str, int]()
+        calls = call_recorder(wanted=native)
         self._growth = TurnGrowth(
-            "turns", by_frames=True, asked=True, native=native, native_option="" if native else "LeakCheck(native=True)"
+            "turns", by_frames=True, asked=True, calls=calls, native_option="LeakCheck(native=True)"
         )
         self._sleeps = SleepWatch(lambda: bool(self._watch.others.readings))
 

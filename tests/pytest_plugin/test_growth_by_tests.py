@@ -386,7 +386,7 @@ def test_the_call_that_allocates_in_each_test_is_named(run_inner: RunInner, conf
     run = run_inner(files, "--leakcheck-native")
     assert run.blamed == ["the tests of test_allocates.py"]
     finding = host_memory(run, "the tests of test_allocates.py")
-    assert finding.message.endswith("; 1.0 MiB of it a test allocated at test_allocates.py:10 in test_takes")
+    assert finding.message.endswith("; 1.0 MiB of it with each test allocated at test_allocates.py:10 in test_takes")
     assert [(frame.line, frame.function) for frame in finding.allocated_at] == [(10, "test_takes")]
 
 
@@ -398,4 +398,6 @@ def test_without_it_the_advice_names_the_option(run: InnerRun) -> None:
 
 def test_the_ini_file_asks_for_it_too(run_inner: RunInner) -> None:
     files = {"pytest.ini": "[pytest]\nleakcheck_native = on\n", "test_allocates.py": ALLOCATES}
-    assert " of it a test allocated at " in host_memory(run_inner(files), "the tests of test_allocates.py").message
+    assert (
+        " of it with each test allocated at " in host_memory(run_inner(files), "the tests of test_allocates.py").message
+    )

@@ -115,7 +115,10 @@ def said_of_call(finding: dict[str, Any]) -> str:
 @pytest.mark.parametrize("missing", [(), ("memray",)], ids=["memray", "tracemalloc"])
 def test_what_is_allocated_in_each_turn_is_told_with_its_line(missing: tuple[str, ...], tmp_path: Path) -> None:
     (finding,) = run(tmp_path, "malloc", *missing)
-    assert said_of_call(finding) == f"1.0 MiB of it a turn allocated at engine.py:{line_of('take(1 << 20)')} in serve"
+    assert (
+        said_of_call(finding)
+        == f"1.0 MiB of it with each turn allocated at engine.py:{line_of('take(1 << 20)')} in serve"
+    )
     assert finding["allocated_at"] == [["serve", "take(1 << 20)"], ["<module>", "serve(turn)"]]
     assert finding["advice"].startswith("free in each turn what this call allocates")
 
@@ -126,7 +129,7 @@ def test_objects_that_hold_each_other_are_told_with_their_line(missing: tuple[st
     (finding,) = run(tmp_path, "objects", *missing)
     assert "Python's heap in use has" in finding["message"]
     assert finding["allocated_at"][-2:] == [["serve", "LAST = Node(LAST)"], ["<module>", "serve(turn)"]]
-    size = said_of_call(finding).partition(" of it a turn allocated at engine.py:")[0]
+    size = said_of_call(finding).partition(" of it with each turn allocated at engine.py:")[0]
     assert 300 < float(size.removesuffix(" KiB")) < 500
 
 
@@ -138,7 +141,7 @@ def test_the_native_function_is_named_with_its_library(tmp_path: Path) -> None:
     (finding,) = run(tmp_path, "extension")
     line = line_of("EXTENSION.encode_batch(1 << 20)")
     assert said_of_call(finding) == (
-        f"1.0 MiB of it a turn allocated in encode_batch (extension.so), called at engine.py:{line} in serve"
+        f"1.0 MiB of it with each turn allocated in encode_batch (extension.so), called at engine.py:{line} in serve"
     )
 
 
@@ -184,7 +187,7 @@ def test_a_call_that_explains_little_is_not_named() -> None:
     )
     assert little.message.endswith("; no call has kept as much of what it allocated in the last 10 tests")
     assert little.allocated_at == ()
-    assert much.message.endswith("; 307.2 KiB of it a test allocated at engine.py:40 in serve")
+    assert much.message.endswith("; 307.2 KiB of it with each test allocated at engine.py:40 in serve")
 
 
 def test_without_records_the_advice_names_what_makes_them() -> None:

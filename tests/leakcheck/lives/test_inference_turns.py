@@ -65,7 +65,12 @@ def keeps_each_at_last(engine: Engine) -> None:
 
 
 def lived(
-    keeps: Callable[[Engine], None], turns: int = 16, cycles: int = 1, *, until_decided: bool = False
+    keeps: Callable[[Engine], None],
+    turns: int = 16,
+    cycles: int = 1,
+    *,
+    until_decided: bool = False,
+    native: bool = False,
 ) -> tuple[Subject, list[Engine]]:
     engines: list[Engine] = []
 
@@ -82,6 +87,7 @@ def lived(
         script=("create", "infer", "shutdown"),
         turns=turns,
         until_decided=until_decided,
+        native=native,
     )
     return run.run(), engines
 
@@ -144,3 +150,25 @@ def test_it_goes_on_until_that_is_decided() -> None:
 def test_it_does_not_go_on_where_it_is_decided(keeps: Callable[[Engine], None]) -> None:
     _, (engine,) = lived(keeps, until_decided=True)
     assert engine.inferred == 17
+
+
+def takes_by_c(engine: Engine) -> None:
+    take = ctypes.pythonapi.PyMem_RawMalloc
+    take.argtypes, take.restype = [ctypes.c_size_t], ctypes.c_void_p
+    ctypes.memset(take(1 << 20), 1, 1 << 20)
+
+
+@pytest.mark.nightly
+def test_the_call_that_allocates_in_each_inference_is_named() -> None:
+    subject, _ = lived(takes_by_c, cycles=2, native=True)
+    (finding,) = growth(subject)
+    assert "; 1.0 MiB of it with each inference allocated at test_inference_turns.py:" in finding.message
+    assert finding.message.endswith(" in takes_by_c")
+    assert not [missing for missing in subject.not_measured if "descriptor" in missing.what]
+
+
+@pytest.mark.nightly
+def test_without_it_the_option_is_named() -> None:
+    subject, _ = lived(takes_by_c)
+    (finding,) = growth(subject)
+    assert "`--native` names the calls" in (finding.advice or "")
