@@ -164,12 +164,8 @@ class _Memray:
         self._tracker.__exit__(None, None, None)
         command = [sys.executable, "-m", "lowtide.leakcheck.findings.memray_file"]
         try:
-            done = subprocess.run(
-                [*command, self._file, str(turns), str(os.getpid())],
-                stdout=subprocess.PIPE,
-                timeout=_SECONDS,
-                check=False,
-            )
+            arguments = [self._file, str(turns), str(os.getpid())]
+            done = subprocess.run([*command, *arguments], capture_output=True, timeout=_SECONDS, check=True)
             return msgspec.json.decode(done.stdout, type=AllocatingCall | None)
         except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
             raise CannotRecordError(f"what memray has recorded cannot be read: {error}") from None

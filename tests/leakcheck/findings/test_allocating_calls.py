@@ -69,9 +69,14 @@ PROGRAM = """
     if what == "extension":
         EXTENSION = ctypes.CDLL("./extension.so")
         EXTENSION.encode_batch.argtypes, EXTENSION.encode_batch.restype = [ctypes.c_size_t], ctypes.c_void_p
-    if what == "taken":
+    if what == "tracemalloc":
         import tracemalloc
         tracemalloc.start()
+        what = "malloc"
+    if what == "memray":
+        import memray
+        tracker = memray.Tracker("own.bin")
+        tracker.__enter__()
         what = "malloc"
     with LeakCheck(turns=24, native=True) as check:
         for turn in range(24):
@@ -152,9 +157,18 @@ def test_what_fills_is_none(missing: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_where_the_program_records_itself_that_is_said(tmp_path: Path) -> None:
-    (finding,) = run(tmp_path, "taken", "memray")
-    assert said_of_call(finding) == "which call allocates it is not known: the program runs tracemalloc itself"
+@pytest.mark.parametrize(
+    ("what", "missing", "why"),
+    [
+        ("tracemalloc", ("memray",), "the program runs tracemalloc itself"),
+        ("memray", (), "memray cannot record them: No more than one Tracker instance can be active at the same time"),
+    ],
+)
+def test_where_the_program_records_itself_that_is_said(
+    what: str, missing: tuple[str, ...], why: str, tmp_path: Path
+) -> None:
+    (finding,) = run(tmp_path, what, *missing)
+    assert said_of_call(finding) == f"which call allocates it is not known: {why}"
 
 
 def test_the_line_that_keeps_most_is_the_call() -> None:
