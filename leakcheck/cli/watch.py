@@ -247,7 +247,7 @@ class _Watching:
             tell,
             self._client,
             stacks=lambda: [line for pid in pids() for line in _stacks(pid, ask)],
-            held=lambda: sum(map(anonymous_bytes_of, pids())),
+            held=lambda: {pid: anonymous_bytes_of(pid) for pid in pids()},
         )
         self._export(watch, pids)
         return watch

@@ -8,11 +8,12 @@ nobody counts requests. A server that ends or answers no more is a finding, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, NotMeasured
@@ -31,6 +32,12 @@ STARTS_S = 600.0
 
 _MINUTES = 5
 """Of which it is told what a server held that has ended."""
+
+_STAYS_S = 5.0
+"""Seconds after which a process is a part of the server, whose end is worth a word."""
+
+_LATELY_S = 60.0
+"""Seconds before the server's own end in which that may have to do with it."""
 
 _NOTED_S = 2
 """Seconds between two notes of that."""
@@ -96,7 +103,7 @@ class ServerWatch:
         tell: takes what is to be said while it goes on.
         client: asks the server; None where nobody does.
         stacks: tells what its threads do, by process.
-        held: gives the bytes that its processes hold.
+        held: gives the bytes that each of its processes holds.
         is_over: whether it is known what grows, or the time is over, or the server has come to its end.
         rates: what has grown in the last window, each with the bytes of a second.
     """
@@ -106,7 +113,7 @@ class ServerWatch:
     tell: Callable[[str], object]
     client: Client | None = None
     stacks: Callable[[], Sequence[str]] = lambda: ()
-    held: Callable[[], int] = lambda: 0
+    held: Callable[[], Mapping[int, int]] = dict
     is_over: bool = field(default=False, init=False)
     rates: Sequence[tuple[Finding, float]] = field(default=(), init=False)
     _made: float = field(default_factory=time.monotonic, init=False)
@@ -119,6 +126,9 @@ class ServerWatch:
     _rates: dict[tuple[int, str], float] = field(default_factory=dict, init=False)
     _found: list[Finding] = field(default_factory=list, init=False)
     _read: float = field(default=0.0, init=False)
+    # Its processes, by number: what each is called, and since when it is there; and when others have ended.
+    _processes: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
+    _gone: dict[str, float] = field(default_factory=dict, init=False)
     # What its processes held in its last minutes: when, and how many bytes.
     _course: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MINUTES * 60 // _NOTED_S))
 
@@ -126,8 +136,7 @@ class ServerWatch:
         """Read what grows, if that is due; to be called a few times a second."""
         if self.is_over:
             return
-        if not self._course or time.monotonic() - self._course[-1][0] >= _NOTED_S:
-            self._course.append((time.monotonic(), self.held()))
+        self._note()
         if self.client is not None and not self._is_answered(self.client):
             return
         if self._window is None:
@@ -141,6 +150,19 @@ class ServerWatch:
             self._requests = self._count()
         if window.is_over:
             self._judge(window)
+
+    def _note(self) -> None:
+        """Note what its processes hold, and which of them have ended."""
+        now, held = time.monotonic(), self.held()
+        for pid in held.keys() - self._processes.keys():
+            self._processes[pid] = (describe_process(pid).text, now)
+        for pid in self._processes.keys() - held.keys():
+            name, since = self._processes.pop(pid)
+            # One that comes and goes is no part of it.
+            if now - since >= _STAYS_S:
+                self._gone[name] = now
+        if not self._course or now - self._course[-1][0] >= _NOTED_S:
+            self._course.append((now, sum(held.values())))
 
     def _is_answered(self, client: Client) -> bool:
         """Return whether the server answers; where it does no more, that is the end of the watch."""
@@ -209,11 +231,13 @@ class ServerWatch:
 
     def _last_minutes(self) -> str:
         """Say what its processes have held in its last minutes."""
-        held = [size for _, size in self._course if size]
+        held, now = [size for _, size in self._course if size], time.monotonic()
         if not held:
             return ""
-        since = time.monotonic() - self._course[0][0]
-        return f"; its processes held {format_bytes(held[-1])}, and {format_bytes(held[0])} {since:.0f} s before"
+        before = f"{format_bytes(held[0])} {now - self._course[0][0]:.0f} s before"
+        lately = {name: now - since for name, since in self._gone.items() if now - since < _LATELY_S}
+        ended = [f"; {name} had ended {seconds:.1f} s before" for name, seconds in lately.items()]
+        return f"; its processes held {format_bytes(held[-1])}, and {before}{''.join(ended)}"
 
     def findings(self) -> list[Finding]:
         """Return what grows, and how the server has ended, if it has."""

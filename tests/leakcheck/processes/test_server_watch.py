@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
+
+from lowtide.leakcheck.processes import server_watch
 from lowtide.leakcheck.processes.server_watch import HANGS_S, SLOW_S, ServerWatch
 from lowtide.reports.schema import Finding, NotMeasured
+
+OWN = os.getpid()
 
 
 def growth(size: int, holder: str = "KEPT") -> Finding:
@@ -157,7 +163,7 @@ def test_nothing_is_read_before_it_answers() -> None:
 
 def test_an_end_is_a_finding_unless_somebody_has_asked_for_it() -> None:
     for status, how in ((3, " with exit code 3"), (-9, " by signal 9"), (None, "")):
-        watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: 1 << 30)
+        watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: {OWN: 1 << 30})
         watch.look()
         watch.end(status)
         (finding,) = watch.findings()
@@ -166,6 +172,22 @@ def test_an_end_is_a_finding_unless_somebody_has_asked_for_it() -> None:
     asked.look()
     asked.end(-15, asked=True)
     assert (asked.is_over, asked.findings()) == (True, [])
+
+
+def test_a_process_that_ended_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(server_watch.time, "monotonic", lambda: now)
+    there = {OWN: 1 << 20, os.getppid(): 1 << 20}
+    watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: dict(there))
+    watch.look()
+    now += 30
+    del there[OWN]
+    watch.look()
+    now += 2
+    watch.end(1)
+    (finding,) = watch.findings()
+    assert f"pid {OWN} (" in finding.message
+    assert finding.message.endswith(" had ended 2.0 s before")
 
 
 def test_requests_that_fail_are_told_and_nothing_is_known_where_all_do() -> None:
