@@ -82,6 +82,7 @@ def test_a_path_is_that_of_the_living_heap(tmp_path: Path) -> None:
     assert sorted(map(as_shown, paths)) == expected
 
 
+@pytest.mark.nightly
 def test_a_library_s_namespace_is_reached_from_its_module(module: Any, tmp_path: Path) -> None:
     library = types.ModuleType("_pytest.of_this_test")
     exec("def function(): pass", vars(library))
@@ -166,6 +167,7 @@ def test_holders_are_named_as_in_the_living_heap(module: Any, tmp_path: Path) ->
     assert sorted(as_shown(asked.path(node)) for node in asked.find("Leak").tolist()) == expected
 
 
+@pytest.mark.nightly
 def test_who_holds_a_type_is_counted_by_type_and_edge(module: Any, tmp_path: Path) -> None:
     module.first = [Leak() for _ in range(5)]
     module.second = [Attributed(leak) for leak in module.first[:3]]
@@ -174,6 +176,7 @@ def test_who_holds_a_type_is_counted_by_type_and_edge(module: Any, tmp_path: Pat
     assert rows == [("list", "[…]", 5), (f"{Attributed.__module__}.Attributed", ".held", 3)]
 
 
+@pytest.mark.nightly
 def test_types_retain_what_none_of_their_own_does(module: Any, tmp_path: Path) -> None:
     chain: Attributed | None = None
     for _ in range(10):
@@ -189,6 +192,7 @@ def test_types_retain_what_none_of_their_own_does(module: Any, tmp_path: Path) -
     assert first.type == ("list" if sys.version_info >= (3, 11) else "dict")
 
 
+@pytest.mark.nightly
 def test_what_findings_are_about_is_known_and_the_edge_to_what_is_new_is_marked(module: Any, tmp_path: Path) -> None:
     module.kept = Attributed(Leak())
     asked = kept(tmp_path, module.kept.held, born=True)
@@ -211,6 +215,7 @@ def test_no_contents_are_in_the_file(module: Any, tmp_path: Path) -> None:
         assert b"47114711471147" not in part
 
 
+@pytest.mark.nightly
 def test_no_code_of_the_programs_runs(module: Any, tmp_path: Path) -> None:
     def fail(*_: object) -> Any:
         raise AssertionError("foreign code runs")
@@ -226,6 +231,7 @@ def test_no_code_of_the_programs_runs(module: Any, tmp_path: Path) -> None:
     assert "helper.holders[0]['key']" in paths
 
 
+@pytest.mark.nightly
 def test_an_object_that_no_root_leads_to_has_no_path(tmp_path: Path) -> None:
     cycle: list[object] = [Leak()]
     cycle.append(cycle)
@@ -242,6 +248,7 @@ def test_an_object_that_no_root_leads_to_has_no_path(tmp_path: Path) -> None:
     gc.collect()
 
 
+@pytest.mark.nightly
 def test_what_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
     asked = kept(tmp_path)
     for asked_for in ("helper.Absent", "999999999", "9" * 40, "\x1b[31m"):

@@ -48,6 +48,7 @@ def _in_linear(held: Any) -> object:
     return made
 
 
+@pytest.mark.nightly
 def test_holders_in_modules_of_torch_are_named_as_in_the_living_heap(module: Any, tmp_path: Path) -> None:
     leaks = [Leak(), Leak()]
     module.alone = _in_linear(leaks[0])

@@ -109,6 +109,7 @@ def test_the_file_names_the_path_and_holder_of_the_finding(tested: Path, file: s
     assert suspects[0] == next(hop.edge for hop in finding.path if hop.suspect)
 
 
+@pytest.mark.nightly
 def test_the_file_says_who_holds_a_type_and_what_an_object_holds_alone(file: str) -> None:
     assert [(row["holder"], row["edge"], row["count"]) for row in answered(file, "--holds", "helper.Model")] == [
         ("helper.Engine", ".model", 1)

@@ -143,6 +143,7 @@ def test_answers_are_bounded_and_have_pages(tmp_path: Path) -> None:
     assert none == {"total": 0, "findings": [], "next_offset": None}
 
 
+@pytest.mark.nightly
 def test_nothing_outside_of_the_folder_is_read(served: Path, tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     inside.mkdir()
