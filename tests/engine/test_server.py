@@ -424,6 +424,7 @@ def test_metrics_count_what_was_asked(served: Served) -> None:
 # Its end
 
 
+@pytest.mark.nightly
 def test_sigterm_aborts_what_runs_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         stream = long_stream(server, 2000)

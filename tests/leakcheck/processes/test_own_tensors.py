@@ -69,6 +69,7 @@ KEPT: list[object] = []
 GROWING: list[object] = []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(native.all_instances is None, reason="the extension is not built here")
 def test_no_other_thread_sees_who_holds_what_being_found() -> None:
     before = list(gc.callbacks)
