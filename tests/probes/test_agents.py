@@ -415,8 +415,11 @@ def test_the_signal_is_known_by_one_number_and_handled_only_meanwhile() -> None:
 
 
 @pytest.fixture
-def folder_of_the_dead() -> Iterator[Path]:
-    """The folder of a run that was killed."""
+def folder_of_the_dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a run that was killed; where tests beside this one, which remove such, do not look."""
+    place = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
+    monkeypatch.setenv("TMPDIR", place)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     code = (
         "import os; from lowtide.probes.processes.agents import Agents; a = Agents(); a.start(); "
         "print(a.folder, flush=True); os.kill(os.getpid(), 9)"
@@ -424,8 +427,9 @@ def folder_of_the_dead() -> Iterator[Path]:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     folder = Path(run.stdout.strip())
     assert folder.is_dir()
+    assert str(folder.parent) == place
     yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def test_the_next_run_removes_what_a_killed_one_has_left(folder_of_the_dead: Path, agents: Agents) -> None:
