@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
     from lowtide.leakcheck.processes.server_watch import ServerWatch, Window
     from lowtide.leakcheck.targets.load import Load
+    from lowtide.reports.schema import NotMeasured
 
 _PORT = 8000
 """Where a command's server listens that does not say where, as vLLM's does."""
@@ -93,8 +94,9 @@ def watch(
         refuse(f"--load {load} is not possible: give clients, and --url, or a command" if load < 0 else _NO_URL)
     if url is not None and not re.fullmatch(r"https?://[^/\s]+(:\d+)?/?", url):
         refuse(f"--url {url!r} is no address of a server: use one such as http://127.0.0.1:8000")
-    if command is None and report is not None:
-        refuse("--report needs a command: of what runs the report is printed, with --json as JSON")
+    if command is None and (report is not None or suppressions is not None):
+        option = "--suppressions" if report is None else "--report"
+        refuse(f"{option} needs a command: of what runs the report is printed, with --json as JSON")
     seconds = watched_seconds("--for", watched_for)
     until = None if warm_up is None else seconds_of("--warm-up", warm_up)
     allowed = allowed_bytes(max_growth)
@@ -142,6 +144,8 @@ class _Watching:
         self._url, self._clients, self._is_needed = url, clients, is_needed
         self._seconds, self._warm_up, self._metrics = seconds, warm_up, metrics
         self._client: Load | None = None
+        # What is not known of processes that have agents and did not answer.
+        self._silent: Callable[[], Collection[NotMeasured]] = tuple
         self._open = ExitStack()
 
     def __enter__(self) -> _Watching:
@@ -196,7 +200,7 @@ class _Watching:
             return report_growth(
                 f"watch[{pid}]",
                 watch.findings(),
-                watch.not_measured,
+                (*self._silent(), *watch.not_measured),
                 watch.not_judged,
                 allowed,
                 as_json,
@@ -218,7 +222,9 @@ class _Watching:
         if found is not None:
             tree = ProcessTree()
             tree.adopt([pid])
-            return self.begin(EngineProcesses(tree, found[0], None, lambda: self._driver))
+            engine = EngineProcesses(tree, found[0], None, lambda: self._driver)
+            self._silent = engine.not_measured.values
+            return self.begin(engine)
         pythons = [each for each in _tree_of(pid) if python_of(each) is not None]
         looks = {each: stack.enter_context(Attachment(each)) for each in pythons}
         if not looks:

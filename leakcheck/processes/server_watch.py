@@ -122,8 +122,8 @@ class ServerWatch:
     _length: float = field(default=SHORTEST_S, init=False)
     _began: float | None = field(default=None, init=False)
     _requests: int | None = field(default=None, init=False)
-    # By process and fingerprint: bytes by request, or by second, in the window before.
-    _rates: dict[tuple[int, str], float] = field(default_factory=dict, init=False)
+    # By process, fingerprint and whether requests were counted: bytes by request, or by second, in the window before.
+    _rates: dict[tuple[int, str, bool], float] = field(default_factory=dict, init=False)
     _found: list[Finding] = field(default_factory=list, init=False)
     _read: float = field(default=0.0, init=False)
     # Its processes, by number: what each is called, and since when it is there; and when others have ended.
@@ -186,8 +186,14 @@ class ServerWatch:
         count = self._count() - (self._requests or 0)
         found = list(window.findings())
         self.rates = [(each, each.bytes / window.seconds_read) for each in found if window.seconds_read]
-        rates = {_key(finding): finding.bytes / (count or window.seconds_read) for finding in found}
-        steady = [each for each in found if rates[_key(each)] >= STEADY * self._rates.get(_key(each), float("inf"))]
+        # Rates by request and by second do not compare.
+        counted, over = count > 0, count if count > 0 else window.seconds_read
+        rates = {(*_key(each), counted): each.bytes / over for each in found}
+        steady = [
+            each
+            for each in found
+            if each.bytes / over >= STEADY * self._rates.get((*_key(each), counted), float("inf"))
+        ]
         self._read += window.seconds_read
         left = self.seconds - (time.monotonic() - (self._began or 0.0))
         silent = None if self.client is None else self.client.silent_for()
@@ -226,7 +232,8 @@ class ServerWatch:
         if self._window is not None:
             self._window.end()
             found = [] if self._window.not_measured else list(self._window.findings())
-            self._found += [each for each in found if _key(each) in self._rates]
+            before = {(pid, name) for pid, name, _ in self._rates}
+            self._found += [each for each in found if _key(each) in before]
         self._end([] if asked else [_ended(status, self._last_minutes())])
 
     def _last_minutes(self) -> str:

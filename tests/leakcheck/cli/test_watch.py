@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("httpx")
@@ -179,6 +181,23 @@ def test_one_that_runs_is_found_by_its_address(server: Path, port: int, has_agen
 
 
 @pytest.mark.nightly
+def test_one_whose_agent_does_not_answer_is_not_clean(server: Path, port: int) -> None:
+    command = (sys.executable, str(server), "nothing", "--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+    with running(sys.executable, "-m", "lowtide", "exec", "--", *command), Load(url, 0, is_needed=True) as load:
+        wait_until(lambda: load.silent_for() is not None)
+        (pid,) = (
+            each.pid for each in psutil.net_connections("tcp") if each.laddr.port == port and each.status == "LISTEN"
+        )
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            status, _, subject = watch("--for", "12s", "--warm-up", "1s", "--pid", str(pid))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert (status, subject.outcome) == (2, "unsupported")
+
+
+@pytest.mark.nightly
 def test_metrics_have_opentelemetry_s_names_and_say_what_grows(server: Path, port: int) -> None:
     command = ("--", sys.executable, str(server), "keeps", "--port", str(port))
     options = ("--for", "60s", "--warm-up", "1s", "--load", "2", "--metrics", "0")
@@ -253,6 +272,8 @@ def test_the_load_asks_in_all_ways_and_counts(server: Path, port: int) -> None:
         (["--url", "http://127.0.0.1:9"], "no process of this machine that can be seen listens on port 9: "),
         (["--for", "12s", "--metrics", "99999", "--", "true"], "--metrics 99999 is not possible"),
         (["--", "lowtide-no-such-program"], "lowtide-no-such-program was not found"),
+        (["--pid", "1", "--suppressions", "x"], "--suppressions needs a command: "),
+        (["--pid", "1", "--report", "x"], "--report needs a command: "),
         (["--pid", "4194303"], "there is no process 4194303: `lowtide ps` lists engines"),
     ],
 )

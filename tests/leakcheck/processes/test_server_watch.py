@@ -127,6 +127,11 @@ def test_requests_are_told_and_are_what_the_rate_is_of() -> None:
     assert watched([growth(5000)], [growth(5000)], [], client=slower).findings() == []
 
 
+def test_a_rate_by_second_is_not_compared_with_one_by_request() -> None:
+    lost = Client(steps=[0, 500, 0, 0])
+    assert watched([growth(5000)], [growth(5000)], [], client=lost).findings() == []
+
+
 def test_a_server_that_answers_no_more_hangs_and_its_stacks_are_told() -> None:
     told: list[str] = []
     client = Client(silent=HANGS_S + 1)
