@@ -36,7 +36,14 @@ from lowtide.leakcheck.cli.console import (
     write,
     write_report,
 )
-from lowtide.leakcheck.cli.growth_report import allowed_bytes, seconds_of, watched_seconds, with_known
+from lowtide.leakcheck.cli.growth_report import (
+    CommandsJson,
+    MaxGrowth,
+    allowed_bytes,
+    seconds_of,
+    watched_seconds,
+    with_known,
+)
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -65,10 +72,7 @@ def execute(
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The program and its arguments.")
     ] = None,
     report: ReportFolder = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the report as JSON (lowtide-report/1); the command's own output: stderr."),
-    ] = False,
+    as_json: CommandsJson = False,
     suppressions: KnownLeaks = None,
     settle: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long its processes and the driver have to let go at the end.")
@@ -84,10 +88,7 @@ def execute(
             help="When that begins, after the start [default: once its processes rest, or are there for 30s].",
         ),
     ] = None,
-    max_growth: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a process may grow by meanwhile and be told as known [default: 0]."),
-    ] = None,
+    max_growth: MaxGrowth = None,
 ) -> None:
     """Run a command with agents in all its processes, and judge what they leave when it has ended.
 

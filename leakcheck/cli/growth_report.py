@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+import typer
 
 from lowtide.leakcheck.cli.console import find_console, make_report, refuse, write
 
 if TYPE_CHECKING:
     from lowtide.reports.schema import Finding, NotMeasured, Outcome
+
+
+MaxGrowth = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="What a process may grow by meanwhile and be told as known [default: 0]."),
+]
+CommandsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the report as JSON (lowtide-report/1); the command's own output: stderr."),
+]
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -22,7 +22,14 @@ from lowtide.leakcheck.cli.console import (
     refuse,
 )
 from lowtide.leakcheck.cli.execute import LOOK_S, WatchedGrowth, judge_command, tell
-from lowtide.leakcheck.cli.growth_report import allowed_bytes, report_growth, seconds_of, watched_seconds
+from lowtide.leakcheck.cli.growth_report import (
+    CommandsJson,
+    MaxGrowth,
+    allowed_bytes,
+    report_growth,
+    seconds_of,
+    watched_seconds,
+)
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -59,18 +66,12 @@ def watch(
         str | None,
         typer.Option(metavar="TIME", help="When it begins, once the server answers [default: as of `lowtide exec`]."),
     ] = None,
-    max_growth: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a process may grow by and be told as known [default: 0]."),
-    ] = None,
+    max_growth: MaxGrowth = None,
     metrics: Annotated[
         int | None, typer.Option(metavar="PORT", help="Serve what it holds as metrics for Prometheus on this port.")
     ] = None,
     report: ReportFolder = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the report as JSON (lowtide-report/1); the command's own output: stderr."),
-    ] = False,
+    as_json: CommandsJson = False,
     suppressions: KnownLeaks = None,
 ) -> None:
     """Watch a server while it works: what grows in which process, with who holds it, by request where they are counted.

@@ -26,6 +26,8 @@ STEADY = 0.6
 HANGS_S = 60.0
 """Seconds without an answer to any question after which a server that is asked hangs."""
 
+SLOW_S = 15.0
+"""The same after which nothing that was read says that it is well."""
 
 STARTS_S = 600.0
 """Seconds within which a server must answer first."""
@@ -33,18 +35,14 @@ STARTS_S = 600.0
 _MINUTES = 5
 """Of which it is told what a server held that has ended."""
 
+_NOTED_S = 2
+"""Seconds between two notes of that."""
+
 _STAYS_S = 5.0
 """Seconds after which a process is a part of the server, whose end is worth a word."""
 
 _LATELY_S = 60.0
 """Seconds before the server's own end in which that may have to do with it."""
-
-_NOTED_S = 2
-"""Seconds between two notes of that."""
-
-
-SLOW_S = 15.0
-"""The same after which nothing that was read says that the server is well."""
 
 
 class Window(Protocol):
