@@ -19,6 +19,9 @@ LIMIT_S = 55.0
 
 _NICE = 5
 
+_LENGTH = 8
+"""Bytes of an answer's length, which comes first."""
+
 
 class ForkError(RuntimeError):
     """Work in a fork that has come to no end; the message says why."""
@@ -61,18 +64,20 @@ def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
 
 def _said(reading: int, child: int, limit: float) -> bytes:
     until = time.monotonic() + limit
-    parts: list[bytes] = []
+    said = b""
     poll = select.poll()
     poll.register(reading, select.POLLIN)
-    while True:
+    # Not until the pipe is closed: a fork that the program makes meanwhile has its other end, too.
+    while len(said) < _LENGTH or len(said) < _LENGTH + int.from_bytes(said[:_LENGTH], "little"):
         left = until - time.monotonic()
         if left <= 0 or not poll.poll(left * 1000):
             os.kill(child, signal.SIGKILL)
             raise ForkError(f"a fork of the process did not answer within {limit:g} s, and was ended")
         part = os.read(reading, 1 << 20)
         if not part:
-            return b"".join(parts)
-        parts.append(part)
+            return b""
+        said += part
+    return said[_LENGTH:]
 
 
 def _reap(child: int) -> None:
@@ -91,7 +96,7 @@ def _work(
             said = b"=" + work()
         except BaseException as error:  # noqa: BLE001 - there is nobody else to say it to
             said = f"!{type(error).__name__}: {error}".encode(errors="replace")
-        view = memoryview(said)
+        view = memoryview(len(said).to_bytes(_LENGTH, "little") + said)
         while view:
             view = view[os.write(writing, view) :]
     finally:

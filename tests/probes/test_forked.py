@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
 import warnings
 
+import psutil
 import pytest
 
 from lowtide.probes.heap.holders import trace
@@ -17,7 +19,7 @@ from lowtide.probes.originals import gc as original_gc
 from lowtide.probes.originals import sys as original_sys
 from lowtide.probes.processes.forked import ForkError, in_a_fork
 from tests.resized_buffers import buffers_resized_meanwhile
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 KEPT: list[object] = []
 
@@ -104,6 +106,20 @@ def test_one_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ForkError, match=r"did not answer within 0\.1 s, and was ended"):
         in_a_fork(lambda: bytes(int(time.sleep(60) or 0)), 0.1)
     wait_until(lambda: set(children_of(os.getpid())) <= before)
+
+
+def test_whoever_else_has_the_pipe_holds_up_nothing() -> None:
+    def work() -> bytes:
+        child = os.fork()
+        if not child:
+            time.sleep(HANG_S)
+            os._exit(0)
+        return str(child).encode()
+
+    child = int(in_a_fork(work, HANG_S / 2))
+    # It has the pipe still.
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_warnings_about_forks_are_no_errors() -> None:
