@@ -24,6 +24,7 @@ from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.originals import os, time
 from lowtide.probes.processes.agents import FOLDER_PREFIX, Neighbours
 from lowtide.probes.processes.outside_view import ByCard, by_process
+from lowtide.probes.processes.shared_memory_files import FOLDER as SHARED_MEMORY
 from lowtide.probes.processes.shared_memory_files import (
     SharedMemoryFile,
     SharedMemoryReading,
@@ -74,16 +75,24 @@ class TreeTraces:
         driver: reports what they hold on cards.
         agents: the folder with the sockets of agents, which has one for each Python process that there was; or None.
         folder: of temporary files.
+        shared: the folder of shared memory.
     """
 
     def __init__(
-        self, tree: ProcessTree, driver: Driver, *, agents: Path | None = None, folder: str | None = None
+        self,
+        tree: ProcessTree,
+        driver: Driver,
+        *,
+        agents: Path | None = None,
+        folder: str | None = None,
+        shared: Path = SHARED_MEMORY,
     ) -> None:
         self._tree = tree
         self._neighbours = Neighbours(tree)
         self._driver = driver
         self._agents = agents
         self._folder = Path(folder or tempfile.gettempdir())
+        self._shared_folder = shared
         self._began = 0.0
         self._next_deep = 0.0
         self._started: dict[int, int] = {}
@@ -101,7 +110,7 @@ class TreeTraces:
     def start(self) -> None:
         """What is there now was left before."""
         self._began = time.time() - _CLOCK_S
-        self._shared_before = frozenset(_names_in(Path("/dev/shm")))
+        self._shared_before = frozenset(_names_in(self._shared_folder))
         self._files_before = frozenset(_names_in(self._folder))
         self._system_v_before = frozenset((each.kind, each.number) for each in _system_v())
 
@@ -171,12 +180,12 @@ class TreeTraces:
 
     def shared_memory(self) -> tuple[tuple[SharedMemoryFile, ...], tuple[Undecided, ...], str]:
         """The entries of /dev/shm that the tree has left; those of which it cannot be seen; why none can be read."""
-        reading: SharedMemoryReading = read_shared_memory()
+        reading: SharedMemoryReading = read_shared_memory(self._shared_folder)
         dead = [file for file in reading.dead if self._may_be_ours(file)]
         if dead:
             # Another program may just have closed one, and be about to remove it.
             time.sleep(_CLOSING_S)
-            still = {file.path for file in read_shared_memory().dead}
+            still = {file.path for file in read_shared_memory(self._shared_folder).dead}
             dead = [file for file in dead if file.path in still]
         undecided = [each for each in reading.undecided if self._may_be_ours(each.file)]
         why = self._neighbours.look() if dead else ""

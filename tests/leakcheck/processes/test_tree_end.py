@@ -63,9 +63,16 @@ def tree() -> Iterator[ProcessTree]:
     tree.stop()
 
 
+def traces_in(folder: Path, tree: ProcessTree, cards: Cards) -> TreeTraces:
+    """Look at folders of the test's own: what others make in the machine's meanwhile would be taken for the tree's."""
+    shared = folder / "shm"
+    shared.mkdir(exist_ok=True)
+    return TreeTraces(tree, cast("Driver", cards), folder=str(folder), shared=shared)
+
+
 def lived(tree: ProcessTree, cards: Cards, folder: Path, *, listed: bool = True) -> tuple[TreeTraces, int]:
     """A child that was looked at and has ended; the driver has listed it with 300 MiB."""
-    traces = TreeTraces(tree, cast("Driver", cards), folder=str(folder))
+    traces = traces_in(folder, tree, cards)
     traces.start()
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     cards.listed = {child.pid: 300 * MIB} if listed else {}
@@ -100,7 +107,7 @@ def test_a_process_that_the_driver_never_lists_is_not_measured(tree: ProcessTree
 
 def test_a_process_that_runs_on_needs_no_driver_that_lists_it(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
-        traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+        traces = traces_in(tmp_path, tree, cards)
         traces.start()
         traces.look()
         assert traces.cards_not_measured == ""
@@ -134,7 +141,7 @@ def reading(path: str, *, undecided: bool = False, why: str = "") -> SharedMemor
 
 def beside_a_file(tree: ProcessTree, cards: Cards, folder: Path) -> tuple[TreeTraces, Path]:
     """A tree that is looked at, and a file that came since."""
-    traces = TreeTraces(tree, cast("Driver", cards), folder=str(folder))
+    traces = traces_in(folder, tree, cards)
     traces.start()
     path = folder / "nccl-abc123"
     path.touch()
@@ -145,11 +152,11 @@ def test_an_entry_of_which_nobody_knows_is_not_measured(
     tree: ProcessTree, cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traces, path = beside_a_file(tree, cards, tmp_path)
-    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: reading(str(path), undecided=True))
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: reading(str(path), undecided=True))
     assert judged(tree, traces) == ([], [(str(path), "a reason")])
-    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: SharedMemoryReading((), (), 0, "no access"))
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: SharedMemoryReading((), (), 0, "no access"))
     assert judged(tree, traces) == ([], [("/dev/shm", "no access")])
-    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: reading(str(path)))
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: reading(str(path)))
     (message,), _ = judged(tree, traces)
     assert message == f"{path} (1.0 MiB, made by NCCL) is left, and no living process uses it"
 
@@ -159,7 +166,7 @@ def test_what_somebody_has_closed_to_remove_it_is_not_left(
 ) -> None:
     traces, path = beside_a_file(tree, cards, tmp_path)
     looks = iter([reading(str(path)), SharedMemoryReading((), (), 0)])
-    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: next(looks))
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: next(looks))
     assert judged(tree, traces) == ([], [])
 
 
@@ -185,7 +192,7 @@ def test_what_was_there_before_is_none(tree: ProcessTree, cards: Cards, tmp_path
 def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
     marks = set()
     for name in ("engine-3fa85f64.sock", "engine-0b1d9c77.sock"):
-        traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+        traces = traces_in(tmp_path, tree, cards)
         traces.start()
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(tmp_path / name))
@@ -197,7 +204,7 @@ def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, card
 
 
 def test_an_orphan_is_reported_with_what_it_holds_on_cards(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
-    traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+    traces = traces_in(tmp_path, tree, cards)
     traces.start()
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
         cards.listed = {child.pid: 300 * MIB}
