@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# What documentation and the tests of the night need besides.
+NIGHT  := $(VENV)/.installed-nightly
 # The exact version takes the CPU build where one is provided; the package itself only asks for a floor.
 TORCH  := torch==2.13.0
 
@@ -13,6 +15,10 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard probes/native/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lowtide needs Python 3.10 or newer, $(PYTHON) is %d.%d: run make PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]" "$(TORCH)"
+	@touch $@
+
+$(NIGHT): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[nightly]" "$(TORCH)"
 	@touch $@
 
 demo: $(STAMP)
@@ -47,7 +53,7 @@ test: $(STAMP)
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(OTHERS))
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(ENGINE))
 
-test-all: test
+test-all: $(NIGHT) test
 	$(PYTEST) -m nightly $(shell grep -l 'pytest\.mark\.nightly' $(ALL))
 
 lint: $(STAMP)
@@ -61,7 +67,7 @@ echarts:
 	cd reports/html/echarts && npm ci --silent && npm run --silent build && rm -rf node_modules
 
 # The pages that show the code's own tables are written by docs/write_*.py; tests compare them.
-docs: $(STAMP)
+docs: $(NIGHT)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/check_site.py build/site
 	@echo "the site is in build/site/index.html"

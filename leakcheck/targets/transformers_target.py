@@ -57,7 +57,7 @@ class TransformersTarget:
             model = LlamaForCausalLM(LlamaConfig(**SHAPE))
             model.set_attn_implementation(config["attn_implementation"])
         # In float64, so that the kind of attention does not decide between two tokens.
-        self.engine = model.double().eval().to(self.capabilities.device)  # type: ignore[no-untyped-call]
+        self.engine = model.double().eval().to(self.capabilities.device)
 
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         """Greedy tokens of each prompt, one after the other."""
