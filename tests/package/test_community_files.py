@@ -97,6 +97,7 @@ def test_a_form_asks_for_the_report_and_warns_of_what_is_in_it(form: Path) -> No
     assert report.get("validations", {}).get("required", False) == (form.stem != "bug")
 
 
+@pytest.mark.nightly
 def test_pre_commit_takes_its_configuration() -> None:
     command = [sys.executable, "-m", "pre_commit", "validate-config", ".pre-commit-config.yaml"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

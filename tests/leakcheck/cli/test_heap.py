@@ -18,6 +18,8 @@ from lowtide import LeakCheck
 from lowtide.leakcheck.cli.commands import app
 from lowtide.reports import schema
 
+pytestmark = pytest.mark.nightly
+
 MIB = 1 << 20
 SECRET = "a-secret-of-the-engines-4711"
 

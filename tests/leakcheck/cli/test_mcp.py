@@ -12,10 +12,13 @@ from typing import Any
 
 import anyio
 import pytest
-from mcp import Client, StdioServerParameters
 
 from lowtide.reports import schema
 from tests.leakcheck.cli.test_heap import suite
+
+pytestmark = pytest.mark.nightly
+
+mcp = pytest.importorskip("mcp")
 
 Answers = list[Any]
 
@@ -36,8 +39,8 @@ def ask(folder: Path, *calls: tuple[str, dict[str, Any]]) -> Answers:
     async def talk() -> Answers:
         answers = []
         command = ["-m", "lowtide", "mcp", str(folder)]
-        server = StdioServerParameters(command=sys.executable, args=command, env=dict(os.environ))
-        async with Client(server) as client:
+        server = mcp.StdioServerParameters(command=sys.executable, args=command, env=dict(os.environ))
+        async with mcp.Client(server) as client:
             answers.append(await client.list_tools())
             for name, arguments in calls:
                 answer = await client.call_tool(name, arguments)

@@ -260,6 +260,7 @@ def test_the_load_asks_in_all_ways_and_counts(server: Path, port: int) -> None:
     assert load.answered <= counted <= load.answered + 3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),
     [
