@@ -14,10 +14,11 @@ from lowtide.engine.capabilities import supports_kw
 from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.device_allocator.workspace import Workspace, WorkspaceViews
 from lowtide.engine.kv.kv_cache import KVCache
-from lowtide.engine.model_executor.attention import build_attention_metadata
+from lowtide.engine.model_executor.attention import PagedDecodes, StepMetadata, build_attention_metadata
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.forward_context import StaticForwardContext
+from lowtide.engine.model_executor.fused_ops import has_kernels
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.sampling import SampledRequest, Sampler
 from lowtide.engine.process_group import ProcessGroup
@@ -191,6 +192,11 @@ class ModelRunner:
         Returns:
             Next token by request id, for each request whose last token was computed.
         """
+        # Triton's kernels go to the current device, which is the user's choice and need not be the engine's.
+        with torch.cuda.device_of(self._input_ids):  # type: ignore[no-untyped-call]
+            return self._execute(output)
+
+    def _execute(self, output: Step) -> dict[str, int]:
         self._assign_rows(output.scheduled)
         sampled: list[StepItem] = []
         hidden: list[torch.Tensor] = []
@@ -202,13 +208,15 @@ class ModelRunner:
             ends = np.cumsum([item.num_tokens for item in micro_batch]) - 1
             last = [(int(end), item) for end, item in zip(ends, micro_batch, strict=True) if item.samples]
             if last:
-                hidden.append(states[torch.tensor([end for end, _ in last], device=states.device)])
+                # Of decodes all rows are: the card is not waited for to say which.
+                every = len(last) == states.shape[0]
+                hidden.append(states if every else states[torch.tensor([end for end, _ in last], device=states.device)])
                 sampled += [item for _, item in last]
             first_token += states.shape[0]
             first_seq += len(micro_batch)
         if not sampled:
             return {}
-        logits = self.model.compute_logits(torch.cat(hidden))
+        logits = self.model.compute_logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
         requests = [item.request for item in sampled]
         tokens = self._sampler.sample(logits, requests)
         if self._group is not None:
@@ -219,25 +227,34 @@ class ModelRunner:
         self, micro_batch: Sequence[StepItem], first_token: int, first_seq: int, workspace: WorkspaceViews
     ) -> torch.Tensor:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
+        counts = [item.num_tokens for item in micro_batch]
         starts = [item.request.num_computed_tokens for item in micro_batch]
-        stops = [start + item.num_tokens for start, item in zip(starts, micro_batch, strict=True)]
-        rows = [self._row_of[_life(item.request)] for item in micro_batch]
-        spans = list(zip(rows, starts, stops, strict=True))
+        stops = [start + count for start, count in zip(starts, counts, strict=True)]
+        rows = np.array([self._row_of[_life(item.request)] for item in micro_batch], dtype=np.int64)
         token_ids = [token for item in micro_batch for token in item.new_token_ids]
-        positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, start, stop in spans])
-        slots = np.concatenate([self.block_table.slots(row, start, stop) for row, start, stop in spans])
-        if self.decode_graphs is not None and all(item.num_tokens == 1 for item in micro_batch):
+        # A sequence's tokens lie at their number in the micro-batch, less that of its first one, after its start.
+        firsts = np.cumsum(counts) - counts
+        positions = np.arange(len(token_ids)) + np.repeat(np.array(starts, dtype=np.int64) - firsts, counts)
+        slots = self.block_table.slots(np.repeat(rows, counts), positions)
+        decodes = max(counts) == 1
+        if self.decode_graphs is not None and decodes:
             return self.decode_graphs.run(token_ids, positions, slots, rows, stops)
         input_ids = _upload(self._input_ids, first_token, np.array(token_ids, dtype=np.int64))
-        row_indices = _upload(self._rows, first_seq, np.array(rows, dtype=np.int64))
-        metadata = build_attention_metadata(
-            query_lens=[item.num_tokens for item in micro_batch],
-            seq_lens=stops,
-            block_tables=self.block_table.gather(row_indices),
-            slot_mapping=_upload(self._slot_mapping, first_token, slots),
-            block_size=self._kv_cache.block_size,
-            dtype=self.model.config.torch_dtype,
-        )
+        row_indices = _upload(self._rows, first_seq, rows)
+        slot_mapping = _upload(self._slot_mapping, first_token, slots)
+        metadata: StepMetadata
+        if decodes and has_kernels(input_ids):
+            seq_lens = torch.tensor(stops, device=input_ids.device)
+            metadata = PagedDecodes(self.block_table, row_indices, seq_lens, slot_mapping)
+        else:
+            metadata = build_attention_metadata(
+                query_lens=counts,
+                seq_lens=stops,
+                block_tables=self.block_table.gather(row_indices),
+                slot_mapping=slot_mapping,
+                block_size=self._kv_cache.block_size,
+                dtype=self.model.config.torch_dtype,
+            )
         positions_on_device = _upload(self._positions, first_token, positions)
         return self.model.forward(input_ids, positions_on_device, metadata, **self._lent(workspace))
 

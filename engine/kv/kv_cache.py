@@ -173,6 +173,8 @@ class KVCacheManager:
         num_held = len(self.block_ids(request.request_id)) + len(computed_blocks)
         num_tokens = request.num_computed_tokens + len(computed_blocks) * self.block_size + num_new_tokens
         num_missing = max(0, -(-num_tokens // self.block_size) - num_held)
+        if not num_missing and not computed_blocks:
+            return []
         num_revived = sum(self._pool.is_free(block) for block in computed_blocks)
         if num_missing + num_revived > self._pool.num_free:
             return None

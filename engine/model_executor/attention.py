@@ -174,7 +174,7 @@ def paged_attention(
     metadata: StepMetadata,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Causal attention of new tokens over their sequences; writes their keys and values into the cache first.
+    """Causal attention of new tokens over their sequences, whose keys and values are in the cache.
 
     Grouped heads cost no copies and need no special kernel: query heads that share a key head are laid out as rows of
     one query (decode) or as a batch over keys with stride 0 (prefill).
@@ -192,21 +192,19 @@ def paged_attention(
         [T, num_heads, head_dim].
     """
     if isinstance(metadata, PagedDecodes):
-        return _attend_paged(query, key, value, key_cache, value_cache, metadata)
+        return _attend_paged(query, key_cache, value_cache, metadata)
     key_slots, value_slots = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-    key_slots.index_copy_(0, metadata.slot_mapping, key)
-    value_slots.index_copy_(0, metadata.slot_mapping, value)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
-    output = torch.empty_like(query)
+    output = query.new_empty(query.shape)
     for decode in metadata.decodes:
         count = decode.stop - decode.start
         keys, values = (
             gathered.view(count, -1, num_kv_heads, head_dim).transpose(1, 2)
             for gathered in _gather(key_slots, value_slots, decode.slots, workspace)
         )
-        queries = query[decode.start : decode.stop].view(count, num_kv_heads, group, head_dim)
+        queries = query[decode.start : decode.stop].reshape(count, num_kv_heads, group, head_dim)
         attended = scaled_dot_product_attention(queries, keys, values, attn_mask=decode.bias)
         output[decode.start : decode.stop] = attended.reshape(count, num_heads, head_dim)
     for prefill in metadata.prefills:
@@ -216,7 +214,7 @@ def paged_attention(
         else:
             keys, values = _gather(key_slots, value_slots, prefill.slots, workspace)
         attended = scaled_dot_product_attention(
-            query[new].view(-1, num_kv_heads, group, head_dim).permute(2, 1, 0, 3),
+            query[new].reshape(-1, num_kv_heads, group, head_dim).permute(2, 1, 0, 3),
             keys.transpose(0, 1).expand(group, -1, -1, -1),
             values.transpose(0, 1).expand(group, -1, -1, -1),
             attn_mask=prefill.bias,
@@ -227,18 +225,12 @@ def paged_attention(
 
 
 def _attend_paged(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    metadata: PagedDecodes,
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, metadata: PagedDecodes
 ) -> torch.Tensor:
     """As `paged_attention`, by kernels that read the KV blocks where they lie."""
-    from lowtide.engine.model_executor.triton_kernels import decode_attention, write_slots
+    from lowtide.engine.model_executor.triton_kernels import decode_attention
 
     table = metadata.block_table
-    write_slots(key, value, key_cache, value_cache, metadata.slot_mapping)
     return decode_attention(
         query,
         key_cache,

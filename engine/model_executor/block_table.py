@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import torch
 
 from lowtide.engine.config import Allocator
 from lowtide.engine.errors import EngineError
+from lowtide.engine.model_executor.fused_ops import has_kernels
 
 
 class BlockTable:
@@ -39,7 +39,6 @@ class BlockTable:
         self._host = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
         self._changed: set[int] = set()
-        self._has_kernels = self.device_table.is_cuda and find_spec("triton") is not None
         self.create_pointers(allocate)
 
     def create_pointers(self, allocate: Allocator) -> None:
@@ -72,7 +71,7 @@ class BlockTable:
             EngineError: the pointer tensors do not lead to the table. Only where the host can look at them without
                 waiting: on a card with Triton, a kernel follows them wherever they lead.
         """
-        if self._has_kernels:
+        if has_kernels(rows):
             from lowtide.engine.model_executor.triton_kernels import gather_rows
 
             return gather_rows(self.table_ptrs, self.table_strides, self.table_sizes, rows, self.device_table.shape[1])
@@ -112,11 +111,10 @@ class BlockTable:
             self.device_table[first:last].copy_(torch.from_numpy(self._host[first:last]))
             self._changed.clear()
 
-    def slots(self, row: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Slots (block x block_size + offset) of a row's tokens from `start` to `stop`: int64 [stop - start]."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        blocks = self._host[row, positions // self.block_size].astype(np.int64)
-        slots: npt.NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
+    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Slots (block x block_size + offset) of tokens, by their rows and positions: int64, as long as both."""
+        slots: npt.NDArray[np.int64] = self._host[rows, positions // self.block_size] * np.int64(self.block_size)
+        slots += positions % self.block_size
         return slots
 
 

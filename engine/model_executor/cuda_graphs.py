@@ -119,7 +119,7 @@ class DecodeGraphs:
         token_ids: Sequence[int],
         positions: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-        rows: Sequence[int],
+        rows: npt.NDArray[np.int64],
         seq_lens: Sequence[int],
     ) -> torch.Tensor:
         """Computes one token of each of B sequences; see `PagedDecodes` for the arguments, each of B numbers.

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 
 from lowtide.engine.config import Allocator, ModelConfig
 from lowtide.engine.model_executor.attention import StepMetadata, Workspace, paged_attention
+from lowtide.engine.model_executor.fused_ops import add_rms_norm, rotate_and_cache, silu_and_mul
 from lowtide.engine.model_executor.parallel_layers import (
     ColumnParallelLinear,
+    MergedColumns,
     RowParallelLinear,
     VocabParallelEmbedding,
     gather_logits,
     parameter,
 )
-from lowtide.engine.model_executor.rope import RotaryEmbedding, rotate
+from lowtide.engine.model_executor.rope import RotaryEmbedding
 from lowtide.engine.model_executor.tensor_parallel import SingleRank, TensorParallelGroup, split
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
-
-    In float32 at least, and rounded before the weight is multiplied in, as transformers does it: tokens are compared
-    with its.
-    """
+    """Adds to the residual stream and normalises it; see `add_rms_norm`."""
 
     def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
         super().__init__()
         self.weight = parameter((config.hidden_size,), config.torch_dtype, allocate)
         self.eps = config.rms_norm_eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, hidden_size] -> the normalised sum and the sum, each [T, hidden_size]."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class LlamaAttention(nn.Module):
@@ -51,33 +46,19 @@ class LlamaAttention(nn.Module):
         self.head_dim = config.head_dim
         hidden, dtype = config.hidden_size, config.torch_dtype
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = ColumnParallelLinear(hidden, query, config.attention_bias, dtype, allocate)
-        self.k_proj = ColumnParallelLinear(hidden, kv, config.attention_bias, dtype, allocate)
-        self.v_proj = ColumnParallelLinear(hidden, kv, config.attention_bias, dtype, allocate)
+        self._qkv = MergedColumns(hidden, (query, kv, kv), config.attention_bias, dtype, allocate)
+        self.q_proj, self.k_proj, self.v_proj = self._qkv.layers()
         self.o_proj = RowParallelLinear(query, hidden, config.attention_output_bias, dtype, allocate, group)
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
-        self,
-        x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        attention_metadata: StepMetadata,
-        workspace: Workspace,
+        self, x: torch.Tensor, rotation: torch.Tensor, attention_metadata: StepMetadata, workspace: Workspace
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         assert self.kv_cache is not None
-        query, key, value = (
-            projected.view(x.shape[0], -1, self.head_dim)
-            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        attended = paged_attention(
-            rotate(query, *rotation),
-            rotate(key, *rotation),
-            value,
-            *self.kv_cache,
-            attention_metadata,
-            workspace,
-        )
+        projected = self._qkv(x).view(x.shape[0], -1, self.head_dim)
+        turned = rotate_and_cache(projected, rotation, *self.kv_cache, attention_metadata.slot_mapping)
+        attended = paged_attention(*turned, *self.kv_cache, attention_metadata, workspace)
         output: torch.Tensor = self.o_proj(attended.flatten(1))
         return output
 
@@ -88,18 +69,18 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
         hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.torch_dtype
-        self.gate_proj = ColumnParallelLinear(hidden, inner, config.mlp_bias, dtype, allocate)
-        self.up_proj = ColumnParallelLinear(hidden, inner, config.mlp_bias, dtype, allocate)
+        self._gate_and_up = MergedColumns(hidden, (inner, inner), config.mlp_bias, dtype, allocate)
+        self.gate_proj, self.up_proj = self._gate_and_up.layers()
         self.down_proj = RowParallelLinear(inner, hidden, config.mlp_bias, dtype, allocate, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
-        output: torch.Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        output: torch.Tensor = self.down_proj(silu_and_mul(self._gate_and_up(x)))
         return output
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each on the normalised residual stream and added back to it."""
+    """Attention and MLP, each on the normalised residual stream and added back to it by the next norm."""
 
     def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -111,14 +92,16 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        residual: torch.Tensor | None,
+        rotation: torch.Tensor,
         attention_metadata: StepMetadata,
         workspace: Workspace,
-    ) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attention_metadata, workspace)
-        output: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return output
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be added to the residual stream, and the stream, each [T, hidden_size] -> the same."""
+        normed, residual = self.input_layernorm(x, residual)
+        attended = self.self_attn(normed, rotation, attention_metadata, workspace)
+        normed, residual = self.post_attention_layernorm(attended, residual)
+        return self.mlp(normed), residual
 
 
 class LlamaModel(nn.Module):
@@ -134,15 +117,16 @@ class LlamaModel(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: torch.Tensor,
         attention_metadata: StepMetadata,
         workspace: Workspace,
     ) -> torch.Tensor:
         """[T] -> [T, hidden_size]."""
         x: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
         for layer in self.layers:
-            x = layer(x, rotation, attention_metadata, workspace)
-        normed: torch.Tensor = self.norm(x)
+            x, residual = layer(x, residual, rotation, attention_metadata, workspace)
+        normed: torch.Tensor = self.norm(x, residual)[0]
         return normed
 
 
@@ -175,7 +159,7 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = None
         if not config.tie_word_embeddings:
             start, stop = split(config.vocab_size, self._group.rank, self._group.size)
-            self.lm_head = ColumnParallelLinear(config.hidden_size, stop - start, False, config.torch_dtype, allocate)
+            self.lm_head = ColumnParallelLinear(allocate((stop - start, config.hidden_size), config.torch_dtype))
 
     def forward(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, pad
@@ -16,26 +18,49 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocator) -
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the output features of one rank, weight [out, in]; torch's own would allocate by itself.
+    """Parameters of y = x W^T + b with the output features of one rank; who has several computes them in one product.
+
+    Args:
+        weight: [out of this rank, in].
+        bias: [out of this rank]; None where there is none.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+
+class MergedColumns:
+    """Column-parallel layers of one input, whose weights lie one behind the other: one product computes all.
+
+    Their parameters are views, because a checkpoint knows them one by one. vLLM has a module for it,
+    MergedColumnParallelLinear, and renames what it loads.
 
     Args:
         in_features: of the input, which every rank has whole.
-        out_features: of this rank.
-        bias: whether there is one.
+        out_features: of each layer, on this rank.
+        bias: whether they have one.
         dtype: of the parameters.
         allocate: gives their memory.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, allocate: Allocator
+        self, in_features: int, out_features: Sequence[int], bias: bool, dtype: torch.dtype, allocate: Allocator
     ) -> None:
-        super().__init__()
-        self.weight = parameter((out_features, in_features), dtype, allocate)
-        self.bias = parameter((out_features,), dtype, allocate) if bias else None
+        self._out_features = list(out_features)
+        self._weight = allocate((sum(out_features), in_features), dtype)
+        self._bias = allocate((sum(out_features),), dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
-        return linear(x, self.weight, self.bias)
+    def layers(self) -> list[ColumnParallelLinear]:
+        """Return the layers, new ones at each call."""
+        weights = torch.split(self._weight, self._out_features)
+        biases = [None] * len(weights) if self._bias is None else torch.split(self._bias, self._out_features)
+        return [ColumnParallelLinear(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out of all layers]."""
+        return linear(x, self._weight, self._bias)
 
 
 class RowParallelLinear(nn.Module):

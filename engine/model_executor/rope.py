@@ -45,16 +45,16 @@ class RotaryEmbedding:
         cosines.copy_(angles.cos())
         sines.copy_(angles.sin())
 
-    def lookup(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each [T, 1, head_dim / 2], of positions [T]."""
-        cosines, sines = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
-        return cosines, sines
+    def lookup(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cosines and sines, [T, head_dim], of positions [T]."""
+        return self.table[positions]
 
 
-def rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Turns heads [T, num_heads, head_dim] by their positions.
+def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turn heads [T, num_heads, head_dim] by the cosines and sines of their positions, [T, head_dim].
 
     Dimension i is paired with i + head_dim / 2, as in Hugging Face checkpoints (the original pairs neighbours).
     """
+    cosines, sines = rotation.unsqueeze(1).chunk(2, dim=-1)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)

@@ -1,6 +1,7 @@
-"""Triton kernels of the decode step: they find the block table through its pointer, stride and size tensors.
+"""Triton's kernels: those of `fused_ops`, and the attention of decoding.
 
-Imported only where a kernel is launched: Triton is no dependency of the engine on a CPU.  All sizes are elements.
+Imported only where a kernel is launched: Triton is no dependency of the engine on a CPU.  All sizes are elements.  A
+kernel runs on the current device: who calls it has made that the tensors' own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import triton.language as tl
 
 # Columns of the block table that one program copies.
 _COLUMNS = 128
-# Keys that one program looks at together.
-_KEYS = 32
+# Outputs of the gate that one program computes.
+_FEATURES = 1024
+# Products of queries and keys that one program has in its registers at a time, and the keys at least.
+_PRODUCTS = 8192
+_FEWEST_KEYS = 8
 # Programs that keep a card busy (132 multiprocessors of an H200, a few each); more parts only cost joining.
 _PROGRAMS = 512
-_MAX_SPLITS = 16
+_MAX_SPLITS = 32
 
 
 def gather_rows(
@@ -32,9 +36,7 @@ def gather_rows(
     """
     out = torch.empty((rows.shape[0], width), dtype=torch.int32, device=rows.device)
     grid = (rows.shape[0], triton.cdiv(width, _COLUMNS))
-    # A kernel goes to the current device, which is the user's choice and need not be the engine's.
-    with torch.cuda.device_of(rows):
-        _gather_rows[grid](table_ptrs, table_strides, table_sizes, rows, out, width, COLUMNS=_COLUMNS)
+    _gather_rows[grid](table_ptrs, table_strides, table_sizes, rows, out, width, COLUMNS=_COLUMNS)
     return out
 
 
@@ -48,40 +50,150 @@ def _gather_rows(table_ptrs, table_strides, table_sizes, rows, out, width, COLUM
     tl.store(out + index * width + columns, blocks, mask=columns < width)
 
 
-def write_slots(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Puts new keys and values into the KV cache; a token whose slot is negative is written nowhere.
-
-    Args:
-        key: [T, num_kv_heads, head_dim], as `value`.
-        value: see `key`.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
-        value_cache: see `key_cache`.
-        slots: int64 [T], block x block_size + offset.
-    """
-    width = key[0].numel()
-    with torch.cuda.device_of(key):
-        _write_slots[(key.shape[0],)](
-            key.contiguous(),
-            value.contiguous(),
-            key_cache,
-            value_cache,
-            slots,
-            WIDTH=width,
-            PADDED=triton.next_power_of_2(width),
-        )
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `fused_ops.add_rms_norm`; the sum is written over `residual`."""
+    width = x.shape[-1]
+    normed = torch.empty_like(x)
+    total = x if residual is None else residual
+    _add_rms_norm[(x.shape[0],)](
+        x,
+        total,
+        weight,
+        normed,
+        eps,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        ADDS=residual is not None,
+        WIDE=_wide(x.dtype),
+        num_warps=8,
+    )
+    return normed, total
 
 
 @triton.jit
-def _write_slots(key, value, key_cache, value_cache, slots, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+def _add_rms_norm(
+    x,
+    residual,
+    weight,
+    normed,
+    eps,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADDS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     columns = tl.arange(0, PADDED)
     real = columns < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    total = tl.load(x + at, mask=real, other=0.0)
+    if ADDS:
+        # Rounded, as a sum that is a tensor of its own.
+        total = (total.to(WIDE) + tl.load(residual + at, mask=real, other=0.0).to(WIDE)).to(x.dtype.element_ty)
+        tl.store(residual + at, total, mask=real)
+    wide = total.to(WIDE)
+    scaled = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps))
+    rounded = scaled.to(x.dtype.element_ty).to(WIDE)
+    factors = tl.load(weight + columns, mask=real, other=0.0).to(WIDE)
+    tl.store(normed + at, (rounded * factors).to(x.dtype.element_ty), mask=real)
+
+
+def rotate_and_cache(
+    projected: torch.Tensor,
+    rotation: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """See `fused_ops.rotate_and_cache`; queries and keys are turned where they lie."""
+    count, heads, head_dim = projected.shape
+    num_kv_heads = key_cache.shape[2]
+    _rotate_and_cache[(count, heads)](
+        projected,
+        rotation,
+        key_cache,
+        value_cache,
+        slots,
+        NUM_HEADS=heads - 2 * num_kv_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        PADDED=triton.next_power_of_2(head_dim // 2),
+        WIDE=_wide(projected.dtype),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _rotate_and_cache(
+    projected,
+    rotation,
+    key_cache,
+    value_cache,
+    slots,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, PADDED)
+    real = dims < HALF
+    at = projected + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * (2 * HALF) + dims
+    first = tl.load(at, mask=real, other=0.0)
+    second = tl.load(at + HALF, mask=real, other=0.0)
+    kind = projected.dtype.element_ty
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        cosines = tl.load(rotation + token * (2 * HALF) + dims, mask=real, other=0.0).to(WIDE)
+        sines = tl.load(rotation + token * (2 * HALF) + HALF + dims, mask=real, other=0.0).to(WIDE)
+        # Each product is rounded, as tensors of their own are.
+        one, other = (first.to(WIDE) * cosines).to(kind), (second.to(WIDE) * sines).to(kind)
+        two, another = (second.to(WIDE) * cosines).to(kind), (first.to(WIDE) * sines).to(kind)
+        first = (one.to(WIDE) - other.to(WIDE)).to(kind)
+        second = (two.to(WIDE) + another.to(WIDE)).to(kind)
+        tl.store(at, first, mask=real)
+        tl.store(at + HALF, second, mask=real)
+    slot = tl.load(slots + token)
     if slot >= 0:
-        tl.store(key_cache + slot * WIDTH + columns, tl.load(key + token * WIDTH + columns, mask=real), mask=real)
-        tl.store(value_cache + slot * WIDTH + columns, tl.load(value + token * WIDTH + columns, mask=real), mask=real)
+        if head >= NUM_HEADS + NUM_KV_HEADS:
+            _store_head(value_cache, slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS, HALF, dims, first, second)
+        elif head >= NUM_HEADS:
+            _store_head(key_cache, slot * NUM_KV_HEADS + head - NUM_HEADS, HALF, dims, first, second)
+
+
+@triton.jit
+def _store_head(cache, index, HALF: tl.constexpr, dims, first, second):
+    at = cache + index * (2 * HALF) + dims
+    tl.store(at, first, mask=dims < HALF)
+    tl.store(at + HALF, second, mask=dims < HALF)
+
+
+def silu_and_mul(gate_and_up: torch.Tensor) -> torch.Tensor:
+    """See `fused_ops.silu_and_mul`."""
+    width = gate_and_up.shape[-1] // 2
+    product = gate_and_up.new_empty((gate_and_up.shape[0], width))
+    grid = (gate_and_up.shape[0], triton.cdiv(width, _FEATURES))
+    _silu_and_mul[grid](gate_and_up, product, WIDTH=width, FEATURES=_FEATURES, WIDE=_wide(product.dtype))
+    return product
+
+
+@triton.jit
+def _silu_and_mul(gate_and_up, product, WIDTH: tl.constexpr, FEATURES: tl.constexpr, WIDE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    real = columns < WIDTH
+    at = gate_and_up + token * 2 * WIDTH + columns
+    gate = tl.load(at, mask=real, other=0.0).to(WIDE)
+    up = tl.load(at + WIDTH, mask=real, other=0.0).to(WIDE)
+    kind = product.dtype.element_ty
+    opened = (gate / (1.0 + tl.exp(-gate))).to(kind).to(WIDE)
+    tl.store(product + token * WIDTH + columns, (opened * up).to(kind), mask=real)
+
+
+def _wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype is torch.float64 else tl.float32
 
 
 def decode_attention(
@@ -102,7 +214,7 @@ def decode_attention(
     "Flash-Decoding", 2023). The shapes of all launches depend on the batch size alone, so that a graph can be captured.
 
     Args:
-        query: [B, num_heads, head_dim].
+        query: [B, num_heads, head_dim], the heads of a token one behind the other.
         key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
         value_cache: see `key_cache`.
         table_ptrs: see `BlockTable`, as the next two.
@@ -116,33 +228,38 @@ def decode_attention(
     """
     batch, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
-    splits = _num_splits(batch * num_heads)
-    padded = triton.next_power_of_2(head_dim)
-    output = torch.empty_like(query)
+    group = num_heads // num_kv_heads
+    splits = _num_splits(batch * num_kv_heads)
+    padded, padded_group = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
+    output = query.new_empty(query.shape)
     wide = torch.promote_types(query.dtype, torch.float32)
     partial = torch.empty((batch, num_heads, splits, padded), dtype=wide, device=query.device)
     maxima, sums = torch.empty((2, batch, num_heads, splits), dtype=wide, device=query.device)
-    tables = (table_ptrs, table_strides, table_sizes, rows, seq_lens)
-    with torch.cuda.device_of(query):
-        _attend[(batch, num_heads, splits)](
-            query.contiguous(),
-            key_cache,
-            value_cache,
-            *tables,
-            partial,
-            maxima,
-            sums,
-            head_dim**-0.5,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            PADDED=padded,
-            BLOCK_SIZE=block_size,
-            KEYS=_KEYS,
-            SPLITS=splits,
-            WIDE=tl.float64 if wide is torch.float64 else tl.float32,
-        )
-        _join[(batch * num_heads,)](partial, maxima, sums, output, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits)
+    _attend[(batch, num_kv_heads, splits)](
+        query,
+        key_cache,
+        value_cache,
+        table_ptrs,
+        table_strides,
+        table_sizes,
+        rows,
+        seq_lens,
+        partial,
+        maxima,
+        sums,
+        head_dim**-0.5,
+        query.stride(0),
+        GROUP=group,
+        PADDED_GROUP=padded_group,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED=padded,
+        BLOCK_SIZE=block_size,
+        KEYS=max(_FEWEST_KEYS, _PRODUCTS // (padded_group * padded)),
+        SPLITS=splits,
+        WIDE=_wide(query.dtype),
+    )
+    _join[(batch * num_heads,)](partial, maxima, sums, output, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits)
     return output
 
 
@@ -168,7 +285,9 @@ def _attend(
     maxima,
     sums,
     scale,
-    NUM_HEADS: tl.constexpr,
+    query_stride,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -177,8 +296,9 @@ def _attend(
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Attend with all query heads of one key head, so that keys and values are read once."""
     sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(seq_lens + sequence)
     share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
@@ -186,14 +306,16 @@ def _attend(
     stop = tl.minimum(start + share, length)
     row = tl.load(table_ptrs).to(tl.pointer_type(tl.int32)) + tl.load(rows + sequence) * tl.load(table_strides)
     num_blocks = tl.load(table_sizes)
-    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     dims = tl.arange(0, PADDED)
     real = dims < HEAD_DIM
-    at = sequence * NUM_HEADS + head
-    asked = tl.load(query + at * HEAD_DIM + dims, mask=real, other=0.0).to(WIDE) * scale
-    largest = tl.full((), float("-inf"), WIDE)
-    total = tl.full((), 0.0, WIDE)
-    sum_of_values = tl.zeros((PADDED,), WIDE)
+    member = tl.arange(0, PADDED_GROUP)
+    heads = kv_head * GROUP + member
+    lanes = (member < GROUP)[:, None] & real[None, :]
+    asked = tl.load(query + sequence * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=lanes, other=0.0)
+    asked = asked.to(WIDE) * scale
+    largest = tl.full((PADDED_GROUP,), float("-inf"), WIDE)
+    total = tl.zeros((PADDED_GROUP,), WIDE)
+    sum_of_values = tl.zeros((PADDED_GROUP, PADDED), WIDE)
     first = start
     # Not `range`: Triton's interpreter cannot count by what it has loaded under numpy 2.4 and later.
     while first < stop:
@@ -205,24 +327,21 @@ def _attend(
         offsets = (slots * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         mask = visible[:, None] & real[None, :]
         keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(WIDE)
-        scores = tl.where(visible, tl.sum(keys * asked[None, :], axis=1), float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=0))
-        weights = tl.exp(scores - new_largest)
-        shrink = tl.exp(largest - new_largest)
         values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(WIDE)
-        sum_of_values = sum_of_values * shrink + tl.sum(values * weights[:, None], axis=0)
-        total = total * shrink + tl.sum(weights, axis=0)
+        scores = tl.sum(asked[:, None, :] * keys[None, :, :], axis=2)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - new_largest[:, None])
+        shrink = tl.exp(largest - new_largest)
+        sum_of_values = sum_of_values * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
+        total = total * shrink + tl.sum(weights, axis=1)
         largest = new_largest
         first += KEYS
-    _store_part(partial, maxima, sums, at * SPLITS + split, PADDED, dims, sum_of_values, largest, total)
-
-
-@triton.jit
-def _store_part(partial, maxima, sums, part, PADDED: tl.constexpr, dims, sum_of_values, largest, total):
     # A part without keys leaves no weight behind, but numbers: uninitialised memory could be NaN.
-    tl.store(partial + part * PADDED + dims, sum_of_values)
-    tl.store(maxima + part, largest)
-    tl.store(sums + part, total)
+    parts = (sequence * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split
+    tl.store(partial + parts[:, None] * PADDED + dims[None, :], sum_of_values, mask=(member < GROUP)[:, None])
+    tl.store(maxima + parts, largest, mask=member < GROUP)
+    tl.store(sums + parts, total, mask=member < GROUP)
 
 
 @triton.jit

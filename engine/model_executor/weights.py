@@ -29,7 +29,7 @@ class WeightSource(Protocol):
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the model, by its Hugging Face name, in the order in which the model asks for them.
+    """Shape of every parameter of the model, by its Hugging Face name.
 
     A linear layer's weight is [out, in]. A tied head has no parameter of its own. The dtype of all is `config.dtype`.
     """

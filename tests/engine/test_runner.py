@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,5 +157,7 @@ def test_a_cleared_row_begins_anew() -> None:
 
 def test_slots_follow_the_blocks_of_a_row() -> None:
     table = BlockTable(2, 4, 4, allocate)
+    table.append(0, [3])
     table.append(1, [5, 2])
-    assert table.slots(1, 2, 7).tolist() == [22, 23, 8, 9, 10]
+    rows, positions = np.array([0, 1, 1, 1, 1, 1]), np.array([1, 2, 3, 4, 5, 6])
+    assert table.slots(rows, positions).tolist() == [13, 22, 23, 8, 9, 10]

@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.core import EngineCore
-from lowtide.engine.model_executor import triton_kernels
+from lowtide.engine.model_executor import fused_ops, triton_kernels
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
-from lowtide.engine.model_executor.triton_kernels import decode_attention, gather_rows, write_slots
+from lowtide.engine.model_executor.triton_kernels import decode_attention, gather_rows
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -44,15 +46,54 @@ def check_gather() -> None:
     assert torch.equal(gathered[:, :70], table.device_table[:1, 1:71].expand(4, -1))
 
 
-def check_write() -> None:
-    key, value = torch.randn(2, 4, 3, 20)
-    caches = torch.full((2, 5, 4, 3, 20), 7.0)
-    slots = torch.tensor([13, -1, 0, -1])
-    expected = caches.clone()
-    for cache, new in zip(expected, (key, value), strict=True):
-        cache.flatten(0, 1)[slots[[0, 2]]] = new[[0, 2]]
-    write_slots(key, value, *caches, slots)
-    assert torch.equal(caches, expected)
+def by_kernels_and_torch(compute: Callable[[], Any]) -> tuple[Any, Any]:
+    """What Triton's kernels and plain torch make of the same."""
+    with patch.object(fused_ops, "has_kernels", lambda tensor: True):
+        of_kernels = compute()
+    with patch.object(fused_ops, "has_kernels", lambda tensor: False):
+        return of_kernels, compute()
+
+
+def assert_close(of_kernels: Any, of_torch: Any, dtype: torch.dtype) -> None:
+    # Where the order of a sum differs, a number may be rounded to its neighbour, twice.
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(of_kernels, of_torch, rtol=tolerance, atol=tolerance)
+
+
+def check_norm(dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 3, 80, dtype=dtype)
+    weight = torch.randn(80, dtype=dtype)
+    for stream in (None, residual):
+        copies = functools.partial(lambda stream: None if stream is None else stream.clone(), stream)
+        found = by_kernels_and_torch(lambda copies=copies: fused_ops.add_rms_norm(x.clone(), copies(), weight, 2**-10))
+        assert_close(*found, dtype)
+    assert_close(found[0][1], x + residual, dtype)
+
+
+def check_rotation(dtype: torch.dtype) -> None:
+    """Queries and keys are turned, values are not, and a token without a slot is written nowhere."""
+    num_heads, num_kv_heads, head_dim = 4, 2, 20
+    projected = torch.randn(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    rotation = torch.randn(4, head_dim, dtype=dtype)
+    slots = torch.tensor([13, 3, 0, 19])
+
+    def turned(slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        caches = torch.full((2, 5, 4, num_kv_heads, head_dim), 7.0, dtype=dtype)
+        return *fused_ops.rotate_and_cache(projected.clone(), rotation, *caches, slots), *caches
+
+    of_kernels, of_torch = by_kernels_and_torch(lambda: turned(slots))
+    assert_close(of_kernels, of_torch, dtype)
+    with patch.object(fused_ops, "has_kernels", lambda tensor: True):
+        *_, keys, values = turned(torch.tensor([13, -1, 0, -1]))
+    for cache, whole in ((keys, of_torch[3]), (values, of_torch[4])):
+        expected = torch.full_like(whole, 7.0)
+        expected.flatten(0, 1)[[13, 0]] = whole.flatten(0, 1)[[13, 0]]
+        assert_close(cache, expected, dtype)
+
+
+def check_silu(dtype: torch.dtype) -> None:
+    gate_and_up = 4 * torch.randn(3, 2 * 1500, dtype=dtype)
+    assert_close(*by_kernels_and_torch(lambda: fused_ops.silu_and_mul(gate_and_up)), dtype)
 
 
 def check_attention(
@@ -104,7 +145,7 @@ def check_graphs() -> None:
     triton_kernels._MAX_SPLITS = 1
     with LLMEngine(config) as engine:
         expected = [output.token_ids for output in engine.generate(prompts, params)]
-    with LLMEngine(config) as engine:
+    with LLMEngine(config) as engine, patch.object(fused_ops, "has_kernels", lambda tensor: True):
         assert isinstance(engine._core, EngineCore)
         worker = engine._core.worker
         worker.model_runner.capture_graphs(config, worker.memory.arena("runtime").allocate)
@@ -138,13 +179,25 @@ def check_compile() -> None:
         "HEAD_DIM": 20,
         "PADDED": 128,
         "NUM_HEADS": 8,
+        "GROUP": 3,
+        "PADDED_GROUP": 4,
         "NUM_KV_HEADS": 4,
+        "HALF": 10,
+        "FEATURES": 1024,
+        "ADDS": True,
     }
-    sizes |= {"BLOCK_SIZE": 5, "KEYS": 32, "SPLITS": 16, "WIDE": triton.language.float32}
-    known = {"table_sizes": "*i32", "out": "*i32", "width": "i32", "scale": "fp32"}
+    sizes |= {"BLOCK_SIZE": 5, "KEYS": 16, "SPLITS": 32, "WIDE": triton.language.float32}
+    known = {
+        "table_sizes": "*i32",
+        "out": "*i32",
+        "width": "i32",
+        "query_stride": "i32",
+        "scale": "fp32",
+        "eps": "fp32",
+    }
     known |= dict.fromkeys(("table_ptrs", "table_strides", "rows", "slots", "seq_lens"), "*i64")
     known |= dict.fromkeys(("partial", "maxima", "sums"), "*fp32")
-    for name in ("_gather_rows", "_write_slots", "_attend", "_join"):
+    for name in ("_gather_rows", "_add_rms_norm", "_rotate_and_cache", "_silu_and_mul", "_attend", "_join"):
         kernel = getattr(triton_kernels, name)
         signature = {each: "constexpr" if each in sizes else known.get(each, "*bf16") for each in kernel.arg_names}
         constants = {(at,): sizes[each] for at, each in enumerate(kernel.arg_names) if each in sizes}
@@ -160,10 +213,14 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     check_gather()
-    check_write()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        check_norm(dtype)
+        check_rotation(dtype)
+        check_silu(dtype)
     check_attention([1, 0, 33, 70, 16, 15], 4, 2, 16, 16, torch.float32)
     check_attention([200, 7], 6, 2, 20, 5, torch.float32)
     check_attention([40, 0, 3], 3, 3, 8, 16, torch.bfloat16)
+    check_attention([50, 2], 9, 3, 16, 16, torch.bfloat16)
     check_attention([0], 8, 1, 64, 32, torch.float32)
     check_attention([40, 0, 3], 4, 2, 16, 16, torch.float64)
     if interpreted:

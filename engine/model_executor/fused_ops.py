@@ -1,0 +1,91 @@
+"""What a step computes between its matrix products: one kernel each where Triton and a card are there, torch elsewhere.
+
+Both round at the same places, which are those of transformers: tokens are compared with its.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch.nn.functional import silu
+
+from lowtide.engine.model_executor.rope import rotate
+
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Return whether Triton's kernels compute on a tensor: it is on a card, and Triton is installed."""
+    return _HAS_TRITON and tensor.is_cuda
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add x to the residual stream and normalise the sum: sum / rms(sum) * weight.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. In float32 at least, and rounded before the weight
+    is multiplied in.
+
+    Args:
+        x: [T, hidden_size].
+        residual: as x, and may be overwritten; None where the stream begins with x.
+        weight: [hidden_size].
+        eps: is added to the mean square.
+
+    Returns:
+        The normalised sum and the sum, both [T, hidden_size].
+    """
+    if has_kernels(x):
+        from lowtide.engine.model_executor import triton_kernels
+
+        return triton_kernels.add_rms_norm(x, residual, weight, eps)
+    total = x if residual is None else residual + x
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(total.dtype), total
+
+
+def rotate_and_cache(
+    projected: torch.Tensor,
+    rotation: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Turn queries and keys by their positions, and put keys and values into the KV cache.
+
+    Args:
+        projected: [T, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values; may be overwritten.
+        rotation: [T, head_dim], see `RotaryEmbedding`.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
+        value_cache: see `key_cache`.
+        slots: int64 [T], block x block_size + offset; a kernel writes a token nowhere whose slot is negative.
+
+    Returns:
+        Turned queries [T, num_heads, head_dim], turned keys and values [T, num_kv_heads, head_dim].
+    """
+    num_kv_heads = key_cache.shape[2]
+    num_heads = projected.shape[1] - 2 * num_kv_heads
+    if has_kernels(projected):
+        from lowtide.engine.model_executor import triton_kernels
+
+        triton_kernels.rotate_and_cache(projected, rotation, key_cache, value_cache, slots)
+        query, key, value = torch.split(projected, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        return query, key, value
+    turned, value = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    query, key = torch.split(rotate(turned, rotation), [num_heads, num_kv_heads], dim=1)
+    key_cache.flatten(0, 1).index_copy_(0, slots, key)
+    value_cache.flatten(0, 1).index_copy_(0, slots, value)
+    return query, key, value
+
+
+def silu_and_mul(gate_and_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 * inner] -> [T, inner]: silu(first half) * second half."""
+    if has_kernels(gate_and_up):
+        from lowtide.engine.model_executor import triton_kernels
+
+        return triton_kernels.silu_and_mul(gate_and_up)
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return silu(gate) * up
