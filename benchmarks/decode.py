@@ -1,14 +1,20 @@
 """Tokens a second of decoding, by batch, with CUDA graphs and without, and what one step's time goes to.
 
 Floor: a step reads every weight once, so it takes at least the weights' bytes over the card's bandwidth, which is
-measured here as a device-to-device copy.
+measured here as a device-to-device copy. Peer: vLLM with the same shapes and dummy weights, in this process and on this
+card, where it is installed; `--peer-only` leaves the engine out.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import os
 import statistics
+import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ import torch
 from lifecycle import copy_bandwidth
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
+from lowtide.engine.config import PRESETS
 
 MAX_TOKENS = 64
 # Sequences, and tokens that each has before.
@@ -71,27 +78,19 @@ def kernels(engine: LLMEngine, batch: int, context: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", default="8b")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--name", default="decode")
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    args = parser.parse_args()
-    results: dict[str, Any] = {"preset": args.preset, "tokens": MAX_TOKENS, "runs": []}
-    bandwidth = copy_bandwidth(args.device)
-    torch.cuda.empty_cache()
+def of_the_engine(preset: str, device: str, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Measure every case with CUDA graphs and without."""
+    runs = []
     for cuda_graphs in (True, False):
         config = EngineConfig(
-            model=args.preset, device=args.device, max_num_seqs=8, cuda_graphs=cuda_graphs, enable_prefix_caching=False
+            model=preset, device=device, max_num_seqs=8, cuda_graphs=cuda_graphs, enable_prefix_caching=False
         )
         with LLMEngine(config) as engine:
             weights = engine.memory_mapped()["weights"]
             for batch, context in CASES:
                 decode(engine, batch, context)
-                rates = [decode(engine, batch, context) for _ in range(args.repeats)]
-                results["runs"].append(
+                rates = [decode(engine, batch, context) for _ in range(repeats)]
+                runs.append(
                     {
                         "cuda_graphs": cuda_graphs,
                         "batch": batch,
@@ -102,6 +101,83 @@ def main() -> None:
                         "profile": kernels(engine, batch, context),
                     }
                 )
+    return runs
+
+
+def config_of(preset: str) -> dict[str, Any]:
+    """Return the preset as Hugging Face's config.json has it."""
+    model = dataclasses.asdict(PRESETS[preset])
+    names = {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+    }
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{name: model[name] for name in same},
+        **{theirs: model[ours] for ours, theirs in names.items()},
+        "rope_theta": model["rope"]["theta"],
+        "tie_word_embeddings": model["tie_word_embeddings"],
+        "torch_dtype": model["dtype"],
+        "hidden_act": "silu",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def of_vllm(preset: str, repeats: int) -> list[dict[str, Any]]:
+    """Measure the same cases of vLLM in its default mode but for the process: compiled, with CUDA graphs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_of(preset)))
+        engine = vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=8192,
+            max_num_seqs=8,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=8 << 30,
+        )
+    runs = []
+    for batch, context in CASES:
+
+        def seconds(tokens: int, batch: int = batch, context: int = context) -> float:
+            prompts = [[1 + (7 * row + 13 * at) % 1000 for at in range(context)] for row in range(batch)]
+            params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            started = time.perf_counter()
+            engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+            return time.perf_counter() - started
+
+        seconds(MAX_TOKENS)
+        # The prompts' own steps take as long with one token.
+        rates = [batch * (MAX_TOKENS - 1) / (seconds(MAX_TOKENS) - seconds(1)) for _ in range(repeats)]
+        runs.append(
+            {"batch": batch, "context": context, "tokens_per_second": statistics.median(rates), "best": max(rates)}
+        )
+    return [{"vllm": vllm.__version__, **run} for run in runs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="8b")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peer-only", action="store_true")
+    parser.add_argument("--name", default="decode")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth(args.device)
+    torch.cuda.empty_cache()
+    results: dict[str, Any] = {"preset": args.preset, "tokens": MAX_TOKENS}
+    if not args.peer_only:
+        results["runs"] = of_the_engine(args.preset, args.device, args.repeats, bandwidth)
+    if find_spec("vllm"):
+        results["peer"] = of_vllm(args.preset, args.repeats)
     results["copy_bandwidth_bytes_per_second"] = bandwidth
     machine.write(args.name, results, args.out)
 

@@ -14,12 +14,13 @@ import triton.language as tl
 _COLUMNS = 128
 # Outputs of the gate that one program computes.
 _FEATURES = 1024
-# Products of queries and keys that one program has in its registers at a time, and the keys at least.
-_PRODUCTS = 8192
-_FEWEST_KEYS = 8
+# Keys that one program looks at together.
+_KEYS = 32
+# Rows and columns of the smallest matrices that tensor cores multiply.
+_SMALLEST_PRODUCT = 16
 # Programs that keep a card busy (132 multiprocessors of an H200, a few each); more parts only cost joining.
 _PROGRAMS = 512
-_MAX_SPLITS = 32
+_MAX_SPLITS = 16
 
 
 def gather_rows(
@@ -230,7 +231,7 @@ def decode_attention(
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
     splits = _num_splits(batch * num_kv_heads)
-    padded, padded_group = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
+    padded, padded_group = (max(_SMALLEST_PRODUCT, triton.next_power_of_2(size)) for size in (head_dim, group))
     output = query.new_empty(query.shape)
     wide = torch.promote_types(query.dtype, torch.float32)
     partial = torch.empty((batch, num_heads, splits, padded), dtype=wide, device=query.device)
@@ -255,7 +256,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         PADDED=padded,
         BLOCK_SIZE=block_size,
-        KEYS=max(_FEWEST_KEYS, _PRODUCTS // (padded_group * padded)),
+        KEYS=_KEYS,
         SPLITS=splits,
         WIDE=_wide(query.dtype),
     )
@@ -312,7 +313,6 @@ def _attend(
     heads = kv_head * GROUP + member
     lanes = (member < GROUP)[:, None] & real[None, :]
     asked = tl.load(query + sequence * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=lanes, other=0.0)
-    asked = asked.to(WIDE) * scale
     largest = tl.full((PADDED_GROUP,), float("-inf"), WIDE)
     total = tl.zeros((PADDED_GROUP,), WIDE)
     sum_of_values = tl.zeros((PADDED_GROUP, PADDED), WIDE)
@@ -326,14 +326,15 @@ def _attend(
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         offsets = (slots * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         mask = visible[:, None] & real[None, :]
-        keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(WIDE)
-        values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(WIDE)
-        scores = tl.sum(asked[:, None, :] * keys[None, :, :], axis=2)
+        keys = tl.load(key_cache + offsets, mask=mask, other=0.0)
+        values = tl.load(value_cache + offsets, mask=mask, other=0.0)
+        scores = tl.dot(asked, tl.trans(keys), input_precision="ieee").to(WIDE) * scale
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
         weights = tl.exp(scores - new_largest[:, None])
         shrink = tl.exp(largest - new_largest)
-        sum_of_values = sum_of_values * shrink[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], axis=1)
+        weighed = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        sum_of_values = sum_of_values * shrink[:, None] + weighed.to(WIDE)
         total = total * shrink + tl.sum(weights, axis=1)
         largest = new_largest
         first += KEYS

@@ -148,6 +148,9 @@ def test_a_life_gives_the_driver_back_what_it_took(used: Any, level: int) -> Non
 
 
 def test_memory_goes_by_reference_count_alone_at_shutdown(used: Any) -> None:
+    # What libraries and kernels keep of their first use is not the engine's.
+    with LLMEngine(EngineConfig(device="cuda")) as warm_up:
+        warm_up.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     before = used()
     driver = find_driver()
     engine = LLMEngine(EngineConfig(device="cuda"))
@@ -159,8 +162,7 @@ def test_memory_goes_by_reference_count_alone_at_shutdown(used: Any) -> None:
         engine.sleep(1)
         engine.wake()
         engine.shutdown()
-        # What a first matrix product makes the BLAS library keep is not the engine's.
-        assert (driver.read(0).process_bytes or 0) - before <= 64 * MIB
+        assert driver.read(0).process_bytes == before
     finally:
         gc.enable()
         driver.close()
