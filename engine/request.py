@@ -88,6 +88,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "prompt_token_ids",
         "request_id",
         "status",
         "token_ids",
@@ -98,6 +99,8 @@ class Request:
             raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
         self.request_id = request_id
         self.params = params
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        """Given to each output, and so made once."""
         self.token_ids: list[int] = list(prompt_token_ids)
         """Prompt, then what has been generated."""
         self.num_prompt_tokens = len(self.token_ids)
@@ -116,11 +119,6 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and generated tokens so far."""
         return len(self.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt."""
-        return tuple(self.token_ids[: self.num_prompt_tokens])
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
