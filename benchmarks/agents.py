@@ -19,10 +19,11 @@ import machine
 import msgspec
 import torch
 
-from lowtide.leakcheck.processes.messages import Begin, ExplainAsleep, Findings, encode
+from lowtide.leakcheck.processes.messages import Begin, ExplainAsleep, encode
 from lowtide.leakcheck.processes.own_tensors import OwnTensors
 from lowtide.probes.host.process_files import rollup
 from lowtide.probes.processes.agents import Agents
+from lowtide.reports.schema import Finding
 
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
 
@@ -108,7 +109,7 @@ def answer_costs(agents: Agents, repeats: int) -> dict[str, float]:
         process.stdin.flush()
         process.stdout.readline()
         begun = time.perf_counter()
-        findings = msgspec.msgpack.decode(agents.ask(process.pid, LEAK), type=Findings).findings
+        findings = msgspec.msgpack.decode(agents.ask(process.pid, LEAK), type=list[Finding])
         there.append((time.perf_counter() - begun) * 1000)
         assert [finding.holder for finding in findings] == ["__main__.HELD" if len(there) > 1 else "__main__.HELD[0]"]
         kept.append(torch.zeros(1 << 20))

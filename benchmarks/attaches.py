@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from lowtide.leakcheck.processes.attachment import Attachment
-from lowtide.leakcheck.processes.messages import Look, Seen
+from lowtide.leakcheck.processes.messages import Look
 from lowtide.probes.host.process_files import status
 from lowtide.probes.processes.agents import AgentError
 from lowtide.probes.processes.injection import InjectionError
@@ -31,7 +31,7 @@ def main(count: int = 1000, kind: str = "threads") -> None:
             start = time.monotonic()
             try:
                 with Attachment(server.pid) as attachment:
-                    attachment.ask(Look(), Seen)
+                    attachment.ask(Look())
             except (InjectionError, AgentError) as error:
                 failed.append(f"{turn}: {error}")
             took.append(time.monotonic() - start)

@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 
 import lowtide
-from lowtide.leakcheck.cli.ask import ask
-from lowtide.leakcheck.cli.attach import attach
 from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.console import INTERRUPTED, colors_are_off, guard_standard_output, report_own_error, say
 from lowtide.leakcheck.cli.defects import defects
@@ -23,10 +21,9 @@ from lowtide.leakcheck.cli.init import init
 from lowtide.leakcheck.cli.mcp import mcp
 from lowtide.leakcheck.cli.ps import ps
 from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
-from lowtide.leakcheck.cli.run import check, run
-from lowtide.leakcheck.cli.serve import serve
+from lowtide.leakcheck.cli.run import check, run, serve
+from lowtide.leakcheck.cli.running import ask, attach, watch
 from lowtide.leakcheck.cli.snapshot import snapshot
-from lowtide.leakcheck.cli.watch import watch
 from lowtide.leakcheck.lives.script import Interrupts
 from lowtide.leakcheck.processes.process_exit import end
 

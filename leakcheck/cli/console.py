@@ -6,6 +6,7 @@ Standard output and error never change how a command ends, whatever reads them, 
 from __future__ import annotations
 
 import codecs
+import datetime
 import errno
 import importlib
 import io
@@ -13,7 +14,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -375,6 +376,43 @@ def write_report(report: Report, folder: Path | None, *, is_final: bool = True) 
         return (None, "") if folder is None else (write_folder(report, folder, is_final=is_final), "")
     except ReportError as error:
         return None, str(error)
+
+
+def show_judged(
+    console: Console,
+    report: Report,
+    folder: Path | None,
+    known: Suppressions,
+    used: Collection[str],
+    *notes: str,
+    ran_all: bool,
+    wide: bool = False,
+) -> tuple[int, str]:
+    """Write the report of one subject and show it; return the exit code, and why it could not be written.
+
+    Args:
+        console: where it is shown.
+        report: what was judged.
+        folder: of the report; None for none.
+        known: what is suppressed.
+        used: the entries of that which matched something.
+        notes: lines below where it is.
+        ran_all: whether all was run that an entry may be for.
+        wide: whether all columns of the tables are shown.
+    """
+    from lowtide.leakcheck.suppressions.entries import problems
+    from lowtide.reports import schema
+    from lowtide.reports.hanging_text import HangingText
+    from lowtide.reports.terminal import render
+
+    # Written before it is shown: a pipe that breaks must not cost the report.
+    where, unwritten = write_report(report, folder)
+    console.print(render(report, *([] if where is None else [f"report: {where}"]), *notes, wide=wide))
+    (subject,) = report.subjects
+    wrong = problems(known.entries, used, datetime.date.today(), subject.findings, ran_all=ran_all)
+    for problem in wrong:
+        console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
+    return schema.exit_code(report) or (1 if wrong else 0), unwritten
 
 
 def ended_with(code: int, unwritten: str) -> int:

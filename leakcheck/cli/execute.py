@@ -33,8 +33,8 @@ from lowtide.leakcheck.cli.console import (
     load_suppressions,
     make_report,
     refuse,
+    show_judged,
     write,
-    write_report,
 )
 from lowtide.leakcheck.cli.growth_report import (
     CommandsJson,
@@ -196,25 +196,16 @@ def _subject(name: str, program: str, ended: CommandEnd) -> Subject:
 def _report(
     subject: Subject, status: int, driver: Driver, folder: Path | None, as_json: bool, known: Suppressions
 ) -> int:
-    from lowtide.leakcheck.suppressions.entries import problems
     from lowtide.reports import schema
     from lowtide.reports.escaping import escape_json
-    from lowtide.reports.hanging_text import HangingText
-    from lowtide.reports.terminal import render
 
-    today = datetime.date.today()
-    subject, used = known.judge(subject, today)
+    subject, used = known.judge(subject, datetime.date.today())
     written = make_report(subject, driver)
     # The command's own output is on stdout, for whoever reads it.
-    console = find_console(sys.stderr)
-    where, unwritten = write_report(written, folder)
-    console.print(render(written, *(() if where is None else (f"report: {where}",))))
+    code, unwritten = show_judged(find_console(sys.stderr), written, folder, known, used, ran_all=not status)
     if as_json:
         write(escape_json(schema.encode(written).decode()))
-    wrong = problems(known.entries, used, today, subject.findings, ran_all=not status)
-    for problem in wrong:
-        console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
-    return ended_with(schema.exit_code(written) or (1 if wrong else status), unwritten)
+    return ended_with(code or status, unwritten)
 
 
 class CommandError(RuntimeError):

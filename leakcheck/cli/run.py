@@ -1,6 +1,6 @@
-"""`lowtide run` and `lowtide check`: whole lives are run, judged against suppressions, and reported.
+"""`lowtide run` and `lowtide check`: whole lives are run, judged against suppressions, and reported; `lowtide serve`.
 
-While they run they are drawn on a terminal, from the readings that their judge takes anyway; who watches the folder of
+While lives run they are drawn on a terminal, from the readings that their judge takes anyway; who watches the folder of
 a report is told the same.
 """
 
@@ -36,7 +36,7 @@ from lowtide.leakcheck.cli.console import (
     load_suppressions,
     make_report,
     refuse,
-    write_report,
+    show_judged,
 )
 from lowtide.leakcheck.targets.target import Device, TargetError, device_name, load_factory
 from lowtide.reports.terminal.running_life import RunningLife
@@ -128,15 +128,8 @@ def run(
     Exit codes: 0 clean, 1 a leak was found or a suppression has expired or is not needed, 2 bad input or could not be
     measured, 130 interrupted.
     """
-    if cycles < 1:
-        refuse(f"--cycles {cycles} is not possible: use 1 or more")
-    _check_turns(turns, until_decided=until_decided, native=native)
-    if keep_heap and report is None:
-        refuse("--keep-heap needs --report DIR: the heap is kept in it")
     check_engine_options(preset, model, defect, twin=twin)
-    known = load_suppressions(suppressions)
-    if report is not None:
-        check_writable(report)
+    known = _check_lives(cycles, turns, report, suppressions, until_decided, native, keep_heap)
     with interruptible("interrupted before there was anything to report"):
         # Only now: importing torch takes seconds, and refusing bad input should not.
         from lowtide.engine import EngineError
@@ -193,7 +186,18 @@ def check_engine_options(preset: Preset | None, model: Path | None, defect: str 
         refuse("--twin needs --defect NAME: it is that engine without the bug")
 
 
-def _check_turns(turns: int, *, until_decided: bool, native: bool) -> None:
+def _check_lives(
+    cycles: int,
+    turns: int,
+    report: Path | None,
+    suppressions: Path | None,
+    until_decided: bool,
+    native: bool,
+    keep_heap: bool,
+) -> Suppressions:
+    """Refuse options of lives that are not possible; return what is suppressed."""
+    if cycles < 1:
+        refuse(f"--cycles {cycles} is not possible: use 1 or more")
     if until_decided and not turns:
         refuse("--until-decided needs --turns N: as many inferences are made in any case")
     if native and not turns:
@@ -203,6 +207,12 @@ def _check_turns(turns: int, *, until_decided: bool, native: bool) -> None:
 
         if turns < FEWEST_TURNS:
             refuse(f"--turns {turns} is not possible: what grows shows from {FEWEST_TURNS} turns on")
+    if keep_heap and report is None:
+        refuse("--keep-heap needs --report DIR: the heap is kept in it")
+    known = load_suppressions(suppressions)
+    if report is not None:
+        check_writable(report)
+    return known
 
 
 def model_name(preset: Preset | None, model: Path | None) -> str:
@@ -276,12 +286,8 @@ def live(
     Returns:
         The command's exit code.
     """
-    from lowtide.leakcheck.suppressions.entries import problems
     from lowtide.probes.device.driver import find_driver
-    from lowtide.reports import schema
-    from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.heap.kept_heap import kept_files
-    from lowtide.reports.terminal import render
 
     console = find_console()
     # Until the report is there: who watches the folder goes on to that.
@@ -299,19 +305,13 @@ def live(
         subject, used = suppressions.judge(life.run(), today)
         written = make_report(subject, driver)
         stack.close()
-        # Written before it is shown: a pipe that breaks must not cost the report.
-        where, unwritten = write_report(written, report)
-    notes = [] if where is None else [f"report: {where}"]
-    notes += [
-        f"kept heap: lowtide heap {shlex.quote(str(file))}" for file in ([] if report is None else kept_files(report))
-    ]
-    console.print(render(written, *notes, wide=wide))
-    # A run that ended early may not have come to what an entry is for.
-    wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
-    for problem in wrong:
-        console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
-    code = INTERRUPTED if life.interrupted else schema.exit_code(written) or (1 if wrong else 0)
-    return ended_with(code, unwritten)
+        heaps = [] if report is None else kept_files(report)
+        notes = [f"kept heap: lowtide heap {shlex.quote(str(file))}" for file in heaps]
+        # A run that ended early may not have come to what an entry is for.
+        code, unwritten = show_judged(
+            console, written, report, suppressions, used, *notes, ran_all=not subject.reason, wide=wide
+        )
+    return ended_with(INTERRUPTED if life.interrupted else code, unwritten)
 
 
 def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:
@@ -412,14 +412,7 @@ def check(
 
     Exit codes: as those of `run`.
     """
-    if cycles < 1:
-        refuse(f"--cycles {cycles} is not possible: use 1 or more")
-    _check_turns(turns, until_decided=until_decided, native=native)
-    if keep_heap and report is None:
-        refuse("--keep-heap needs --report DIR: the heap is kept in it")
-    known = load_suppressions(suppressions)
-    if report is not None:
-        check_writable(report)
+    known = _check_lives(cycles, turns, report, suppressions, until_decided, native, keep_heap)
     with interruptible("interrupted before there was anything to report"):
         from lowtide.leakcheck.lives.lifecycle import check_run
 
@@ -446,3 +439,54 @@ def check(
         except TargetError as error:
             refuse(str(error))
     raise typer.Exit(code)
+
+
+def serve(
+    device: RunsOn = Device.AUTO,
+    preset: RandomModel = None,
+    model: Checkpoint = None,
+    host: Annotated[str, typer.Option(help="Name or address to listen at; anybody who gets there may use it.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="To listen at; 0 takes one that is free.")] = 8000,
+    seed: Annotated[int, typer.Option(help="Seed of random weights, and of requests that bring none.")] = 0,
+    tensor_parallel_size: Ranks = 1,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at the same time; others wait.")] = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Prompt and output tokens of one request [default: what fits].")
+    ] = None,
+    defect: Bug = None,
+    twin: Twin = False,
+) -> None:
+    """Serve the reference engine over HTTP as vLLM serves one, its core in a process of its own.
+
+    It answers /v1/completions, /v1/models, /health, /metrics, /sleep, /wake_up, /is_sleeping and /reset_prefix_cache.
+    SIGTERM and Ctrl-C end it: the core first, then the connections.
+
+    Exit codes: 0 after Ctrl-C, 2 bad input, a port in use, or an engine that has ended by itself.
+    """
+    check_engine_options(preset, model, defect, twin=twin)
+    with interruptible("interrupted before it served"):
+        # Before the engine, so that what is missing is said before seconds are spent.
+        from lowtide.engine import EngineError, LLMEngine
+        from lowtide.engine.defects import find_defect
+        from lowtide.engine.server import serve as serve_engine
+
+        settings = {
+            "model": model_name(preset, model),
+            "device": device_name(device),
+            "seed": seed,
+            "tensor_parallel_size": tensor_parallel_size,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "engine_process": True,
+        }
+        try:
+            active = find_defect(defect) if defect is not None else None
+            config, _ = configure_engine(settings, active, twin=twin)
+            with ExitStack() as stack:
+                if active is not None:
+                    stack.enter_context(active.trigger() if twin else active.switched_on())
+                serve_engine(LLMEngine(config), host, port)
+        except EngineError as error:
+            refuse(str(error))

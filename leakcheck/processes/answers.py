@@ -8,7 +8,7 @@ from __future__ import annotations
 from _thread import get_ident
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -16,7 +16,8 @@ from lowtide.leakcheck.processes import messages
 from lowtide.probes.objects.foreign import thread_name
 from lowtide.probes.originals import contents, gc, loaded, os, sys
 from lowtide.probes.processes.roles import RANK_VARIABLES
-from lowtide.reports.schema import Finding, encoded
+from lowtide.reports.schema import Finding, as_written
+from lowtide.reports.statement import HolderFacts
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -34,7 +35,7 @@ _modules = 0
 """How many modules there were after the last turn that was read."""
 
 _OWN = "lowtide.leakcheck.processes.own_tensors"
-"""What a process without torch does not import."""
+"""What a process without torch does not import, unless somebody looks."""
 
 _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 """What a process without suspicion does not import."""
@@ -45,19 +46,14 @@ _GROWTH = "lowtide.leakcheck.findings.turn_growth"
 _FRAMES = 30
 """Frames of a thread that are told."""
 
-_LOOKS = "lowtide.leakcheck.processes.looks"
-"""What a process imports in which somebody looks."""
-
 Importing = Callable[[str], AbstractContextManager[object]]
 """Makes the block in which a module is imported: the agent's makes sure that nobody else imports anything."""
 
 
 _T = TypeVar("_T")
 
-_BY_CONTAINER = list[tuple[int, messages.Findings]]
 
-
-def apart(work: Callable[[], _T], kind: type[_T]) -> _T:
+def apart(work: Callable[[], _T], kind: Any) -> _T:
     """Return what work gives that goes through the whole heap: in a fork, so that the program notices nothing.
 
     Args:
@@ -69,13 +65,12 @@ def apart(work: Callable[[], _T], kind: type[_T]) -> _T:
     """
     from lowtide.probes.processes.forked import in_a_fork
 
-    return msgspec.msgpack.decode(in_a_fork(lambda: encoded(msgspec.msgpack.encode, work())), type=kind)
+    return msgspec.msgpack.decode(in_a_fork(lambda: messages.encode(work())), type=kind)  # type: ignore[no-any-return]
 
 
 def _by_container(work: Callable[[], dict[int, Finding]]) -> dict[int, Finding]:
     """Do the same for findings on containers, by their identities."""
-    found = apart(lambda: [(each, messages.Findings(findings=(of,))) for each, of in work().items()], _BY_CONTAINER)
-    return {each: of.findings[0] for each, of in found}
+    return apart(lambda: {each: as_written(found) for each, found in work().items()}, dict[int, Finding])
 
 
 def answer(data: bytes, importing: Importing = nullcontext, *, is_fork: bool = False) -> bytes:
@@ -89,85 +84,81 @@ def answer(data: bytes, importing: Importing = nullcontext, *, is_fork: bool = F
     Raises:
         msgspec.DecodeError: it is none.
     """
-    question = messages.decode_question(data)
+    return messages.encode(_answer(messages.decode_question(data), importing, is_fork=is_fork))
+
+
+def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: bool) -> object:
     if isinstance(question, messages.Look | messages.ExplainGrown):
-        return messages.encode(_look(question, importing, is_fork=is_fork))
+        with importing(_OWN):
+            from lowtide.leakcheck.processes.own_tensors import explain_grown, look
+
+        if isinstance(question, messages.ExplainGrown):
+            return explain_grown(question) if is_fork else apart(lambda: explain_grown(question), list[Finding])
+        seen = look(lists=question.lists)
+        return msgspec.structs.replace(seen, variables=_rank_variables(), called=_called())
     if isinstance(question, messages.TellStacks):
-        return messages.encode(messages.ThreadStacks(threads=tuple(_stacks())))
+        return list(_stacks())
     own = _own_tensors(importing)
     if isinstance(question, messages.Begin):
         if own is not None:
             own.begin(question.stage, question.cycle)
-        return messages.encode(messages.Followed(watches=own is not None))
+        return own is not None
     if isinstance(question, messages.Trim):
-        return messages.encode(messages.Trimmed(imported=_trim(importing)))
-    if isinstance(question, messages.ExplainAsleep):
-        found = [] if own is None else own.asleep(question.cycle, question.kind)
-        return messages.encode(messages.Findings(findings=tuple(found)))
-    if isinstance(question, messages.ExplainAwake):
-        found = [] if own is None else own.more_awake(question.stage, question.kind)
-        return messages.encode(messages.Findings(findings=tuple(found)))
-    if isinstance(question, messages.ExplainHeld):
-        found = [] if own is None else own.held(question.stage, question.kind, question.most)
-        return messages.encode(messages.Findings(findings=tuple(found)))
-    if isinstance(question, messages.ExplainLeft):
-        left = [] if own is None else own.left(question.cycle, question.stage)
-        return messages.encode(
-            messages.Left(findings=tuple(each for each, _ in left), by_turn=tuple(sizes for _, sizes in left))
-        )
-    if isinstance(question, messages.ClearCaches):
-        cleared = [] if own is None else own.clear_caches(question.holders)
-        return messages.encode(messages.Findings(findings=tuple(cleared)))
+        return _trim(importing)
     if isinstance(question, messages.ExplainHostMemory):
         with importing(_EXPLAINING):
             from lowtide.leakcheck.findings.host_arrays import held_by_arrays
             from lowtide.leakcheck.findings.storage_holders import Context
 
-        def holder() -> messages.HostHolder:
+        def holder() -> HolderFacts | None:
             # Which of this process's arrays are the memory that the other one has seen grow.
             by_arrays = held_by_arrays(question.bytes, Context(living=True))
-            return messages.HostHolder(facts=None if by_arrays is None else by_arrays[0])
+            return None if by_arrays is None else by_arrays[0]
 
-        return messages.encode(apart(holder, messages.HostHolder))
+        return apart(holder, HolderFacts | None)
     if isinstance(question, messages.RememberPreserved | messages.ComparePreserved):
-        return messages.encode(_preserved(question, importing))
+        return _preserved(question, importing)
     if isinstance(question, messages.ReadTurn):
-        return messages.encode(_after_turn(question, own, importing))
-    if question.collects:
-        gc.collect()
-    levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
-    return messages.encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
+        return _after_turn(question, own, importing)
+    if isinstance(question, messages.Read):
+        if question.collects:
+            gc.collect()
+        levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
+        return msgspec.structs.replace(levels, variables=_rank_variables(), called=_called())
+    return [] if own is None else _of_tensors(question, own)
 
 
-def _look(
-    question: messages.Look | messages.ExplainGrown, importing: Importing, *, is_fork: bool
-) -> messages.Seen | messages.Findings:
-    with importing(_LOOKS):
-        from lowtide.leakcheck.processes import looks
-
-    if isinstance(question, messages.ExplainGrown):
-        if is_fork:
-            return looks.explain_grown(question)
-        return apart(lambda: looks.explain_grown(question), messages.Findings)
-    return msgspec.structs.replace(looks.look(lists=question.lists), variables=_rank_variables(), called=_called())
+def _of_tensors(question: messages.Question[Any], own: OwnTensors) -> object:
+    if isinstance(question, messages.ExplainLeft):
+        return own.left(question.cycle, question.stage)
+    if isinstance(question, messages.ExplainAsleep):
+        found = own.asleep(question.cycle, question.kind)
+    elif isinstance(question, messages.ExplainAwake):
+        found = own.more_awake(question.stage, question.kind)
+    elif isinstance(question, messages.ExplainHeld):
+        found = own.held(question.stage, question.kind, question.most)
+    else:
+        assert isinstance(question, messages.ClearCaches)
+        found = own.clear_caches(question.holders)
+    return messages.written(found)
 
 
 def _preserved(
     question: messages.RememberPreserved | messages.ComparePreserved, importing: Importing
-) -> messages.PreservedAnswer | messages.Findings:
+) -> int | list[Finding]:
     """Return what must survive a sleep here; an engine that announces none costs nothing."""
     global _own_preserved
     stages = loaded("lowtide.probes.stages")
     if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
-        return messages.PreservedAnswer() if isinstance(question, messages.RememberPreserved) else messages.Findings()
+        return 0 if isinstance(question, messages.RememberPreserved) else []
     if isinstance(question, messages.RememberPreserved):
         with importing(_OWN):
             from lowtide.leakcheck.processes.own_tensors import OwnPreserved
 
         _own_preserved = OwnPreserved(question.kind)
-        return messages.PreservedAnswer(tensors=_own_preserved.tensors)
+        return _own_preserved.tensors
     preserved, _own_preserved = _own_preserved, None
-    return messages.Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
+    return [] if preserved is None else messages.written(preserved.compare(question.stage))
 
 
 def _after_turn(question: messages.ReadTurn, own: OwnTensors | None, importing: Importing) -> messages.GrownContainers:
@@ -209,8 +200,9 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
     if question.ends:
         grown = growth.end("", question.module, since=question.since)
         found = grown.containers if grown.host is None else (*grown.containers, grown.host)
-        return messages.GrownContainers(findings=found, more=more)
-    return messages.GrownContainers(findings=growth.so_far(), more=more)
+    else:
+        found = growth.so_far()
+    return messages.GrownContainers(findings=tuple(messages.written(found)), more=more)
 
 
 def _rank_variables() -> dict[str, str]:

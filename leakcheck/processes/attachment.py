@@ -9,10 +9,9 @@ import contextlib
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
-
-import msgspec
 
 from lowtide.leakcheck.processes import messages
 from lowtide.probes.host.process_files import stat
@@ -40,7 +39,7 @@ _CODE = (
     "exec(compile(text, 'lowtide_look.py', 'exec'), globals())\n"
 )
 
-_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+_Answer = TypeVar("_Answer")
 
 
 class Attachment:
@@ -105,23 +104,18 @@ class Attachment:
         if owner.st_uid != os.geteuid():
             os.chown(file, owner.st_uid, owner.st_gid)
 
-    def ask(self, question: messages.Question, kind: type[_Answer], limit: float = ANSWER_S) -> _Answer:
+    def ask(self, question: messages.Question[_Answer], limit: float = ANSWER_S) -> _Answer:
         """Return what a fork of the process answers.
 
         Args:
             question: what is asked.
-            kind: of the answer.
-            limit: seconds for it.
+            limit: seconds for the answer.
 
         Raises:
             NoAgentError: the process has ended.
             AgentError: its fork did not answer in time, or failed; the message says why.
         """
-        data = self.answer(messages.encode(question), limit)
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except msgspec.DecodeError as error:
-            raise AgentError(f"a fork of pid {self.pid} answered something else: {error}") from error
+        return messages.ask(partial(self.answer, limit=limit), question, f"a fork of pid {self.pid}")
 
     def answer(self, question: bytes, limit: float) -> bytes:
         """Return what a fork of the process answers, not decoded; for the errors see `ask`."""

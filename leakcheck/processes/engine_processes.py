@@ -42,7 +42,7 @@ from lowtide.reports.statement import HolderFacts, in_process, with_holder
 EXPLAIN_S = 60.0
 """Seconds that a process may take to find who holds something: it goes through its whole heap."""
 
-_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -158,8 +158,8 @@ class EngineProcesses:
 
     def before_sleep(self) -> bool:
         """Remember what must survive the sleep that begins; return whether any has said that something must."""
-        answers = self._each(self._pids(), messages.RememberPreserved(kind=self.kind), messages.PreservedAnswer)
-        self._preserving = [pid for pid, preserved in answers.items() if preserved.tensors]
+        answers = self._each(self._pids(), messages.RememberPreserved(kind=self.kind))
+        self._preserving = [pid for pid, preserved in answers.items() if preserved]
         return bool(self._preserving)
 
     def after_wake(self, stage: str) -> list[Finding]:
@@ -177,27 +177,25 @@ class EngineProcesses:
         ]
         return self._found_in(pids, messages.ExplainAwake(stage=stage, kind=self.kind))
 
-    def _found_in(self, pids: Sequence[int], question: messages.Question) -> list[Finding]:
-        answers = self._each(pids, question, messages.Findings)
-        return [in_process(each, self._now[pid].process) for pid, answer in answers.items() for each in answer.findings]
+    def _found_in(self, pids: Sequence[int], question: messages.Question[list[Finding]]) -> list[Finding]:
+        answers = self._each(pids, question)
+        return [in_process(each, self._now[pid].process) for pid, found in answers.items() for each in found]
 
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
         """Attribute what appears in some of them from here on to this stage; return those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
-        answers = self._each(asked, messages.Begin(stage=stage, cycle=cycle), messages.Followed)
-        return {pid for pid, answer in answers.items() if answer.watches}
+        answers = self._each(asked, messages.Begin(stage=stage, cycle=cycle))
+        return {pid for pid, watches in answers.items() if watches}
 
-    def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
+    def left(self, pid: int, cycle: int | None) -> messages.Left:
         """Return what appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
-        answer = self._one(pid, messages.ExplainLeft(cycle=cycle), messages.Left) or messages.Left()
-        found = [in_process(finding, process_levels.describe_process(pid)) for finding in answer.findings]
-        return list(zip(found, answer.by_turn, strict=True))
+        left = self._one(pid, messages.ExplainLeft(cycle=cycle)) or ()
+        return [(in_process(finding, process_levels.describe_process(pid)), sizes) for finding, sizes in left]
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
         """Return findings about a process that lives, with what clearing the `lru_cache`s among them gives back."""
         holders = tuple(finding.holder for finding in findings if finding.holder and is_cached(finding))
-        answer = self._one(pid, messages.ClearCaches(holders=holders), messages.Findings) if holders else None
-        cleared = () if answer is None else answer.findings
+        cleared = (self._one(pid, messages.ClearCaches(holders=holders)) if holders else None) or ()
         remedies = {finding.holder: finding.remedy for finding in cleared if finding.remedy is not None}
         return [
             msgspec.structs.replace(finding, remedy=remedies.get(finding.holder, finding.remedy))
@@ -210,10 +208,10 @@ class EngineProcesses:
         Returns:
             Bytes that the process has ever taken to answer this; None where it does not answer.
         """
-        answer = self._one(pid, messages.Trim(), messages.Trimmed) if self.agents.has_agent(pid) else None
-        if answer is None:
+        imported = self._one(pid, messages.Trim()) if self.agents.has_agent(pid) else None
+        if imported is None:
             return None
-        self._imported[pid] = self._imported.get(pid, 0) + answer.imported
+        self._imported[pid] = self._imported.get(pid, 0) + imported
         return self._imported[pid]
 
     def named_by_arrays(self, finding: Finding, size: int) -> Finding:
@@ -225,12 +223,11 @@ class EngineProcesses:
         pid = None if finding.process is None or finding.resource != "host-memory" else finding.process.pid
         if pid is None or not self.agents.has_agent(pid):
             return None
-        answer = self._one(pid, messages.ExplainHostMemory(bytes=size), messages.HostHolder)
-        return None if answer is None else answer.facts
+        return self._one(pid, messages.ExplainHostMemory(bytes=size))
 
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
-        levels = self._each(self._pids(), messages.Read(), messages.Levels)
+        levels = self._each(self._pids(), messages.Read())
         family = self.tree.descendants()
         asks = bool(family) and self.device != "cpu"
         cards = by_process(read_card_holders(self.driver())) if self.driver is not None and asks else {}
@@ -268,7 +265,7 @@ class EngineProcesses:
 
     def read_turn(self, pids: Collection[int], question: messages.ReadTurn) -> dict[int, messages.GrownContainers]:
         """Return what grows in some of them with turns that are no inferences, where that is asked."""
-        return self._each([pid for pid in pids if pid not in self.not_measured], question, messages.GrownContainers)
+        return self._each([pid for pid in pids if pid not in self.not_measured], question)
 
     def _read_turn(self, *, begins: bool) -> int:
         question = messages.ReadTurn(
@@ -281,9 +278,9 @@ class EngineProcesses:
         )
         more = 0
         before = {pid: _private_bytes_of(pid) for pid in self._now}
-        answers = self._each(list(self._now), question, messages.GrownContainers)
+        answers = self._each(list(self._now), question)
         # Once it has let go of what it needed to answer, which it has before it answers again.
-        self._each(list(answers), messages.TellStacks(), messages.ThreadStacks)
+        self._each(list(answers), messages.TellStacks())
         for pid, answer in answers.items():
             # At rest: what it has more than before, or less, is by what it was asked.
             self._imported[pid] = self._imported.get(pid, 0) + _private_bytes_of(pid) - before[pid]
@@ -333,7 +330,7 @@ class EngineProcesses:
         pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
         if before is not None and any(size > before.get(device, 0) for device, size in levels.tensors.items()):
-            levels = self._one(pid, messages.Read(collects=True), messages.Levels) or levels
+            levels = self._one(pid, messages.Read(collects=True)) or levels
         self._after_infer[pid] = levels.tensors
         return levels
 
@@ -342,7 +339,7 @@ class EngineProcesses:
         for growth in self._growths:
             for process in growth.suspects:
                 if process.pid in self._now and self.trim(process.pid) is not None:
-                    levels = self._one(process.pid, messages.Read(), messages.Levels)
+                    levels = self._one(process.pid, messages.Read())
                     if levels is not None:
                         growth.correct(process, self._levels(process.pid, levels))
         for finding in (each for growth in self._growths for each in growth.findings()):
@@ -380,9 +377,8 @@ class EngineProcesses:
     def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
         """Return who holds the tensors of most turns of the process that a finding is about."""
         pid = 0 if finding.process is None else finding.process.pid
-        answer = self._one(pid, messages.ExplainLeft(stage=finding.stage), messages.Left) if pid else None
-        left = () if answer is None else zip(answer.findings, answer.by_turn, strict=True)
-        return growing_holder(list(left), finding.device, finding.stage)
+        left = self._one(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
+        return growing_holder(left or (), finding.device, finding.stage)
 
     def _with_holder(self, finding: Finding) -> Finding:
         facts = self._holders.get(finding.fingerprint)
@@ -400,16 +396,14 @@ class EngineProcesses:
         self._slept_unwatched |= self._unwatched.keys() & {
             pid for pid, now in self._now.items() if now.levels.of(self.kind)
         }
-        of_inferring = self._each(
-            list(self._now), messages.ExplainAsleep(cycle=cycle, kind=self.kind), messages.Findings
-        )
-        for pid, answer in of_inferring.items():
+        of_inferring = self._each(list(self._now), messages.ExplainAsleep(cycle=cycle, kind=self.kind))
+        for pid, kept in of_inferring.items():
             process = self._now[pid].process
-            found += [in_process(finding, process) for finding in answer.findings]
-            holders = {finding.holder or "" for finding in answer.findings}
+            found += [in_process(finding, process) for finding in kept]
+            holders = {finding.holder or "" for finding in kept}
             self._kept_asleep.setdefault(process_levels.role_of(process.name), set()).update(holders)
         # What inferring left is reported by itself.
-        left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
+        left = {pid: sum(finding.bytes for finding in kept) for pid, kept in of_inferring.items()}
         reported_pids: set[int] = set()
         for pid, before in self._at_work.items():
             now = self._now.get(pid)
@@ -428,7 +422,7 @@ class EngineProcesses:
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
         """Return what a wake that raised has left mapped in each, of what the last sleep had given up."""
-        after = self._each(list(self._now), messages.Read(), messages.Levels)
+        after = self._each(list(self._now), messages.Read())
         return process_levels.mapped_by_failed_wake(stage, self.kind, self._now, after)
 
     def _uneven(self, stage: str, left: Mapping[int, int], reported_pids: Collection[int]) -> list[Finding]:
@@ -471,10 +465,9 @@ class EngineProcesses:
         holders, device = self._largest_in(now.process.pid, stage), self.device or self.kind
         return process_levels.explain_kept(stage, device, sizes, now.process, now.arenas(self.kind), holders)
 
-    def _largest_in(self, pid: int, stage: str) -> tuple[Finding, ...]:
+    def _largest_in(self, pid: int, stage: str) -> Sequence[Finding]:
         """Ask a process who holds its largest tensors."""
-        answer = self._one(pid, messages.ExplainHeld(stage=stage, kind=self.kind), messages.Findings)
-        return () if answer is None else answer.findings
+        return self._one(pid, messages.ExplainHeld(stage=stage, kind=self.kind)) or ()
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
@@ -482,20 +475,16 @@ class EngineProcesses:
         without = {*self.not_measured, *self.drivers, *self.tree.with_descendants(self.passed_over)}
         return [pid for pid in self.tree.descendants() if pid not in without and self.agents.has_agent(pid)]
 
-    def _each(self, pids: Sequence[int], question: messages.Question, kind: type[_Answer]) -> dict[int, _Answer]:
+    def _each(self, pids: Sequence[int], question: messages.Question[_Answer]) -> dict[int, _Answer]:
         """Return what each answers, side by side; without those that do not, which are noted."""
         if not pids:
             return {}
 
         def ask(pid: int) -> tuple[int, _Answer | AgentError]:
             try:
-                return pid, msgspec.msgpack.decode(
-                    self.agents.ask(pid, messages.encode(question), EXPLAIN_S), type=kind
-                )
+                return pid, messages.ask_agent(self.agents, pid, question, EXPLAIN_S)
             except AgentError as error:
                 return pid, error
-            except msgspec.DecodeError as error:
-                return pid, AgentError(f"the agent of pid {pid} answered something else: {error}")
 
         answers: dict[int, _Answer] = {}
         with ThreadPoolExecutor(len(pids), thread_name_prefix="lowtide-agents") as threads:
@@ -508,9 +497,9 @@ class EngineProcesses:
                     answers[pid] = answer
         return answers
 
-    def _one(self, pid: int, question: messages.Question, kind: type[_Answer]) -> _Answer | None:
+    def _one(self, pid: int, question: messages.Question[_Answer]) -> _Answer | None:
         """Return what one answers; None where it does not, or has not answered before."""
-        return None if pid in self.not_measured else self._each([pid], question, kind).get(pid)
+        return None if pid in self.not_measured else self._each([pid], question).get(pid)
 
 
 def _private_bytes(finding: Finding) -> int:

@@ -14,10 +14,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
-from lowtide.leakcheck.processes.look_growth import anonymous_bytes_of
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import descriptors_of, name_of, thread_names
+from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, name_of, thread_names
 from lowtide.probes.processes.outside_view import by_process
 
 if TYPE_CHECKING:

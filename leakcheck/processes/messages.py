@@ -2,228 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from lowtide.reports.schema import Finding, as_written, encoded
 from lowtide.reports.statement import HolderFacts
 
+if TYPE_CHECKING:
+    from lowtide.probes.processes.agents import Agents
+
+_Answer = TypeVar("_Answer")
+
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all messages."""
-
-
-class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
-    """A stage begins: what appears from here on, appeared in it; answered by `Followed`.
-
-    The first one of a process with torch opens its watch.
-
-    Attributes:
-        stage: its name.
-        cycle: the life, from 1.
-    """
-
-    stage: str
-    cycle: int
-
-
-class Read(_Message, frozen=True, kw_only=True, tag="read"):
-    """How much the process holds; answered by `Levels`.
-
-    Attributes:
-        collects: whether it collects its garbage first, which looks like what is kept.
-    """
-
-    collects: bool = False
-
-
-class ExplainAsleep(_Message, frozen=True, kw_only=True, tag="explain-asleep"):
-    """Who holds what the engine still has from inferring while it sleeps; answered by `Findings`.
-
-    Attributes:
-        cycle: the life, from 1.
-        kind: of the engine's device: `cpu` or `cuda`.
-    """
-
-    cycle: int
-    kind: str
-
-
-class ExplainAwake(_Message, frozen=True, kw_only=True, tag="explain-awake"):
-    """Who holds what there is more after a wake than before the sleep; answered by `Findings`.
-
-    Attributes:
-        stage: the wake, which has ended.
-        kind: of the engine's device.
-    """
-
-    stage: str
-    kind: str
-
-
-class ExplainHeld(_Message, frozen=True, kw_only=True, tag="explain-held"):
-    """Who holds the largest tensors; answered by `Findings`.
-
-    Attributes:
-        stage: since when they should be gone.
-        kind: of their device: `cpu` or `cuda`.
-        most: how many storages are looked at.
-    """
-
-    stage: str
-    kind: str
-    most: int = 16
-
-
-class ExplainLeft(_Message, frozen=True, kw_only=True, tag="explain-left"):
-    """Who holds the tensors that appeared in one cycle, or in any, and are there; answered by `Left`.
-
-    The process collects its garbage first.
-
-    Attributes:
-        cycle: which; None: all since the first `Begin`.
-        stage: of which stage, counted by how often that has begun; empty: of all, counted by cycle.
-    """
-
-    cycle: int | None = None
-    stage: str = ""
-
-
-class ClearCaches(_Message, frozen=True, kw_only=True, tag="clear-caches"):
-    """Clear some `lru_cache`s that hold tensors, and measure what each gives back; answered by `Findings`.
-
-    Attributes:
-        holders: the caches, as findings name them.
-    """
-
-    holders: tuple[str, ...]
-
-
-class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-memory"):
-    """Which arrays are some new host memory, by their size; answered by `HostHolder`.
-
-    Attributes:
-        bytes: of the arrays.
-    """
-
-    bytes: int
-
-
-class RememberPreserved(_Message, frozen=True, kw_only=True, tag="remember-preserved"):
-    """Remember what must survive the sleep that begins; answered by `PreservedAnswer`.
-
-    Attributes:
-        kind: of the device: `cpu` or `cuda`.
-    """
-
-    kind: str
-
-
-class ComparePreserved(_Message, frozen=True, kw_only=True, tag="compare-preserved"):
-    """What was lost, has moved, or points to where nothing is since then; answered by `Findings`.
-
-    Attributes:
-        stage: which one has ended.
-    """
-
-    stage: str
-
-
-class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
-    """Collect garbage, and give back what is free in torch's allocator and in the heap; answered by `Trimmed`.
-
-    What is free there looks from outside like what the process keeps.
-    """
-
-
-class ReadTurn(_Message, frozen=True, kw_only=True, tag="read-turn"):
-    """How much each container holds after a turn, for what grows; answered by `GrownContainers`.
-
-    Attributes:
-        turns: what a turn is, in the plural: `inferences`; turns of each kind are followed by themselves.
-        turn: its number.
-        begins: whether it is the first that is read of a stretch.
-        anew: whether what came before it is of no interest.
-        asked: whether somebody has asked for it: then it is read in a process without torch, too, and at any cost.
-        tells: whether it is told what grows.
-        ends: whether it is told for the last time: what grows is forgotten, then.
-        module: the module to which the turns belong; empty if to none.
-        since: the turn before the module's first one.
-        seconds: how long a turn takes, where turns are parts of the time; then the process's own memory is read after
-            each, too.
-    """
-
-    turns: str
-    turn: int
-    begins: bool = False
-    anew: bool = False
-    asked: bool = False
-    tells: bool = False
-    ends: bool = False
-    module: str = ""
-    since: int = 0
-    seconds: float = 0.0
-
-
-class Look(_Message, frozen=True, kw_only=True, tag="look"):
-    """What there is now, to be compared with another moment; answered by `Seen`.
-
-    Attributes:
-        lists: whether tensors and caches are listed, too.
-    """
-
-    lists: bool = False
-
-
-class TellStacks(_Message, frozen=True, kw_only=True, tag="tell-stacks"):
-    """What the process's threads do; answered by `ThreadStacks`."""
-
-
-class GrownContainer(msgspec.Struct, frozen=True):
-    """How much a container held at some moments; see `Course`."""
-
-    identity: int
-    kind: int
-    turns: list[int]
-    lengths: list[int]
-
-
-class ExplainGrown(_Message, frozen=True, kw_only=True, tag="explain-grown"):
-    """Who holds some containers that have grown, and what they took; answered by `Findings`.
-
-    Attributes:
-        containers: these.
-        turns: what a turn is, in the plural: `requests`.
-        seconds: how long a turn takes; 0 where it may take any time.
-        since: the moment from which they have grown, where that is not told by turns.
-        fixed: identities of those that have not changed their lengths meanwhile.
-    """
-
-    containers: tuple[GrownContainer, ...]
-    turns: str
-    seconds: float = 0.0
-    since: str = ""
-    fixed: tuple[int, ...] = ()
-
-
-Question: TypeAlias = (
-    Begin
-    | Read
-    | ExplainAsleep
-    | ExplainAwake
-    | ExplainHeld
-    | ExplainLeft
-    | ClearCaches
-    | ExplainHostMemory
-    | RememberPreserved
-    | ComparePreserved
-    | Trim
-    | ReadTurn
-    | Look
-    | ExplainGrown
-    | TellStacks
-)
 
 
 class Levels(_Message, frozen=True, kw_only=True):
@@ -261,57 +57,11 @@ class Levels(_Message, frozen=True, kw_only=True):
         )
 
 
-class Findings(_Message, frozen=True, kw_only=True):
-    """What a process has found in itself."""
-
-    findings: tuple[Finding, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Keep of the findings what is written."""
-        msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
-
-
-class Followed(_Message, frozen=True, kw_only=True):
-    """What appears from here on is known to have appeared in the stage.
-
-    Attributes:
-        watches: whether the process follows its tensors: it has torch.
-    """
-
-    watches: bool = False
-
-
-class HostHolder(_Message, frozen=True, kw_only=True):
-    """Who holds the arrays of a size; None where there are none."""
-
-    facts: HolderFacts | None = None
-
-
-class PreservedAnswer(_Message, frozen=True, kw_only=True):
-    """What a process says must survive a sleep.
-
-    Attributes:
-        tensors: how many.
-    """
-
-    tensors: int = 0
-
-
-class Left(Findings, frozen=True, kw_only=True):
-    """What has appeared and is there: a finding for each holder.
-
-    Attributes:
-        by_turn: for each finding, its bytes by the cycle in which they appeared, or by the turn of the stage that was
-            asked for, from 1.
-    """
-
-    by_turn: tuple[dict[int, int], ...] = ()
-
-
-class GrownContainers(Findings, frozen=True, kw_only=True):
+class GrownContainers(_Message, frozen=True, kw_only=True):
     """The containers that grow; and host memory beside them, where that was read.
 
     Attributes:
+        findings: on these.
         more: how many more turns may tell whether others do; 0 where that is known, or was not asked.
         cards: bytes that torch has given out to tensors and others on each card, where turns are parts of the time.
         imported: how many modules the program has imported since the turn that was read before.
@@ -319,6 +69,7 @@ class GrownContainers(Findings, frozen=True, kw_only=True):
         called: as of `Levels`.
     """
 
+    findings: tuple[Finding, ...] = ()
     more: int = 0
     cards: dict[str, int] = {}
     imported: int = 0
@@ -388,36 +139,256 @@ class Seen(_Message, frozen=True, kw_only=True):
     called: str = ""
 
 
-class ThreadStacks(_Message, frozen=True, kw_only=True):
-    """What the threads of a process do.
+Left: TypeAlias = list[tuple[Finding, dict[int, int]]]
+"""What has appeared and is there, by holder: with its bytes by the cycle in which they appeared, or by the turn of the
+stage that was asked for, from 1."""
+
+ThreadStacks: TypeAlias = list[tuple[str, tuple[str, ...]]]
+"""Of each thread its name, and its frames, `FUNCTION FILE:LINE`, the innermost one first."""
+
+
+class Question(_Message, Generic[_Answer], frozen=True, kw_only=True):
+    """What is asked, with the type of what is answered."""
+
+
+class Begin(Question[bool], frozen=True, kw_only=True, tag="begin"):
+    """A stage begins: what appears from here on, appeared in it, if the process has torch: the answer says whether.
+
+    The first one of a process with torch opens its watch.
 
     Attributes:
-        threads: of each its name, and its frames, `FUNCTION FILE:LINE`, the innermost one first.
+        stage: its name.
+        cycle: the life, from 1.
     """
 
-    threads: tuple[tuple[str, tuple[str, ...]], ...]
+    stage: str
+    cycle: int
 
 
-class Trimmed(_Message, frozen=True, kw_only=True):
-    """What is free has been given back.
+class Read(Question[Levels], frozen=True, kw_only=True, tag="read"):
+    """How much the process holds.
 
     Attributes:
-        imported: bytes that the process has taken for lowtide's own modules meanwhile.
+        collects: whether it collects its garbage first, which looks like what is kept.
     """
 
-    imported: int
+    collects: bool = False
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """Return a message as bytes."""
+class ExplainAsleep(Question[list[Finding]], frozen=True, kw_only=True, tag="explain-asleep"):
+    """Who holds what the engine still has from inferring while it sleeps.
+
+    Attributes:
+        cycle: the life, from 1.
+        kind: of the engine's device: `cpu` or `cuda`.
+    """
+
+    cycle: int
+    kind: str
+
+
+class ExplainAwake(Question[list[Finding]], frozen=True, kw_only=True, tag="explain-awake"):
+    """Who holds what there is more after a wake than before the sleep.
+
+    Attributes:
+        stage: the wake, which has ended.
+        kind: of the engine's device.
+    """
+
+    stage: str
+    kind: str
+
+
+class ExplainHeld(Question[list[Finding]], frozen=True, kw_only=True, tag="explain-held"):
+    """Who holds the largest tensors.
+
+    Attributes:
+        stage: since when they should be gone.
+        kind: of their device: `cpu` or `cuda`.
+        most: how many storages are looked at.
+    """
+
+    stage: str
+    kind: str
+    most: int = 16
+
+
+class ExplainLeft(Question[Left], frozen=True, kw_only=True, tag="explain-left"):
+    """Who holds the tensors that appeared in one cycle, or in any, and are there.
+
+    The process collects its garbage first.
+
+    Attributes:
+        cycle: which; None: all since the first `Begin`.
+        stage: of which stage, counted by how often that has begun; empty: of all, counted by cycle.
+    """
+
+    cycle: int | None = None
+    stage: str = ""
+
+
+class ClearCaches(Question[list[Finding]], frozen=True, kw_only=True, tag="clear-caches"):
+    """Clear some `lru_cache`s that hold tensors, and measure what each gives back.
+
+    Attributes:
+        holders: the caches, as findings name them.
+    """
+
+    holders: tuple[str, ...]
+
+
+class ExplainHostMemory(Question[HolderFacts | None], frozen=True, kw_only=True, tag="explain-host-memory"):
+    """Who holds the arrays that are some new host memory, by their size; None where there are none.
+
+    Attributes:
+        bytes: of the arrays.
+    """
+
+    bytes: int
+
+
+class RememberPreserved(Question[int], frozen=True, kw_only=True, tag="remember-preserved"):
+    """Remember what must survive the sleep that begins; the answer is of how many tensors.
+
+    Attributes:
+        kind: of the device: `cpu` or `cuda`.
+    """
+
+    kind: str
+
+
+class ComparePreserved(Question[list[Finding]], frozen=True, kw_only=True, tag="compare-preserved"):
+    """What was lost, has moved, or points to where nothing is since then.
+
+    Attributes:
+        stage: which one has ended.
+    """
+
+    stage: str
+
+
+class Trim(Question[int], frozen=True, kw_only=True, tag="trim"):
+    """Collect garbage, and give back what is free in torch's allocator and in the heap.
+
+    What is free there looks from outside like what the process keeps. The answer is how many bytes the process has
+    taken for lowtide's own modules meanwhile.
+    """
+
+
+class ReadTurn(Question[GrownContainers], frozen=True, kw_only=True, tag="read-turn"):
+    """How much each container holds after a turn, for what grows.
+
+    Attributes:
+        turns: what a turn is, in the plural: `inferences`; turns of each kind are followed by themselves.
+        turn: its number.
+        begins: whether it is the first that is read of a stretch.
+        anew: whether what came before it is of no interest.
+        asked: whether somebody has asked for it: then it is read in a process without torch, too, and at any cost.
+        tells: whether it is told what grows.
+        ends: whether it is told for the last time: what grows is forgotten, then.
+        module: the module to which the turns belong; empty if to none.
+        since: the turn before the module's first one.
+        seconds: how long a turn takes, where turns are parts of the time; then the process's own memory is read after
+            each, too.
+    """
+
+    turns: str
+    turn: int
+    begins: bool = False
+    anew: bool = False
+    asked: bool = False
+    tells: bool = False
+    ends: bool = False
+    module: str = ""
+    since: int = 0
+    seconds: float = 0.0
+
+
+class Look(Question[Seen], frozen=True, kw_only=True, tag="look"):
+    """What there is now, to be compared with another moment.
+
+    Attributes:
+        lists: whether tensors and caches are listed, too.
+    """
+
+    lists: bool = False
+
+
+class TellStacks(Question[ThreadStacks], frozen=True, kw_only=True, tag="tell-stacks"):
+    """What the process's threads do."""
+
+
+class GrownContainer(msgspec.Struct, frozen=True):
+    """How much a container held at some moments; see `Course`."""
+
+    identity: int
+    kind: int
+    turns: list[int]
+    lengths: list[int]
+
+
+class ExplainGrown(Question[list[Finding]], frozen=True, kw_only=True, tag="explain-grown"):
+    """Who holds some containers that have grown, and what they took.
+
+    Attributes:
+        containers: these.
+        turns: what a turn is, in the plural: `requests`.
+        seconds: how long a turn takes; 0 where it may take any time.
+        since: the moment from which they have grown, where that is not told by turns.
+        fixed: identities of those that have not changed their lengths meanwhile.
+    """
+
+    containers: tuple[GrownContainer, ...]
+    turns: str
+    seconds: float = 0.0
+    since: str = ""
+    fixed: tuple[int, ...] = ()
+
+
+_QUESTIONS: msgspec.msgpack.Decoder[Question[Any]] = msgspec.msgpack.Decoder(reduce(or_, Question.__subclasses__()))
+
+
+def written(found: Iterable[Finding]) -> list[Finding]:
+    """Return findings with what is written of them, as they are sent."""
+    return list(map(as_written, found))
+
+
+def encode(message: object) -> bytes:
+    """Return a question or an answer as bytes."""
     return encoded(msgspec.msgpack.encode, message)
 
 
-def decode_question(data: bytes) -> Question:
+def decode_question(data: bytes) -> Question[Any]:
     """Return a question from bytes.
 
     Raises:
         msgspec.DecodeError: it is none.
     """
-    question: Question = msgspec.msgpack.decode(data, type=Question)
-    return question
+    return _QUESTIONS.decode(data)
+
+
+def ask(send: Callable[[bytes], bytes], question: Question[_Answer], whom: str) -> _Answer:
+    """Return what is answered to a question.
+
+    Args:
+        send: gives the answer's bytes.
+        question: what is asked.
+        whom: who is asked, in words.
+
+    Raises:
+        AgentError: the answer is of another kind; and what `send` raises.
+    """
+    # Whoever answers has no use for it.
+    from lowtide.probes.processes.agents import AgentError
+
+    (base,) = getattr(type(question), "__orig_bases__")  # noqa: B009 - of a generic class
+    kind: Any = get_args(base)[0]
+    try:
+        return msgspec.msgpack.decode(send(encode(question)), type=kind)  # type: ignore[no-any-return]
+    except msgspec.DecodeError as error:
+        raise AgentError(f"{whom} answered something else: {error}") from error
+
+
+def ask_agent(agents: Agents, pid: int, question: Question[_Answer], limit: float = 60.0) -> _Answer:
+    """Return what the agent of a process answers, within so many seconds; for the errors see `Agents.ask`."""
+    return ask(lambda data: agents.ask(pid, data, limit), question, f"the agent of pid {pid}")

@@ -1,24 +1,28 @@
 """This process's tensors, for another one that asks: the same reading and explaining as in the checked process.
 
-And what must survive a sleep here, as its engine has announced it.
+And what must survive a sleep here, as its engine has announced it; what there is at one moment, as plain data (`look`),
+and who holds what has grown between two of these.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
+from lowtide.leakcheck.findings.growing_containers import growth_of_containers
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
+from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.storages import HeldStorage, within
-from lowtide.leakcheck.processes.messages import Findings, Levels
+from lowtide.leakcheck.processes.messages import ExplainGrown, FilledCache, Left, Levels, Seen, TensorKind, written
 from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.device.allocations import sleeping_bytes
@@ -29,12 +33,16 @@ from lowtide.probes.device.torch_allocator import (
     read_allocators,
     read_pinned,
 )
+from lowtide.probes.heap.caches import read_caches
+from lowtide.probes.heap.container_lengths import read_lengths
+from lowtide.probes.heap.roots import is_library
+from lowtide.probes.host.memory_parts import malloc_in_use, read_parts
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
-from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
+from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, summarize, survey_storages
 from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, as_written
 from lowtide.reports.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -42,14 +50,20 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_LISTED = 20
+"""Kinds of tensors, and caches, that are listed."""
+
+_MOST_BEHIND_CACHES = 300_000
+"""Objects that are looked at behind all caches together."""
+
 
 class Apart(Protocol):
     """Does where the program does not notice it what goes through the whole heap."""
 
-    def __call__(self, work: Callable[[], _T], kind: type[_T]) -> _T: ...  # noqa: D102
+    def __call__(self, work: Callable[[], _T], kind: Any) -> _T: ...  # noqa: D102
 
 
-def here(work: Callable[[], _T], kind: type[_T]) -> _T:
+def here(work: Callable[[], _T], kind: Any) -> _T:
     """Do it here."""
     return work()
 
@@ -88,11 +102,11 @@ class OwnTensors:
         if leftovers is None:
             return []
 
-        def explained() -> Findings:
+        def explained() -> list[Finding]:
             by_device = [leftovers.explain_asleep(None, cycle, device, pools) for device in _devices(kind)]
-            return Findings(findings=tuple(finding for found in by_device for finding in found))
+            return written(finding for found in by_device for finding in found)
 
-        return list(self._apart(explained, Findings).findings)
+        return self._apart(explained, list[Finding])
 
     def more_awake(self, stage: str, kind: str) -> list[Finding]:
         """Return who holds what there is more after a wake than before the sleep; asked where there is more.
@@ -107,15 +121,14 @@ class OwnTensors:
         if not self._slept.looks_away and not self._slept.is_more():
             return []
 
-        def explained() -> Findings:
+        def explained() -> list[Finding]:
             if self._slept.looks_away:
-                return Findings(findings=tuple(leftovers.explain_awake(stage, self._cycle, kind, announced_pools())))
-            found = self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True))
-            return Findings(findings=tuple(found))
+                return written(leftovers.explain_awake(stage, self._cycle, kind, announced_pools()))
+            return written(self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True)))
 
-        return list(self._apart(explained, Findings).findings)
+        return self._apart(explained, list[Finding])
 
-    def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
+    def left(self, cycle: int | None, stage: str = "") -> Left:
         """Return who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
 
         Args:
@@ -129,13 +142,9 @@ class OwnTensors:
         if not stage:
             self._note_waiting()
 
-        def explained() -> list[tuple[Findings, dict[int, int]]]:
-            return [(Findings(findings=(each,)), sizes) for each, sizes in self._left(cycle, stage)]
+        return self._apart(lambda: [(as_written(each), sizes) for each, sizes in self._left(cycle, stage)], Left)
 
-        found = self._apart(explained, list[tuple[Findings, dict[int, int]]])
-        return [(each.findings[0], sizes) for each, sizes in found]
-
-    def _left(self, cycle: int | None, stage: str) -> list[tuple[Finding, dict[int, int]]]:
+    def _left(self, cycle: int | None, stage: str) -> Left:
         assert self._leftovers is not None
         found = []
         for finding, sizes in self._leftovers.explain_turns(cycle, stage, announced_pools()):
@@ -146,7 +155,7 @@ class OwnTensors:
                 found.append((msgspec.structs.replace(finding, bytes=sum(left.values())), left))
         return found if stage else [*found, *self._left_waiting(cycle)]
 
-    def _left_waiting(self, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
+    def _left_waiting(self, cycle: int | None) -> Left:
         """Return what was exported and given up in one cycle, or in any, and is kept for importers, by card."""
         found = []
         for device in sorted({device for device, _ in self._waiting}):
@@ -204,11 +213,7 @@ class OwnTensors:
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
         """Return who holds the largest storages on devices of a kind, arenas aside."""
-
-        def explained() -> Findings:
-            return Findings(findings=tuple(self._held(stage, kind, most)))
-
-        return list(self._apart(explained, Findings).findings)
+        return self._apart(lambda: written(self._held(stage, kind, most)), list[Finding])
 
     def _held(self, stage: str, kind: str, most: int) -> list[Finding]:
         leftovers = self._leftovers or LeftoverTensors(card=False)
@@ -378,3 +383,65 @@ def _current(device: str) -> Iterator[None]:
 
     with torch.cuda.device(device):
         yield
+
+
+def look(*, lists: bool) -> Seen:
+    """Return what there is now.
+
+    Args:
+        lists: whether tensors and caches are listed, too, which takes a walk behind the caches.
+    """
+    # First, since all else takes memory.
+    parts, malloc = read_parts(), malloc_in_use()
+    lengths, _ = read_lengths()
+    survey = survey_storages()
+    return Seen(
+        ids=lengths.ids.tobytes(),
+        kinds=lengths.kinds.tobytes(),
+        lengths=lengths.lengths.tobytes(),
+        parts=asdict(parts),
+        malloc=malloc,
+        tensors={each.device: each.bytes for each in summarize(survey, announced_pools()).per_device},
+        tensor_kinds=_kinds_of(survey) if lists else (),
+        caches=_filled_caches() if lists else (),
+    )
+
+
+def _kinds_of(survey: StorageSurvey) -> tuple[TensorKind, ...]:
+    counts, sizes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    for storage in survey.storages:
+        kind = storage.dtype, storage.shape, storage.device
+        counts[kind] += 1
+        sizes[kind] += storage.bytes
+    return tuple(TensorKind(*kind, counts[kind], size) for kind, size in sizes.most_common(_LISTED))
+
+
+def _filled_caches() -> tuple[FilledCache, ...]:
+    """Return the largest caches; of libraries' those alone that reach tensors."""
+    caches = [
+        cache
+        for cache in read_caches(max_in_all=_MOST_BEHIND_CACHES)
+        if cache.tensor_bytes or not is_library(cache.name)
+    ]
+    largest = sorted(caches, key=lambda cache: (-cache.tensor_bytes, -cache.entries))
+    return tuple(
+        FilledCache(cache.name, cache.entries, cache.maxsize, cache.tensor_bytes) for cache in largest[:_LISTED]
+    )
+
+
+def explain_grown(question: ExplainGrown) -> list[Finding]:
+    """Return a finding on each of some containers that have grown and that the program holds."""
+    courses = [Course(each.identity, each.kind, each.turns, each.lengths) for each in question.containers]
+    _, containers = read_lengths({course.identity for course in courses})
+    found = growth_of_containers(
+        courses,
+        containers,
+        turns=question.turns,
+        module_of=lambda _: "",
+        by_frames=True,
+        seconds=question.seconds,
+        since=question.since,
+        tensors=True,
+        fixed=question.fixed,
+    )
+    return written(found.values())

@@ -19,7 +19,6 @@ import msgspec
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
@@ -273,18 +272,21 @@ def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], 
     )
 
 
-def card_by_time(process: ProcessName, device: str, slope: Slope, turns: int, seconds: float) -> Finding:
-    """Return the finding on memory of torch's on a card, of which a process takes more with time.
+def growth_on_card(process: ProcessName, device: str, series: TurnSeries, seconds: float) -> Finding | None:
+    """Return the finding on memory of torch's on a card, of which a process takes more with time; None if it does not.
 
     Args:
         process: which.
         device: the card.
-        slope: by how many bytes it becomes more in an interval.
-        turns: in how many intervals.
-        seconds: of one.
+        series: bytes there after each interval.
+        seconds: of an interval.
     """
-    each, in_time = (format_bytes(round(size)) for size in (slope.rate, slope.rate / seconds))
-    size = round(slope.rate * turns)
+    growth = series.growth_at_end()
+    if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
+        return None
+    rate, turns = growth.slope.rate, growth.turns - 1
+    each, in_time = (format_bytes(round(size)) for size in (rate, rate / seconds))
+    size = round(rate * turns)
     said = (
         f"tensors on {device} grow by {format_bytes(size)} over {turns} intervals, "
         f"{each} with each ({in_time} a second)"

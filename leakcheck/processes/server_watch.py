@@ -8,13 +8,13 @@ nobody counts requests. A server that ends or answers no more is a finding, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes.process_levels import describe_process
-from lowtide.leakcheck.processes.timed_growth import SHORTEST_S
+from lowtide.leakcheck.processes.timed_growth import SHORTEST_S, TimeWindow
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
@@ -43,30 +43,6 @@ _STAYS_S = 5.0
 
 _LATELY_S = 60.0
 """Seconds before the server's own end in which that may have to do with it."""
-
-
-class Window(Protocol):
-    """A time in which processes are read at intervals: `TimedGrowth` by agents, `LookedGrowth` without."""
-
-    is_over: bool
-
-    @property
-    def has_begun(self) -> bool: ...  # noqa: D102 - said where it is done, as below
-
-    @property
-    def seconds_read(self) -> float: ...  # noqa: D102
-
-    @property
-    def not_measured(self) -> Collection[NotMeasured]: ...  # noqa: D102
-
-    @property
-    def not_judged(self) -> Collection[NotMeasured]: ...  # noqa: D102
-
-    def look(self) -> None: ...  # noqa: D102
-
-    def findings(self) -> Sequence[Finding]: ...  # noqa: D102
-
-    def end(self, status: int | None = None) -> None: ...  # noqa: D102
 
 
 class Client(Protocol):
@@ -106,7 +82,7 @@ class ServerWatch:
         rates: what has grown in the last window, each with the bytes of a second.
     """
 
-    begin: Callable[[float, bool], Window]
+    begin: Callable[[float, bool], TimeWindow]
     seconds: float
     tell: Callable[[str], object]
     client: Client | None = None
@@ -116,7 +92,7 @@ class ServerWatch:
     rates: Sequence[tuple[Finding, float]] = field(default=(), init=False)
     _made: float = field(default_factory=time.monotonic, init=False)
     _too_late: tuple[NotMeasured, ...] = field(default=(), init=False)
-    _window: Window | None = field(default=None, init=False)
+    _window: TimeWindow | None = field(default=None, init=False)
     _length: float = field(default=SHORTEST_S, init=False)
     _began: float | None = field(default=None, init=False)
     _requests: int | None = field(default=None, init=False)
@@ -179,7 +155,7 @@ class ServerWatch:
         """Return how many requests the server has answered; 0 where nobody knows."""
         return 0 if self.client is None else self.client.requests() or 0
 
-    def _judge(self, window: Window) -> None:
+    def _judge(self, window: TimeWindow) -> None:
         """Decide what a window has shown, or begin the next one."""
         count = self._count() - (self._requests or 0)
         found = list(window.findings())

@@ -1,29 +1,46 @@
-"""What grows in the processes of a running program, by time: a turn is an interval, whatever happens in it.
+"""What grows in running programs: by time, in intervals, whatever happens in them; and between two moments.
 
 A server has no turns that are seen from outside. So the time after its start is cut into intervals of equal length, and
-what each process holds after these is judged as after any turns: containers and host memory by its own agent, memory on
-cards by the same series. No tensors are listed: that would hold them for a moment while the program's threads run.
+what each process holds after these is judged as after any turns. Where it has an agent (`TimedGrowth`), that follows
+containers and host memory itself, and no tensors are listed, which would hold them for a moment while the program's
+threads run. Where it has none (`LookedGrowth`), each look is at a fork of it.
 """
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
+
+from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
+from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
-from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN
+from lowtide.leakcheck.growth.containers import ContainerCourses, Course
+from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
 from lowtide.leakcheck.growth.series import TurnSeries
+from lowtide.leakcheck.growth.slope import Slope
+from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes import messages
+from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_growth import card_by_time
+from lowtide.leakcheck.processes.messages import ExplainGrown, GrownContainer, Look, Seen
+from lowtide.leakcheck.processes.process_growth import growth_on_card
 from lowtide.leakcheck.processes.process_levels import describe_process
-from lowtide.probes.host.process_files import stat
+from lowtide.probes.heap.container_lengths import ContainerLengths
+from lowtide.probes.host.memory_parts import NAMES, MemoryParts
+from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, stat, thread_names
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import time
+from lowtide.probes.processes.agents import AgentError, NoAgentError
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding, NotMeasured
-from lowtide.reports.sizes import format_amount
-from lowtide.reports.statement import in_process
+from lowtide.reports.schema import Finding, NotMeasured, ResourceName
+from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement, in_process
 
 INTERVALS = "intervals"
 """What turns of a running program are called."""
@@ -49,6 +66,17 @@ _STARTING_S = 600.0
 
 _ENDING_S = 10.0
 """Seconds before the end of the program in which a process that does not answer is one that ends."""
+
+REQUESTS = "requests"
+"""What turns are called that somebody has counted."""
+
+_MARKED = "marks"
+"""The same where nobody has, in a fingerprint."""
+
+Explain = Callable[[ExplainGrown], list[Finding]]
+"""Asks the process who holds what has grown in it."""
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -86,53 +114,103 @@ class Start:
         return bool(pids) and (now - self._rests_since >= _RESTS_S or now - self._since >= _SETTLED_S)
 
 
-@dataclass
-class TimedGrowth:
-    """Reads the processes of a tree at intervals, once the program has started, until it is known what grows.
+class TimeWindow(ABC):
+    """A time in which processes are read at intervals, until it is known what grows.
 
-    Where a process comes to stay, or modules are imported, before that is known, the program was starting still: what
-    a start fills is no growth, and it is watched anew.
+    Args:
+        seconds: for how long, `SHORTEST_S` or more.
+        tell: takes what is to be said meanwhile.
 
     Attributes:
-        engine: asks the processes.
-        seconds: for how long, `SHORTEST_S` or more.
-        warm_up: seconds from the start of the program to the first reading; None: as soon as its processes are there,
-            and have been at rest, or have been there for half a minute.
-        tell: takes what is to be said while the program goes on.
+        seconds: as given.
+        interval: seconds of one of the intervals into which the time is cut.
         is_over: whether what grows is known, or the time is over.
     """
 
-    engine: EngineProcesses
-    seconds: float
-    warm_up: float | None
-    tell: Callable[[str], object]
-    is_over: bool = field(default=False, init=False)
-    _start: Start = field(init=False)
-    _began: float | None = None
-    _began_first: float | None = None
-    _turn: int = 0
-    _readings: int = 0
-    # At the readings before: those that were there, and those that were not at the one before that.
-    _known: frozenset[int] = frozenset()
-    _new: frozenset[int] = frozenset()
-    _named: dict[int, ProcessName] = field(default_factory=dict)
-    _grown: dict[int, messages.GrownContainers] = field(default_factory=dict)
-    _on_cards: dict[tuple[int, str], TurnSeries] = field(default_factory=dict)
-    _of_cards: list[Finding] = field(default_factory=list)
-    # When each did not answer, in seconds.
-    _silent: dict[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Begin: the program is started now."""
-        self._start = Start(self.warm_up, time.monotonic())
+    def __init__(self, seconds: float, tell: Callable[[str], object]) -> None:
+        self.seconds, self.tell = seconds, tell
+        self.interval = max(1.0, seconds / _READINGS)
+        self.is_over = False
+        self._turn = 0
 
     @property
-    def interval(self) -> float:
-        """Return the seconds of one interval."""
-        return intervals(self.seconds)
+    def has_begun(self) -> bool:
+        """Return whether the first reading has been made."""
+        return self._turn > 0
 
+    @property
+    def seconds_read(self) -> float:
+        """Return the seconds from the first reading to the last one; 0 before there are two."""
+        return max(0, self._turn - 1) * self.interval
+
+    def _due(self, began: float) -> int:
+        """Return the number of the reading that is due; 0 where none is.
+
+        Each reading takes its time: the next one is where it is due, not an interval later.
+        """
+        turn = 1 + int((time.monotonic() - began) / self.interval)
+        return turn if turn > self._turn else 0
+
+    def _is_last(self, turn: int) -> bool:
+        return turn > round(self.seconds / self.interval)
+
+    @abstractmethod
     def look(self) -> None:
         """Read what grows, if that is due; to be called a few times a second."""
+
+    @abstractmethod
+    def findings(self) -> list[Finding]:
+        """Return what grows, each cause once."""
+
+    def end(self, status: int | None = None, *, asked: bool = False) -> None:  # noqa: B027 - as most do nothing then
+        """Note that the program has ended, however it did."""
+
+    @property
+    @abstractmethod
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return what could not be read."""
+
+    @property
+    def not_judged(self) -> tuple[NotMeasured, ...]:
+        """Return that of which it is not known whether it grows."""
+        return ()
+
+
+class TimedGrowth(TimeWindow):
+    """Reads the processes of a tree at intervals, once the program has started, until it is known what grows.
+
+    Where a process comes to stay, or modules are imported, before that is known, the program was starting still: what
+    a start fills is no growth, and it is watched anew. Containers explain what grows on cards and on the host.
+
+    Args:
+        engine: asks the processes.
+        seconds: as of `TimeWindow`.
+        warm_up: seconds from the start of the program, which is now, to the first reading; None: as soon as its
+            processes are there, and have been at rest, or have been there for half a minute.
+        tell: as of `TimeWindow`.
+    """
+
+    def __init__(
+        self, engine: EngineProcesses, seconds: float, warm_up: float | None, tell: Callable[[str], object]
+    ) -> None:
+        super().__init__(seconds, tell)
+        self._engine, self._warm_up = engine, warm_up
+        self._start = Start(warm_up, time.monotonic())
+        self._began: float | None = None
+        self._began_first: float | None = None
+        self._readings = 0
+        # At the readings before: those that were there, and those that were not at the one before that.
+        self._known: frozenset[int] = frozenset()
+        self._new: frozenset[int] = frozenset()
+        self._named: dict[int, ProcessName] = {}
+        self._grown: dict[int, messages.GrownContainers] = {}
+        self._on_cards: dict[tuple[int, str], TurnSeries] = {}
+        self._of_cards: list[Finding] = []
+        # When each did not answer, in seconds.
+        self._silent: dict[int, float] = {}
+
+    def look(self) -> None:
+        """See `TimeWindow`."""
         now = time.monotonic()
         if self.is_over:
             return
@@ -143,32 +221,21 @@ class TimedGrowth:
             self._began = now
             self._began_first = self._began_first or now
             self.tell(f"growth of {_processes(pids)} is watched for {self.seconds:g} s")
-        # Each reading takes its time: the next one is where it is due, not an interval later.
-        turn = 1 + int((now - self._began) / self.interval)
-        if turn > self._turn:
+        turn = self._due(self._began)
+        if turn:
             self._read(turn)
 
-    @property
-    def seconds_read(self) -> float:
-        """Return the seconds from the first reading to the last one; 0 before there are two."""
-        return max(0, self._turn - 1) * self.interval
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether the first reading has been made."""
-        return self._turn > 0
-
     def _pids(self) -> list[int]:
-        engine = self.engine
+        engine = self._engine
         engine.tree.adopt(engine.agents.elsewhere(engine.tree.descendants()))
         return [pid for pid in engine.tree.descendants() if engine.agents.has_agent(pid)]
 
     def _read(self, turn: int) -> None:
         is_first, self._turn = not self._turn, turn
         self._readings += 1
-        known = set(self.engine.not_measured)
+        known = set(self._engine.not_measured)
         pids = self._pids()
-        grown = self.engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
+        grown = self._engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
         if self._starts_still(grown, is_first=is_first):
             self._begin_anew()
             return
@@ -176,13 +243,12 @@ class TimedGrowth:
             self._named[pid] = describe_process(pid, variables=now.variables, called=now.called)
             for device, size in now.cards.items():
                 self._on_cards.setdefault((pid, device), TurnSeries()).add(size)
-        self._silent |= dict.fromkeys(self.engine.not_measured.keys() - known, time.monotonic())
+        self._silent |= dict.fromkeys(self._engine.not_measured.keys() - known, time.monotonic())
         self._grown |= grown
-        is_last = turn > round(self.seconds / self.interval)
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
         # Whoever has come just now may stay.
-        if self._tells and (is_last or (is_known and not self._new)):
-            self._grown |= self.engine.read_turn(list(grown), self._question(ends=True))
+        if self._tells and (self._is_last(turn) or (is_known and not self._new)):
+            self._grown |= self._engine.read_turn(list(grown), self._question(ends=True))
             self._of_cards = [
                 finding
                 for (pid, device), series in self._on_cards.items()
@@ -198,7 +264,7 @@ class TimedGrowth:
         stays = self._new & grown.keys()
         self._known, self._new = frozenset(grown), new
         has_imported = not is_first and any(each.imported for each in grown.values())
-        may_start = self.warm_up is None and time.monotonic() - (self._began_first or 0.0) < _STARTING_S
+        may_start = self._warm_up is None and time.monotonic() - (self._began_first or 0.0) < _STARTING_S
         return may_start and (bool(stays) or has_imported)
 
     def _begin_anew(self) -> None:
@@ -234,7 +300,7 @@ class TimedGrowth:
             self.tell(f"nothing {grows} over {self._turn - 1} intervals of {self.interval:g} s in {where}")
 
     def findings(self) -> list[Finding]:
-        """Return what grows, each cause once: containers explain what grows on cards and on the host."""
+        """See `TimeWindow`."""
         found: list[Finding] = []
         by_pid = Counter[int]()
         of_processes = [
@@ -252,11 +318,11 @@ class TimedGrowth:
         return found
 
     def end(self, status: int | None = None, *, asked: bool = False) -> None:
-        """Note that the program has ended, however it did: who did not answer meanwhile was about to."""
+        """See `TimeWindow`; who did not answer meanwhile was about to end, too."""
         if not self.is_over:
             for pid, since in self._silent.items():
                 if time.monotonic() - since <= _ENDING_S:
-                    self.engine.not_measured.pop(pid, None)
+                    self._engine.not_measured.pop(pid, None)
 
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
@@ -284,24 +350,142 @@ class TimedGrowth:
         )
 
 
-def growth_on_card(process: ProcessName, device: str, series: TurnSeries, seconds: float) -> Finding | None:
-    """Return the finding on memory on a card that grows in a process; None if it does not.
+class WatchedLooks:
+    """Judges looks at one process that follow each other at equal distances, as of any turns.
 
     Args:
-        process: which.
-        device: the card.
-        series: bytes there after each interval.
-        seconds: of an interval.
+        seconds: from one look to the next.
     """
-    growth = series.growth_at_end()
-    if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._containers = ContainerCourses()
+        self._host = HostLevels(lambda: self._levels, lambda: self._parts, lambda: 0)
+        self._levels = (0, 0)
+        self._parts = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)
+        self._on_cards: dict[str, TurnSeries] = {}
+        self.turn = self.looks = 0
+
+    def note(self, turn: int, seen: Seen, anonymous: int) -> None:
+        """Note a look.
+
+        Args:
+            turn: which interval has ended.
+            seen: what the process has said.
+            anonymous: bytes of its memory that are no file's, as the kernel counts them.
+        """
+        self.turn, self.looks = turn, self.looks + 1
+        self._levels, self._parts = (anonymous, seen.malloc), MemoryParts(**seen.parts)
+        self._containers.note(turn, lengths_in(seen))
+        self._host.note(self._levels)
+        for device, size in seen.tensors.items():
+            if device != "cpu":
+                self._on_cards.setdefault(device, TurnSeries()).add(size)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether a container has grown in each of enough looks, and no other one may yet."""
+        is_enough = self.looks >= FEWEST_TURNS
+        return is_enough and bool(self._containers.growing(self.turn)) and self.is_decided
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether no container has begun to grow of which it is not known whether it does."""
+        return not self._containers.undecided(self.turn)
+
+    def found_by(self, asked: Attachment) -> list[Finding]:
+        """Return what grows, each cause once, with holders that the process is asked for."""
+        growing = self._containers.growing(self.turn)
+        fixed = _fixed_beside(growing, self._containers)
+        question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=self._seconds, fixed=fixed)
+        found = asked.ask(question) if growing else []
+        process = describe_process(asked.pid)
+        for device, series in self._on_cards.items():
+            on_card = growth_on_card(process, device, series, self._seconds)
+            if on_card is not None and 2 * sum(finding.bytes for finding in found) < on_card.bytes:
+                found.append(on_card)
+        host = self._host.grown() if self._host.seem_to_grow() else None
+        if (
+            host is not None
+            and 2 * sum(finding.bytes for finding in found if finding.device in ("", "cpu")) < host.bytes
+        ):
+            found.append(growth_of_host_memory(host, INTERVALS, "", self._seconds))
+        return found
+
+
+class LookedGrowth(TimeWindow):
+    """Looks at processes at intervals until it is known what grows.
+
+    Args:
+        looks: asks each process, by its number.
+        seconds: as of `TimeWindow`.
+        tell: as of `TimeWindow`; what grows is said as soon as it is known.
+
+    Attributes:
+        processes: what each is called.
+    """
+
+    def __init__(
+        self, looks: Mapping[int, Attachment], seconds: float, tell: Callable[[str], object] = lambda text: None
+    ) -> None:
+        super().__init__(seconds, tell)
+        self._asked = dict(looks)
+        self._began = time.monotonic()
+        self._watched = {pid: WatchedLooks(self.interval) for pid in looks}
+        self.processes = {pid: describe_process(pid) for pid in looks}
+        self._silent: dict[int, str] = {}
+        self._found: list[Finding] = []
+
+    def look(self) -> None:
+        """See `TimeWindow`."""
+        turn = self._due(self._began)
+        if self.is_over or not turn:
+            return
+        self._turn = turn
+        for pid in self._asked.keys() - self._silent.keys():
+            seen = self._answer(pid, lambda asked: asked.ask(Look()))
+            if seen is not None:
+                self.processes[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
+                self._watched[pid].note(turn, seen, anonymous_bytes_of(pid))
+        watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
+        is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
+        if not watched or is_known or self._is_last(turn):
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        for pid in self._asked.keys() - self._silent.keys():
+            watched = self._watched[pid]
+            if watched.looks < FEWEST_TURNS:
+                self._silent[pid] = (
+                    f"there were {watched.looks} of {FEWEST_TURNS} looks that it takes, which take long here: "
+                    "watch it longer"
+                )
+                continue
+            found = self._answer(pid, watched.found_by)
+            for finding in found or ():
+                self._found.append(in_process(finding, self.processes[pid]))
+                self.tell(self._found[-1].message)
+
+    def _answer(self, pid: int, question: Callable[[Attachment], _Answer]) -> _Answer | None:
+        try:
+            return question(self._asked[pid])
+        except NoAgentError:
+            self._silent[pid] = "it has ended"
+        except AgentError as error:
+            self._silent[pid] = str(error)
         return None
-    return card_by_time(process, device, growth.slope, growth.turns - 1, seconds)
 
+    def findings(self) -> list[Finding]:
+        """Return what grows, once the looks are over."""
+        return self._found
 
-def intervals(seconds: float) -> float:
-    """Return the seconds of one of the intervals into which a time is cut."""
-    return max(1.0, seconds / _READINGS)
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return what is not known of those that did not answer."""
+        return tuple(
+            NotMeasured(what=f"what grows in {self.processes[pid].text}", why=why) for pid, why in self._silent.items()
+        )
 
 
 def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:
@@ -318,3 +502,158 @@ def _pid_of(finding: Finding) -> int:
 
 def _processes(pids: Collection[int]) -> str:
     return format_amount(len(pids), "processes")
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """A process at one moment.
+
+    Attributes:
+        started: when it began, in ticks since boot: another one may have its number.
+        seen: what there is, as it says itself.
+        descriptors: how many it has open of each kind.
+        threads: how many it has of each name.
+    """
+
+    started: int
+    seen: Seen
+    descriptors: Mapping[str, int]
+    threads: Mapping[str, int]
+
+
+def moment_of(pid: int, seen: Seen) -> Moment:
+    """Return a process as it is, with what it has just said itself."""
+    process = stat(pid)
+    return Moment(
+        started=0 if process is None else process.started,
+        seen=seen,
+        descriptors=counted(descriptors_of(pid)),
+        threads=counted(thread_names(pid)),
+    )
+
+
+def counted(names: Iterable[str]) -> Counter[str]:
+    """Return how many there are of each name, numbers aside."""
+    return Counter(re.sub(r"\d+", "N", name) for name in names)
+
+
+def lengths_in(seen: Seen) -> ContainerLengths:
+    """Return the lengths of containers that a process has said."""
+    ids, kinds, lengths = (np.frombuffer(each, np.int64) for each in (seen.ids, seen.kinds, seen.lengths))
+    return ContainerLengths(ids, kinds, lengths)
+
+
+def asked_for(courses: Iterable[Course]) -> tuple[GrownContainer, ...]:
+    """Return containers as a process is asked who holds them."""
+    return tuple(GrownContainer(each.identity, each.kind, each.turns, each.lengths) for each in courses)
+
+
+def grown_between(before: Moment, now: Moment, since: str, requests: int, explain: Explain) -> list[Finding]:
+    """Return what a process has more of than at an earlier moment, each cause once.
+
+    Containers come with their holders; host memory and tensors are told where these do not explain half of them.
+
+    Args:
+        before: the earlier moment.
+        now: this one.
+        since: what the earlier one is called.
+        requests: how many the process has had in between; 0 where nobody has counted: then what is more by as little as
+            `FEWEST_TURNS` turns would add is none.
+        explain: see `Explain`.
+    """
+    found = _containers(before.seen, now.seen, since, requests, explain)
+    since = "" if requests else since
+    known = sum(finding.bytes for finding in found)
+    for device, size in now.seen.tensors.items():
+        more = size - before.seen.tensors.get(device, 0)
+        if more >= LEAST and 2 * known < more:
+            found.append(_of_tensors(device, more, since, requests))
+            known += more if device == "cpu" else 0
+    host = _host_growth(before.seen, now.seen, requests)
+    if host is not None and 2 * known < host.bytes:
+        found.append(growth_of_host_memory(host, REQUESTS if requests else _MARKED, "", since=since))
+    found += _more_of("file-descriptors", "descriptors", before.descriptors, now.descriptors, since, requests)
+    found += _more_of("threads", "threads", before.threads, now.threads, since, requests)
+    return found
+
+
+def _containers(before: Seen, now: Seen, since: str, requests: int, explain: Explain) -> list[Finding]:
+    courses = ContainerCourses()
+    courses.note(0, lengths_in(before))
+    courses.note(requests or FEWEST_TURNS, lengths_in(now))
+    risen = courses.risen()
+    if not risen:
+        return []
+    question = ExplainGrown(
+        containers=asked_for(risen),
+        turns=REQUESTS if requests else _MARKED,
+        since="" if requests else since,
+        fixed=_fixed_beside(risen, courses),
+    )
+    return explain(question)
+
+
+def _fixed_beside(growing: Collection[Course], courses: ContainerCourses) -> tuple[int, ...]:
+    return tuple(courses.fixed(min(course.items for course in growing))) if growing else ()
+
+
+def _host_growth(before: Seen, now: Seen, requests: int) -> HostGrowth | None:
+    """Return by how much host memory that is no file's has grown; what Python's heap has free nobody holds."""
+    parts = MemoryParts(**now.parts).since(MemoryParts(**before.parts))
+    own = {name: size for name, size in parts.items() if name not in (NAMES["files"], NAMES["shared"])}
+    kept = sum(own.values()) - max(0, own[NAMES["python_free"]])
+    if kept < LEAST_IN_ALL:
+        return None
+    part = max(own, key=lambda name: own[name])
+    rate = kept / max(1, requests)
+    return HostGrowth(Slope(rate, rate, rate), max(1, requests), kept, part, own[part], (0, 0))
+
+
+def _with_each(more: str, each: str, since: str, requests: int) -> str:
+    return f"{more} more than at {since}" if since else f"{more} more over {requests} {REQUESTS}, {each} with each"
+
+
+def _of_tensors(device: str, more: int, since: str, requests: int) -> Finding:
+    said = _with_each(format_bytes(more), format_bytes(round(more / max(1, requests))), since, requests)
+    return StatedFinding(
+        resource="tensors",
+        cause="unknown",
+        bytes=more,
+        count=max(1, requests),
+        device=device,
+        stage=REQUESTS if requests else _MARKED,
+        statement=Statement(amount=f"tensors on {device} have {said}", came=None),
+        fingerprint=fingerprint(resource="tensors", device=device, stage=_MARKED, suspects=("growth",)),
+        advice="look for what keeps tensors of each request, in no list, dict, set or deque that grows",
+        trend="growth",
+    )
+
+
+def _more_of(
+    resource: ResourceName,
+    unit: str,
+    before: Mapping[str, int],
+    now: Mapping[str, int],
+    since: str,
+    requests: int,
+) -> list[Finding]:
+    more = sum(now.values()) - sum(before.values())
+    if more < FEWEST_TURNS:
+        return []
+    grown = Counter(now)
+    grown.subtract(before)
+    ((kind, count),) = grown.most_common(1)
+    said = _with_each(format_amount(more, unit), f"{more / max(1, requests):.2g}", since, requests)
+    return [
+        StatedFinding(
+            resource=resource,
+            cause="unknown",
+            bytes=0,
+            count=more,
+            device="",
+            stage=REQUESTS if requests else _MARKED,
+            statement=Statement(amount=said, came=None, notes=(Note(f": {count} of {kind}"),)),
+            fingerprint=fingerprint(resource=resource, device="", stage=_MARKED, suspects=("growth", kind)),
+            advice=f"close or end with each request the {unit} that it opens or starts",
+            trend="growth",
+        )
+    ]

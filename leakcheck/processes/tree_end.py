@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.processes.messages import Levels, Read, encode
+from lowtide.leakcheck.processes.messages import Levels, Read, ask_agent
 from lowtide.leakcheck.processes.process_levels import describe_process, role_of
 from lowtide.leakcheck.resources.resource import UUIDS
 from lowtide.probes.device.driver import Driver
@@ -198,8 +196,8 @@ def _asked(pid: int, agents: Agents) -> Levels | None:
     if not agents.has_agent(pid):
         return None
     try:
-        return msgspec.msgpack.decode(agents.ask(pid, encode(Read())), type=Levels)
-    except (AgentError, msgspec.DecodeError):  # what is seen from outside is reported all the same
+        return ask_agent(agents, pid, Read())
+    except AgentError:  # what is seen from outside is reported all the same
         return None
 
 

@@ -130,6 +130,12 @@ def status(pid: int) -> dict[str, str]:
     return _status(f"/proc/{pid}/status")
 
 
+def anonymous_bytes_of(pid: int) -> int:
+    """Return the bytes of a process that are no file's, as the kernel counts them."""
+    fields = status(pid)
+    return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
+
+
 def _status(path: str) -> dict[str, str]:
     """The lines of a process's or thread's status, by their names; empty where it has ended or may not be read."""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from lowtide.leakcheck.cli import ask
+from lowtide.leakcheck.cli import running as ask
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.schema import Finding, Subject, decode
 from tests.leakcheck.cli.loaded_server import LoadedServer
