@@ -278,18 +278,11 @@ class _MarkedLife:
 
     def take(self, report: StageReport) -> None:
         """Note that a stage begins or ends; the program waits meanwhile."""
-        name = report.path[-1]
         self.engine.drivers.add(report.pid)
         if report.begins:
-            self.engine.begin_stage(name, 1)
-            return
-        if not report.failed:
-            self.engine.end_stage(name)
-            if name.startswith("sleep"):
-                self.found += self.engine.after_sleep(name, 1, empties=False)
-            elif name.startswith("wake"):
-                self.found += self.engine.more_awake(name)
-        self.engine.begin_stage(report.path[-2] if len(report.path) > 1 else "program", 1)
+            self.engine.begin_stage(report.path[-1], 1)
+        else:
+            self.found += self.engine.leave_stage(report.path, 1, failed=report.failed, outside="program")
 
     def added_to(self, end: TreeEnd) -> TreeEnd:
         """Return what its tree has left, with what the life has shown."""

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -132,8 +132,6 @@ def run(
     known = _check_lives(cycles, turns, report, suppressions, until_decided, native, keep_heap)
     with interruptible("interrupted before there was anything to report"):
         # Only now: importing torch takes seconds, and refusing bad input should not.
-        from lowtide.engine import EngineError
-        from lowtide.engine.defects import find_defect
         from lowtide.leakcheck.lives.lifecycle import LifecycleRun
         from lowtide.leakcheck.lives.script import SCRIPT, UPDATES
         from lowtide.leakcheck.lives.tenant import tenant_of
@@ -146,11 +144,7 @@ def run(
             "tensor_parallel_size": tensor_parallel_size,
             "engine_process": engine_process,
         }
-        try:
-            active = find_defect(defect) if defect is not None else None
-            config, vocab_size = configure_engine(settings, active, twin=twin)
-        except EngineError as error:
-            refuse(str(error))
+        active, config, vocab_size = configure_engine(settings, defect, twin=twin)
         tolerances = load_tolerances(calibration, config.device)
 
         def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
@@ -171,9 +165,7 @@ def run(
                 heap=heap_in(report, f"run[{config.model}]", wanted=keep_heap),
             )
 
-        with ExitStack() as stack:
-            if active is not None:
-                stack.enter_context(active.trigger() if twin else active.switched_on())
+        with _switched_on(active, twin=twin):
             code = live(make_run, report, known, wide=wide)
     raise typer.Exit(code)
 
@@ -220,20 +212,31 @@ def model_name(preset: Preset | None, model: Path | None) -> str:
     return str(model) if model else (preset or Preset.TINY).value
 
 
-def configure_engine(settings: Mapping[str, Any], defect: Defect | None, *, twin: bool) -> tuple[EngineConfig, int]:
-    """Return the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
+def configure_engine(
+    settings: Mapping[str, Any], defect: str | None, *, twin: bool
+) -> tuple[Defect | None, EngineConfig, int]:
+    """Return the bug, the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
 
-    Raises:
-        EngineError: something cannot work.
+    Ends the command where something cannot work.
     """
-    from lowtide.engine import EngineConfig, LLMEngine
+    from lowtide.engine import EngineConfig, EngineError, LLMEngine
     from lowtide.engine.config import load_model_config
+    from lowtide.engine.defects import find_defect
 
-    config = EngineConfig(**settings)
-    if defect is not None:
-        config = defect.configure(config, twin=twin)
-    LLMEngine(config).check()
-    return config, load_model_config(config).vocab_size
+    try:
+        bug, config = None if defect is None else find_defect(defect), EngineConfig(**settings)
+        if bug is not None:
+            config = bug.configure(config, twin=twin)
+        LLMEngine(config).check()
+        return bug, config, load_model_config(config).vocab_size
+    except EngineError as error:
+        refuse(str(error))
+
+
+def _switched_on(defect: Defect | None, *, twin: bool) -> AbstractContextManager[object]:
+    if defect is None:
+        return nullcontext()
+    return defect.trigger() if twin else defect.switched_on()
 
 
 def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
@@ -469,7 +472,6 @@ def serve(
     with interruptible("interrupted before it served"):
         # Before the engine, so that what is missing is said before seconds are spent.
         from lowtide.engine import EngineError, LLMEngine
-        from lowtide.engine.defects import find_defect
         from lowtide.engine.server import serve as serve_engine
 
         settings = {
@@ -481,12 +483,9 @@ def serve(
             "max_model_len": max_model_len,
             "engine_process": True,
         }
+        active, config, _ = configure_engine(settings, defect, twin=twin)
         try:
-            active = find_defect(defect) if defect is not None else None
-            config, _ = configure_engine(settings, active, twin=twin)
-            with ExitStack() as stack:
-                if active is not None:
-                    stack.enter_context(active.trigger() if twin else active.switched_on())
+            with _switched_on(active, twin=twin):
                 serve_engine(LLMEngine(config), host, port)
         except EngineError as error:
             refuse(str(error))

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -135,8 +134,6 @@ class _Asking:
 
     def mark(self, name: str) -> None:
         """Note this moment."""
-        from lowtide.leakcheck.processes.process_levels import describe_process
-
         moments = self._moments()
         if not moments:
             refuse(str(next(iter(self._silent.values()))))
@@ -146,8 +143,7 @@ class _Asking:
         fresh.write_bytes(msgspec.msgpack.encode(MarkedMoments(moments={**self._marked(name), **raw})))
         fresh.rename(file)
         for pid, moment in moments.items():
-            seen = moment.seen
-            text = describe_process(pid, variables=seen.variables, called=seen.called).text
+            text = _described(pid, moment).text
             say(f"lowtide: {text} is marked as {name!r}: tell what is more by `lowtide ask {pid} since {name}`")
         for error in self._silent.values():
             say(f"lowtide: not marked: {error}", err=True)
@@ -532,15 +528,16 @@ class _Watching:
 
     def begin(self, engine: EngineProcesses) -> ServerWatch:
         """Begin to watch processes that have agents."""
+        from lowtide.leakcheck.processes import messages
         from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 
         def begin(seconds: float, is_first: bool) -> TimedGrowth:
             return TimedGrowth(engine, seconds, self._warm_up if is_first else 0.0, tell)
 
-        def ask(pid: int, question: bytes) -> bytes:
-            return engine.agents.ask(pid, question, _STACKS_S)
+        def stacks_of(pid: int) -> messages.ThreadStacks:
+            return messages.ask_agent(engine.agents, pid, messages.TellStacks(), _STACKS_S)
 
-        return self._watch(begin, engine.tree.descendants, ask)
+        return self._watch(begin, engine.tree.descendants, stacks_of)
 
     def of_running(self, pid: int, allowed: int, as_json: bool) -> int:
         """Watch a process that runs, and those below it; return the exit code.
@@ -581,6 +578,7 @@ class _Watching:
         """Begin to watch a tree: through agents, or by looks where it has none."""
         from lowtide.leakcheck.processes.attachment import Attachment
         from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+        from lowtide.leakcheck.processes.messages import TellStacks, ThreadStacks
         from lowtide.leakcheck.processes.timed_growth import LookedGrowth
         from lowtide.probes.host.process_tree import ProcessTree
         from lowtide.probes.processes.agents import NoAgentError
@@ -600,18 +598,18 @@ class _Watching:
             refuse(f"pid {pid} is no Python, and there is none below it: it cannot be asked what grows in it")
         tell(f"growth of {format_amount(len(looks), 'processes')} is watched, at a fork of each")
 
-        def ask(of: int, question: bytes) -> bytes:
+        def stacks_of(of: int) -> ThreadStacks:
             if of not in looks:
                 raise NoAgentError(f"pid {of} is not looked into")
-            return looks[of].answer(question, _STACKS_S)
+            return looks[of].ask(TellStacks(), _STACKS_S)
 
-        return self._watch(lambda seconds, _: LookedGrowth(looks, seconds, tell), lambda: _tree_of(pid), ask)
+        return self._watch(lambda seconds, _: LookedGrowth(looks, seconds, tell), lambda: _tree_of(pid), stacks_of)
 
     def _watch(
         self,
         begin: Callable[[float, bool], TimeWindow],
         pids: Callable[[], Sequence[int]],
-        ask: Callable[[int, bytes], bytes],
+        stacks_of: Callable[[int], messages.ThreadStacks],
     ) -> ServerWatch:
         from lowtide.leakcheck.processes.server_watch import ServerWatch
         from lowtide.probes.host.process_files import anonymous_bytes_of
@@ -621,7 +619,7 @@ class _Watching:
             self._seconds,
             tell,
             self._client,
-            stacks=lambda: [line for pid in pids() for line in _stacks(pid, ask)],
+            stacks=lambda: [line for pid in pids() for line in _stacks(pid, stacks_of)],
             held=lambda: {pid: anonymous_bytes_of(pid) for pid in pids()},
         )
         self._export(watch, pids)
@@ -652,15 +650,14 @@ class _Watching:
             tell(f"metrics for Prometheus are at http://127.0.0.1:{exported.port}/metrics")
 
 
-def _stacks(pid: int, ask: Callable[[int, bytes], bytes]) -> Iterator[str]:
+def _stacks(pid: int, stacks_of: Callable[[int], messages.ThreadStacks]) -> Iterator[str]:
     """Say what the threads of a process do, each in a line."""
-    from lowtide.leakcheck.processes import messages
     from lowtide.leakcheck.processes.process_levels import describe_process
     from lowtide.probes.processes.agents import AgentError
 
     process = describe_process(pid)
     try:
-        told = messages.ask(partial(ask, pid), messages.TellStacks(), f"pid {pid}")
+        told = stacks_of(pid)
     except AgentError as error:
         yield f"{process.text}: what its threads do is not known: {error}"
         return

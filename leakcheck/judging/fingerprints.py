@@ -14,6 +14,7 @@ from typing import Any
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Name, without_numbers
 from lowtide.reports.schema import Cause, Finding, ResourceName
+from lowtide.reports.statement import StatedFinding
 
 _PHASES = re.compile(r"^(setup|teardown|setup of .*)$", re.DOTALL)
 """The stages in which what a test or a fixture leaves appears, beside its call."""
@@ -112,23 +113,25 @@ def finding_of(
     *,
     stage: str,
     device: str,
-    message: str,
     suspects: Sequence[str],
     cause: Cause = "unknown",
     bytes: int = 0,  # noqa: A002 - as a finding calls it
     count: int = 1,
     **more: Any,
 ) -> Finding:
-    """Return a finding with the fingerprint that its suspects make with its resource, device and stage."""
+    """Return a finding with the fingerprint that its suspects make with its resource, device and stage.
+
+    What else is given is its own: a `message`, or the `statement` of which that is made, and further facts.
+    """
     mark = fingerprint(resource=resource, device=device, stage=stage, suspects=suspects)
-    return Finding(
+    kind = StatedFinding if "statement" in more else Finding
+    return kind(
         resource=resource,
         cause=cause,
         bytes=bytes,
         count=count,
         device=device,
         stage=stage,
-        message=message,
         fingerprint=mark,
         **more,
     )

@@ -448,9 +448,11 @@ class CheckedLife:
     def abort(self, count: int = 1) -> None:
         """End the oldest `count` unfinished requests."""
         ids = list(self.model.unfinished)[:count]
-        self._call(
-            "abort", {"count": count}, lambda: self._target.abort(ids), lambda result: void(self.model.ended(ids)), None
-        )
+
+        def aborted(result: None) -> None:
+            self.model.ended(ids)
+
+        self._call("abort", {"count": count}, lambda: self._target.abort(ids), aborted, None)
 
     def sleep(self, level: int, mode: str = "wait", fault: Fault | None = None) -> bool:
         """Put it to sleep; unfinished requests run to their end, or are ended."""
@@ -480,7 +482,8 @@ class CheckedLife:
 
         def woke(result: None) -> None:
             self.model.woke(tags)
-            self._check_woke()
+            # An engine without arenas has no more than before the sleep.
+            self._raise(self._slept.more_awake("wake", self._context))
             if self.model.phase == "running":
                 lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
                 self._raise([*lost, *self._lives.processes.after_wake()])
@@ -497,18 +500,10 @@ class CheckedLife:
                 return
             usage = asked(self._target, "kv_usage")
             held = {} if usage is None else contract.holders(usage)
-            found = contract.after_idle(
-                "reset_prefix_cache", self._device, held or {"a holder that the engine does not name": 0}, None
-            )
-            self._raise(found)
+            nobody = {"a holder that the engine does not name": 0}
+            self._raise(contract.after_idle("reset_prefix_cache", self._device, held or nobody, None))
 
-        return self._call(
-            "reset_prefix_cache",
-            {},
-            lambda: self._target.reset_prefix_cache(),
-            was_reset,
-            fault,
-        )
+        return self._call("reset_prefix_cache", {}, lambda: self._target.reset_prefix_cache(), was_reset, fault)
 
     def reload(self, fault: Fault | None = None) -> bool:
         """Load the weights anew."""
@@ -874,10 +869,6 @@ class CheckedLife:
         elif sizes is not None:
             self._lives.not_measured[not_judged(stage, sizes, self._slept.kind)] = None
 
-    def _check_woke(self) -> None:
-        """Check that an engine without arenas has no more after a wake than before the sleep."""
-        self._raise(self._slept.more_awake("wake", self._context))
-
     def _context(self) -> Context:
         return Context(roots=[(ENGINE, getattr(self._target, "engine", self._target))], living=True)
 
@@ -965,10 +956,6 @@ class CheckedLife:
     def _raise(self, findings: Sequence[Finding]) -> None:
         if findings:
             raise failure_of(findings)
-
-
-def void(result: object) -> None:
-    """Nothing follows from the result."""
 
 
 def said(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, Stage
 
 if TYPE_CHECKING:
+    from lowtide.leakcheck.lives.life_record import LifeRecord
     from lowtide.leakcheck.targets.faults import Kind
 
 if sys.version_info < (3, 11):
@@ -73,16 +74,6 @@ class Life(Protocol):
         """Give everything back; legal at any time."""
 
 
-class Recorded(Protocol):
-    """What a run has read so far."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """Return the bytes at the latest reading, by name."""
-
-    def latest_stages(self, most: int) -> Sequence[Stage]:
-        """Return the last stages that have ended, as a report has them."""
-
-
 @dataclass(frozen=True)
 class Event:
     """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
@@ -107,7 +98,7 @@ class Event:
     latest_stages: Callable[[int], Sequence[Stage]] = lambda most: ()
 
     @classmethod
-    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, record: Recorded) -> Event:
+    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, record: LifeRecord) -> Event:
         """Return the event before stage `turn` of a life's script; past its end, before the judgement."""
         done, total = (cycle - 1) * len(script) + turn, cycles * len(script)
         doing = (*script, JUDGEMENT)[turn]

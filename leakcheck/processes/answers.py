@@ -84,7 +84,7 @@ def answer(data: bytes, importing: Importing = nullcontext, *, is_fork: bool = F
     Raises:
         msgspec.DecodeError: it is none.
     """
-    return messages.encode(_answer(messages.decode_question(data), importing, is_fork=is_fork))
+    return messages.encode(_answer(messages.QUESTIONS.decode(data), importing, is_fork=is_fork))
 
 
 def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: bool) -> object:

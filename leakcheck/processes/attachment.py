@@ -115,10 +115,9 @@ class Attachment:
             NoAgentError: the process has ended.
             AgentError: its fork did not answer in time, or failed; the message says why.
         """
-        return messages.ask(partial(self.answer, limit=limit), question, f"a fork of pid {self.pid}")
+        return messages.ask(partial(self._answer, limit=limit), question, f"a fork of pid {self.pid}")
 
-    def answer(self, question: bytes, limit: float) -> bytes:
-        """Return what a fork of the process answers, not decoded; for the errors see `ask`."""
+    def _answer(self, question: bytes, limit: float) -> bytes:
         assert self.folder is not None
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "answer").unlink()

@@ -259,6 +259,25 @@ class EngineProcesses:
         if self._updates.count and not stage.startswith("sleep"):
             self._note_update(stage)
 
+    def leave_stage(self, path: Sequence[str], cycle: int, *, failed: bool, outside: str) -> list[Finding]:
+        """Judge a stage that the program says has ended; it is in the one around that from here on.
+
+        Args:
+            path: the stages that it was in, itself last.
+            cycle: the life.
+            failed: whether it raised.
+            outside: what is around the outermost stage.
+        """
+        found: list[Finding] = []
+        if not failed:
+            self.end_stage(path[-1])
+            if path[-1].startswith("sleep"):
+                found = self.after_sleep(path[-1], cycle, empties=False)
+            elif path[-1].startswith("wake"):
+                found = self.more_awake(path[-1])
+        self.begin_stage(path[-2] if len(path) > 1 else outside, cycle)
+        return found
+
     def look_at_turns(self) -> int:
         """Look after the last inference for what has grown with each; return how many more may tell, at most."""
         return self._read_turn(begins=False)

@@ -318,34 +318,26 @@ class TellStacks(Question[ThreadStacks], frozen=True, kw_only=True, tag="tell-st
     """What the process's threads do."""
 
 
-class GrownContainer(msgspec.Struct, frozen=True):
-    """How much a container held at some moments; see `Course`."""
-
-    identity: int
-    kind: int
-    turns: list[int]
-    lengths: list[int]
-
-
 class ExplainGrown(Question[list[Finding]], frozen=True, kw_only=True, tag="explain-grown"):
     """Who holds some containers that have grown, and what they took.
 
     Attributes:
-        containers: these.
+        containers: of each what its `Course` has: identity, kind, turns and lengths.
         turns: what a turn is, in the plural: `requests`.
         seconds: how long a turn takes; 0 where it may take any time.
         since: the moment from which they have grown, where that is not told by turns.
         fixed: identities of those that have not changed their lengths meanwhile.
     """
 
-    containers: tuple[GrownContainer, ...]
+    containers: tuple[tuple[int, int, list[int], list[int]], ...]
     turns: str
     seconds: float = 0.0
     since: str = ""
     fixed: tuple[int, ...] = ()
 
 
-_QUESTIONS: msgspec.msgpack.Decoder[Question[Any]] = msgspec.msgpack.Decoder(reduce(or_, Question.__subclasses__()))
+QUESTIONS: msgspec.msgpack.Decoder[Question[Any]] = msgspec.msgpack.Decoder(reduce(or_, Question.__subclasses__()))
+"""Decodes any question."""
 
 
 def written(found: Iterable[Finding]) -> list[Finding]:
@@ -356,15 +348,6 @@ def written(found: Iterable[Finding]) -> list[Finding]:
 def encode(message: object) -> bytes:
     """Return a question or an answer as bytes."""
     return encoded(msgspec.msgpack.encode, message)
-
-
-def decode_question(data: bytes) -> Question[Any]:
-    """Return a question from bytes.
-
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
-    return _QUESTIONS.decode(data)
 
 
 def ask(send: Callable[[bytes], bytes], question: Question[_Answer], whom: str) -> _Answer:

@@ -29,6 +29,7 @@ from lowtide.probes.host.process_files import rollup, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
+from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.stages import EnteredStage
 from lowtide.reports.outcomes import KNOW_GROWTH
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
@@ -209,14 +210,8 @@ class OtherProcesses:
             return
         if stage.name.startswith("sleep"):
             self._asleep.update(self._tree.descendants())
-        if error is None:
-            self._engine.end_stage(stage.name)
-            if stage.name.startswith("sleep"):
-                self._found += self._engine.after_sleep(stage.name, self._turn, empties=False)
-            elif stage.name.startswith("wake"):
-                self._found += self._engine.more_awake(stage.name)
-        outer = stage.path[-2] if len(stage.path) > 1 else "test"
-        self._engine.begin_stage(outer, self._turn)
+        failed = error is not None
+        self._found += self._engine.leave_stage(stage.path, self._turn, failed=failed, outside="test")
 
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
@@ -458,11 +453,7 @@ class OtherProcesses:
     def _outside(self) -> dict[int, _Outside]:
         """Return what is seen of each descendant."""
         pids = self._tree.descendants()
-        cards: dict[int, dict[str, int | None]] = {}
-        if pids and self._driver is not None:
-            for card in read_card_holders(self._driver()):
-                for pid, size in card.processes.items():
-                    cards.setdefault(pid, {})[card.device] = size
+        cards = by_process(read_card_holders(self._driver())) if pids and self._driver is not None else {}
         found = {}
         for pid in pids:
             process, memory = stat(pid), rollup(pid)

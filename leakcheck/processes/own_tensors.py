@@ -431,7 +431,7 @@ def _filled_caches() -> tuple[FilledCache, ...]:
 
 def explain_grown(question: ExplainGrown) -> list[Finding]:
     """Return a finding on each of some containers that have grown and that the program holds."""
-    courses = [Course(each.identity, each.kind, each.turns, each.lengths) for each in question.containers]
+    courses = [Course(*each) for each in question.containers]
     _, containers = read_lengths({course.identity for course in courses})
     found = growth_of_containers(
         courses,

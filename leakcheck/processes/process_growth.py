@@ -19,7 +19,7 @@ import msgspec
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
@@ -27,7 +27,7 @@ from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
-from lowtide.reports.statement import HolderFacts, Note, StatedFinding, Statement, reworded, with_holder
+from lowtide.reports.statement import HolderFacts, Note, Statement, reworded, with_holder
 
 HOST = "host-memory"
 """The key of the level that is no card's."""
@@ -401,7 +401,8 @@ def held_by(finding: Finding, facts: HolderFacts) -> Finding:
     if found.resource != "tensors":
         return found
     role = "" if found.process is None else role_of(found.process.name)
-    mark = _fingerprint(found.resource, found.device, found.stage, role, facts.note.holder)
+    suspects = ("other process", role, facts.note.holder)
+    mark = fingerprint(resource=found.resource, device=found.device, stage=found.stage, suspects=suspects)
     return msgspec.structs.replace(found, fingerprint=mark)
 
 
@@ -523,20 +524,16 @@ def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
 def _finding(process: ProcessName, key: str, stage: str, size: int, said: str, **facts: Any) -> Finding:
     """Return a finding about a level of a process; one without a name is this one, in which an engine is."""
     resource: ResourceName = "tensors" if key.startswith(_TENSORS) else _LEVELS.get(key, "driver")
-    return StatedFinding(
-        resource=resource,
+    return finding_of(
+        resource,
         bytes=size,
         device=_device(key),
         stage=stage,
         statement=Statement(amount=said, came=None, process=process.text if process.name else ""),
-        fingerprint=_fingerprint(resource, _device(key), stage, role_of(process.name)),
+        suspects=("other process", role_of(process.name)),
         process=process if process.name else None,
-        **{"cause": "unknown", "count": 1, **facts},
+        **facts,
     )
-
-
-def _fingerprint(resource: ResourceName, device: str, stage: str, role: str, *holder: str) -> str:
-    return fingerprint(resource=resource, device=device, stage=stage, suspects=("other process", role, *holder))
 
 
 def _device(key: str) -> str:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.leakcheck.processes.timed_growth import SHORTEST_S, TimeWindow
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
-from lowtide.reports.statement import StatedFinding, Statement, noted
+from lowtide.reports.statement import Statement, noted
 
 STEADY = 0.6
 """The part of its rate in one window by which something must grow on in the next, so that it is known to."""
@@ -272,14 +272,5 @@ def _ended(status: int | None, course: str) -> Finding:
 
 
 def _of_server(said: str, what: str, advice: str) -> Finding:
-    return StatedFinding(
-        resource="processes",
-        cause="unknown",
-        bytes=0,
-        count=1,
-        device="",
-        stage="watch",
-        statement=Statement(amount=said, came=None),
-        fingerprint=fingerprint(resource="processes", device="", stage="watch", suspects=(what,)),
-        advice=advice,
-    )
+    statement = Statement(amount=said, came=None)
+    return finding_of("processes", device="", stage="watch", statement=statement, suspects=(what,), advice=advice)

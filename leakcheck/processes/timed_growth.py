@@ -28,7 +28,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.messages import ExplainGrown, GrownContainer, Look, Seen
+from lowtide.leakcheck.processes.messages import ExplainGrown, Look, Seen
 from lowtide.leakcheck.processes.process_growth import growth_on_card
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.heap.container_lengths import ContainerLengths
@@ -542,9 +542,9 @@ def lengths_in(seen: Seen) -> ContainerLengths:
     return ContainerLengths(ids, kinds, lengths)
 
 
-def asked_for(courses: Iterable[Course]) -> tuple[GrownContainer, ...]:
+def asked_for(courses: Iterable[Course]) -> tuple[tuple[int, int, list[int], list[int]], ...]:
     """Return containers as a process is asked who holds them."""
-    return tuple(GrownContainer(each.identity, each.kind, each.turns, each.lengths) for each in courses)
+    return tuple((each.identity, each.kind, each.turns, each.lengths) for each in courses)
 
 
 def grown_between(before: Moment, now: Moment, since: str, requests: int, explain: Explain) -> list[Finding]:

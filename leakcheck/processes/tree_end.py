@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.messages import Levels, Read, ask_agent
 from lowtide.leakcheck.processes.process_levels import describe_process, role_of
 from lowtide.leakcheck.resources.resource import UUIDS
@@ -324,15 +324,15 @@ def _finding(
     process: ProcessName | None = None,
     count: int = 1,
 ) -> Finding:
-    return Finding(
-        resource=resource,
+    return finding_of(
+        resource,
         cause="driver" if resource == "driver" else "unknown",
         bytes=size,
         count=count,
         device=device,
         stage=STAGE,
         message=message,
-        fingerprint=fingerprint(resource=resource, device=device, stage=STAGE, suspects=suspects),
+        suspects=suspects,
         advice=advice,
         process=process,
     )

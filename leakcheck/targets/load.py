@@ -17,14 +17,12 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from lowtide.leakcheck.targets.server import TOKENS
 from lowtide.probes.originals import time
 
 _ANSWER_S = 300.0
 _HEALTH_S = 5.0
 _PAUSE_S = 0.5
-_TOKENS = range(10, 100)
-"""Token ids of prompts: every vocabulary has them, and special ones are elsewhere."""
-
 _LONGEST = 512
 """Tokens of the longest prompt, where the server's model takes as many."""
 
@@ -52,7 +50,7 @@ def _kinds(most: int) -> list[_Kind]:
     drawn = random.Random(0)
 
     def prompt(length: int) -> list[int]:
-        return [drawn.choice(_TOKENS) for _ in range(length)]
+        return [drawn.choice(TOKENS) for _ in range(length)]
 
     longest = max(8, min(_LONGEST, most // 2))
     shared, short = prompt(longest // 2), prompt(5)

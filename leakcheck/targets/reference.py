@@ -142,7 +142,33 @@ class Trainer:
         return one_by_one(source, self._model.torch_dtype, self._config.device)
 
 
-class ReferenceLife:
+class _OfReference:
+    """What is asked of the reference engine alike in a life and as a target.
+
+    Attributes:
+        engine: the engine itself.
+    """
+
+    engine: LLMEngine
+
+    def preserved(self) -> Mapping[str, torch.Tensor]:
+        """Return what must survive a sleep, by name."""
+        return self.engine.preserved_tensors()
+
+    def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
+        """Return address and bytes of what captured graphs read, by name."""
+        return self.engine.graph_addresses()
+
+    def weights(self) -> Mapping[str, int]:
+        """Return the checksums of what the engine has, by name."""
+        return self.engine.weight_checksums()
+
+    def shutdown(self) -> None:
+        """Shut the engine down."""
+        self.engine.shutdown()
+
+
+class ReferenceLife(_OfReference):
     """One life of the reference engine with a fixed set of prompts.
 
     Args:
@@ -153,65 +179,44 @@ class ReferenceLife:
 
     def __init__(self, config: EngineConfig, vocab_size: int, prompt_scale: int = 1) -> None:
         # What nobody writes again after a wake must not pass for the zeros that it may have been.
-        self._engine = LLMEngine(replace(config, poison_pages=True))
+        self.engine = LLMEngine(replace(config, poison_pages=True))
         self._prompts = make_prompts(vocab_size, config.seed, prompt_scale)
         self._trainer = Trainer(config)
 
-    @property
-    def engine(self) -> LLMEngine:
-        """The engine itself."""
-        return self._engine
-
-    def preserved(self) -> Mapping[str, torch.Tensor]:
-        """Return what must survive a sleep, by name."""
-        return self._engine.preserved_tensors()
-
     def create(self) -> None:
         """Create the engine."""
-        self._engine.create()
+        self.engine.create()
 
     def infer(self) -> Sequence[Sequence[int]]:
         """Greedy tokens of every prompt."""
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-        return [output.token_ids for output in self._engine.generate(self._prompts, params)]
-
-    def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Return address and bytes of what captured graphs read, by name."""
-        return self._engine.graph_addresses()
+        return [output.token_ids for output in self.engine.generate(self._prompts, params)]
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Return who holds how many KV blocks although no request does, once the engine has forgotten its prefixes."""
-        if self._engine.reset_prefix_cache():
+        if self.engine.reset_prefix_cache():
             return {}
-        return holders(self._engine.kv_cache_usage())
+        return holders(self.engine.kv_cache_usage())
 
     def step(self) -> None:
         """Make one step of the engine."""
-        self._engine.step()
+        self.engine.step()
 
     def sleep(self, level: int) -> None:
         """Put the engine to sleep."""
-        self._engine.sleep(level)
+        self.engine.sleep(level)
 
     def wake(self) -> None:
         """Wake all of the engine."""
-        self._engine.wake()
+        self.engine.wake()
 
     def update_weights(self, version: int) -> None:
         """Send the engine the weights of a version."""
-        self._trainer.send(self._engine, version)
+        self._trainer.send(self.engine, version)
 
     def sent_weights(self) -> Mapping[str, int]:
         """Return the checksums of what was sent last, by name."""
         return self._trainer.sent
-
-    def weights(self) -> Mapping[str, int]:
-        """Return the checksums of what the engine has, by name."""
-        return self._engine.weight_checksums()
-
-    def shutdown(self) -> None:
-        """Shut the engine down."""
-        self._engine.shutdown()
 
 
 def make_prompts(vocab_size: int, seed: int, scale: int = 1) -> list[list[int]]:
@@ -375,7 +380,7 @@ def _write(path: Path, content: msgspec.Struct) -> None:
     draft.replace(path)
 
 
-class ReferenceTarget:
+class ReferenceTarget(_OfReference):
     """The reference engine with a small random model.
 
     Args:
@@ -477,14 +482,6 @@ class ReferenceTarget:
         self._trainer.send(self.engine, version)
         return self._trainer.sent
 
-    def weights(self) -> Mapping[str, int]:
-        """Return the checksums of what the engine has, by name."""
-        return self.engine.weight_checksums()
-
-    def shutdown(self) -> None:
-        """Shut it down."""
-        self.engine.shutdown()
-
     def state(self) -> str:
         """Return the engine's own word for its state."""
         return self.engine.state.value
@@ -493,14 +490,6 @@ class ReferenceTarget:
         """Return who has the KV blocks; None where there are none."""
         alive = self.engine.state in (EngineState.RUNNING, EngineState.ASLEEP)
         return self.engine.kv_cache_usage() if alive else None
-
-    def preserved(self) -> Mapping[str, torch.Tensor]:
-        """Return what must survive a sleep, by name."""
-        return self.engine.preserved_tensors()
-
-    def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Return address and bytes of what captured graphs read, by name."""
-        return self.engine.graph_addresses()
 
     def pages(self) -> Mapping[str, int] | None:
         """Return the bytes with pages by arena tag, as the engine counts them in its other processes; None without."""

@@ -38,7 +38,7 @@ END_S = 120.0
 _POLL_S = 0.1
 _HEALTH_S = 5.0
 _SHOWN = 400
-_TOKENS = range(10, 100)
+TOKENS = range(10, 100)
 """Token ids of prompts: every vocabulary has them, and special ones are elsewhere."""
 
 
@@ -319,7 +319,7 @@ def _device() -> str:
 
 
 def _prompt(length: int) -> list[int]:
-    return list(itertools.islice(itertools.cycle(_TOKENS), length))
+    return list(itertools.islice(itertools.cycle(TOKENS), length))
 
 
 def _free_port() -> int:
