@@ -48,8 +48,8 @@ class PlantedLeak(ABC):
     Attributes:
         page: bytes of which there are only whole multiples in this place.
         name: of the place.
-        key: of the metric's row that counts it, with the device behind it if `on_device`.
-        resource: of the finding that must report it.
+        resource: of the finding that must report it; that is the key of the metric's row that counts it, with the
+            device behind it if `on_device`.
         on_device: whether the metric belongs to the device, and not to the host.
         needs_card: whether there is such a place on cards only.
         is_level: whether the metric is a level of the whole process, which moves by itself: it is judged from the
@@ -57,8 +57,7 @@ class PlantedLeak(ABC):
     """
 
     name: ClassVar[str]
-    key: ClassVar[str]
-    resource: ClassVar[ResourceName]
+    resource: ClassVar[ResourceName] = "tensors"
     on_device: ClassVar[bool] = True
     needs_card: ClassVar[bool] = False
     is_level: ClassVar[bool] = False
@@ -70,7 +69,7 @@ class PlantedLeak(ABC):
     @classmethod
     def metric_on(cls, device: str) -> str:
         """Return the key of the metric that counts it."""
-        return f"{cls.key} {device}" if cls.on_device else cls.key
+        return f"{cls.resource} {device}" if cls.on_device else cls.resource
 
     @abstractmethod
     def plant(self, size: int) -> None:
@@ -90,8 +89,6 @@ class PoolLeak(PlantedLeak):
     """A tensor in torch's own memory that a module-level list holds."""
 
     name = "torch's pool"
-    key = "tensors"
-    resource = "tensors"
 
     def plant(self, size: int) -> None:
         """Leak `size` bytes more."""
@@ -102,7 +99,6 @@ class ArenaLeak(PlantedLeak):
     """An arena that is mapped and has no tensor."""
 
     name = "an arena"
-    key = "arena"
     resource = "arena"
 
     def __init__(self, device: str) -> None:
@@ -126,8 +122,6 @@ class FrozenLeak(PlantedLeak):
     """A tensor in a cycle that nothing reaches and that `gc.freeze()` hides from the collector (vllm#38503)."""
 
     name = "behind a frozen holder"
-    key = "tensors"
-    resource = "tensors"
 
     def plant(self, size: int) -> None:
         """Leak `size` bytes more."""
@@ -156,8 +150,6 @@ class CacheLeak(PlantedLeak):
     """A model that is the key of an `lru_cache` (vllm#38503)."""
 
     name = "in an lru_cache"
-    key = "tensors"
-    resource = "tensors"
 
     def plant(self, size: int) -> None:
         """Leak `size` bytes more."""
@@ -189,7 +181,6 @@ class HostLeak(PlantedLeak):
     """Host memory outside torch, as native code maps it."""
 
     name = "host memory"
-    key = "host-memory"
     resource = "host-memory"
     on_device = False
     is_level = True
@@ -206,7 +197,6 @@ class DriverLeak(PlantedLeak):
     """Physical memory of a card that neither torch nor an arena knows, as native code creates it."""
 
     name = "the driver alone"
-    key = "driver"
     resource = "driver"
     needs_card = True
     is_level = True

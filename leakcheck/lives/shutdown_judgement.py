@@ -462,16 +462,9 @@ class LifeMetrics:
 
     def _without_first_use(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
         """Return a metric of what is counted without what libraries have from their first use."""
-        items = metric.items
-        if metric.resource not in JUDGED or items is None:
+        if metric.resource not in JUDGED or metric.items is None:
             return metric
-
-        def left(snapshot: Snapshot) -> dict[str, int]:
-            known = self._first_use.get(metric.resource, ())
-            found = items(snapshot).items()
-            return {name: size for name, size in found if as_counted(metric.resource, name) not in known}
-
-        return dataclasses.replace(metric, read=lambda snapshot: sum(left(snapshot).values()), items=left)
+        return _without(metric, metric.items, lambda: self._first_use.get(metric.resource, ()))
 
     def _without_what_imports_left(self) -> list[Metric[Snapshot]]:
         return list(map(self._without_imports, shutdown_metrics(self.device)))
@@ -482,14 +475,7 @@ class LifeMetrics:
         That is tensors that Python holds, what has a name, and by how much the levels of the process rose.
         """
         if metric.items is not None:
-            items = metric.items
-
-            def left(snapshot: Snapshot) -> dict[str, int]:
-                names = self._imported.names(metric.resource)
-                found = items(snapshot)
-                return {name: found[name] for name in found if as_counted(metric.resource, name) not in names}
-
-            return dataclasses.replace(metric, read=lambda snapshot: sum(left(snapshot).values()), items=left)
+            return _without(metric, metric.items, lambda: self._imported.names(metric.resource))
         if metric.resource == "tensors" and metric.unit == "bytes" and metric.cause == "unknown":
             key = metric.device
         elif metric.resource in ("host-memory", "driver"):
@@ -502,6 +488,19 @@ class LifeMetrics:
             return None if level is None else level - self._imported_bytes.get(snapshot.taken_at, {}).get(key, 0)
 
         return dataclasses.replace(metric, read=read)
+
+
+def _without(
+    metric: Metric[Snapshot], items: Callable[[Snapshot], Mapping[str, int]], names: Callable[[], Collection[str]]
+) -> Metric[Snapshot]:
+    """Return a metric of what is counted without what has some names, as the counters have them."""
+
+    def left(snapshot: Snapshot) -> dict[str, int]:
+        known = names()
+        found = items(snapshot).items()
+        return {name: size for name, size in found if as_counted(metric.resource, name) not in known}
+
+    return dataclasses.replace(metric, read=lambda snapshot: sum(left(snapshot).values()), items=left)
 
 
 _OWN = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.reports.", "lowtide.pytest_plugin.")
