@@ -67,7 +67,8 @@ def orphans(model: str) -> None:
     server = psutil.Process(subprocess.Popen([*command, *flags, *switches], stdout=subprocess.DEVNULL).pid)
     deadline = time.monotonic() + 300
     while not answers(port):
-        assert server.is_running() and time.monotonic() < deadline, "the server does not start"
+        assert server.is_running(), "the server ended before it answered"
+        assert time.monotonic() < deadline, "the server does not start"
         time.sleep(1)
     family = server.children(recursive=True)
     killed = time.monotonic()

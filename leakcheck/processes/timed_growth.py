@@ -37,6 +37,7 @@ from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, NoAgentError
+from lowtide.probes.processes.tree_traces import sockets_of_agents
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -526,9 +527,17 @@ def moment_of(pid: int, seen: Seen) -> Moment:
     return Moment(
         started=0 if process is None else process.started,
         seen=seen,
-        descriptors=counted(descriptors_of(pid)),
+        descriptors=counted(_own_descriptors(pid)),
         threads=counted(thread_names(pid)),
     )
+
+
+def _own_descriptors(pid: int) -> list[str]:
+    """Return what its descriptors lead to, without those of its agent, whose connections come and go with questions."""
+    before = sockets_of_agents(pid)
+    found = descriptors_of(pid)
+    of_agents = before | sockets_of_agents(pid)
+    return [target for target in found if target not in of_agents]
 
 
 def counted(names: Iterable[str]) -> Counter[str]:

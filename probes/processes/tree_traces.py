@@ -324,6 +324,11 @@ def _unix_sockets(pid: int | str) -> Iterator[tuple[str, str]]:
                 yield fields[6], fields[7]
 
 
+def sockets_of_agents(pid: int) -> set[str]:
+    """Return what descriptors of an agent's sockets lead to, in a process's own numbers, questions' connections too."""
+    return {f"socket:[{inode}]" for inode, path in _unix_sockets(pid) if f"/{FOLDER_PREFIX}" in path}
+
+
 def _bound_paths() -> set[str]:
     return {path for _, path in _unix_sockets("self")}
 

@@ -6,15 +6,17 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from lowtide.leakcheck.processes import engine_processes, other_processes, tree_end
+from lowtide.leakcheck.processes import engine_processes, other_processes, timed_growth, tree_end
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.processes.tree_end import EndedHolders, EndJudgement, held_by_a_gone
@@ -26,7 +28,7 @@ from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes import tree_traces
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile, SharedMemoryReading, Undecided
-from lowtide.probes.processes.tree_traces import TreeTraces, gone_on_cards
+from lowtide.probes.processes.tree_traces import TreeTraces, gone_on_cards, sockets_of_agents
 from lowtide.reports.processes.stage_processes import ProcessName
 
 MIB = 1 << 20
@@ -312,3 +314,27 @@ def test_a_test_notes_who_holds_memory_on_a_card_at_its_beginning(card: Card, ch
         assert (finding.process.pid, finding.resource) == (pid, "driver")
     finally:
         others.stop()
+
+
+def test_an_agent_s_sockets_are_told_from_others() -> None:
+    with ExitStack() as open_ones:
+
+        def at(path: Path) -> list[str]:
+            """A socket that listens at a path, and one that it has accepted: what their descriptors lead to."""
+            listening, asking = (open_ones.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+            listening.bind(str(path))
+            listening.listen()
+            asking.connect(str(path))
+            accepted = open_ones.enter_context(listening.accept()[0])
+            return [str(Path(f"/proc/self/fd/{each.fileno()}").readlink()) for each in (listening, accepted)]
+
+        # Short, since a socket's path may have 107 bytes.
+        folder = Path(open_ones.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-agents-", dir="/tmp")))
+        other = Path(open_ones.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        of_agent, of_program = at(folder / "1.sock"), at(other / "1.sock")
+        found = sockets_of_agents(os.getpid())
+        assert found.issuperset(of_agent)
+        assert found.isdisjoint(of_program)
+        descriptors = timed_growth._own_descriptors(os.getpid())
+        assert set(descriptors).issuperset(of_program)
+        assert set(descriptors).isdisjoint(of_agent)
