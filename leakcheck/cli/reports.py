@@ -160,18 +160,33 @@ def diff(
 
 
 def suppress(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="DIR", help="The folder of a report; with --check files of suppressions.")
+    ],
     file: Annotated[Path, typer.Option(help="Where to: a file of suppressions, or a pyproject.toml.")] = (
         Path("lowtide.toml")
     ),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; say which entries cannot be used, or have expired.")
+    ] = False,
 ) -> None:
     """Write an entry for each leak of a report into a file of suppressions; why it may stay is left to you to say.
 
-    Exit codes: 0 written, or nothing to write; 2 bad input, and the file is as it was.
+    Exit codes: 0 written, or nothing to write; 2 bad input, and the file is as it was. With --check 0 all entries are
+    in force; 2 some are not.
     """
     from lowtide.leakcheck.suppressions.toml import SuppressionError, append_entries
     from lowtide.reports import schema
 
+    if check:
+        lines = [line for path in paths for line in _not_in_force(path)]
+        if lines:
+            say(*lines, err=True)
+            raise typer.Exit(2)
+        return
+    if len(paths) > 1:
+        refuse(f"{len(paths)} folders are too many: name that of one report, or use --check with files of suppressions")
+    folder = paths[0]
     try:
         subjects = schema.read(folder).subjects
         added = append_entries(file, [finding for subject in subjects for finding in subject.findings])
@@ -179,6 +194,22 @@ def suppress(
         refuse(str(error))
     for line in _lines(added, folder, file):
         say(line)
+
+
+def _not_in_force(path: Path) -> list[str]:
+    """Return what is wrong with the entries of a file as it stands, a line each."""
+    from datetime import date
+
+    from lowtide.leakcheck.suppressions.entries import load, problems
+    from lowtide.leakcheck.suppressions.toml import SuppressionError
+
+    try:
+        entries = load(path).entries
+    except SuppressionError as error:
+        return [f"lowtide: {error}"]
+    # Whether one is still needed only a run can tell.
+    used = {entry.id for entry in entries}
+    return [f"lowtide: {path}: {line}" for line in problems(entries, used, date.today())]
 
 
 def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:

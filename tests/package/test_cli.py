@@ -797,3 +797,37 @@ def test_a_life_is_shown_without_a_style_and_on_a_dumb_terminal_not_at_all(
     assert re.findall(r"\x1b\[[0-9;]*m", sent) == []
     assert ("cycle 2/2: shutdown" in sent) == ("\x1b" in sent) == ("NO_COLOR" in environment)
     assert max(map(len, lines_of(sent))) <= 100
+
+
+ENTRY = '[[suppressions]]\nfingerprint = "0123456789abcdef"\nreason = "{}"\nowner = "tests"\nexpires = {}\n'
+
+
+def test_entries_in_force_pass_a_check(tmp_path: Path) -> None:
+    own, project, other = tmp_path / "lowtide.toml", tmp_path / "pyproject.toml", tmp_path / "sub" / "pyproject.toml"
+    other.parent.mkdir()
+    own.write_text(ENTRY.format("vllm#1: a cache that is bounded", "2999-01-01"))
+    project.write_text(ENTRY.format("the same", "2999-01-01").replace("[[", "[[tool.lowtide."))
+    other.write_text("[project]\nname = 'none'\n")
+    done = invoke("suppress", "--check", own, project, other)
+    assert (done.exit_code, done.output) == (0, "")
+
+
+def test_entries_that_are_not_in_force_are_a_line_each(tmp_path: Path) -> None:
+    old, broken, empty = (tmp_path / name / "lowtide.toml" for name in ("old", "broken", "empty"))
+    for path, text in (
+        (old, ENTRY.format("known", "2020-01-01")),
+        (broken, "[[suppressions]\n"),
+        (empty, ENTRY.format("", "2999-01-01")),
+    ):
+        path.parent.mkdir()
+        path.write_text(text)
+    done = invoke("suppress", "--check", old, broken, empty)
+    lines = done.output.splitlines()
+    assert (done.exit_code, len(lines)) == (2, 3)
+    assert lines[0].startswith(f"lowtide: {old}: ")
+    assert ": expired on 2020-01-01 (owner: tests): fix the leak, or renew the entry" in lines[0]
+    assert lines[1].startswith(f"lowtide: {broken}:")
+    assert lines[2].startswith(f"lowtide: {empty}:")
+    # Nothing is written, and a second folder is no report.
+    assert old.read_text() == ENTRY.format("known", "2020-01-01")
+    assert "2 folders are too many" in invoke("suppress", old.parent, broken.parent).output
