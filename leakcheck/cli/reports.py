@@ -209,7 +209,7 @@ def _not_in_force(path: Path) -> list[str]:
         return [f"lowtide: {error}"]
     # Whether one is still needed only a run can tell.
     used = {entry.id for entry in entries}
-    return [f"lowtide: {line}" for line in problems(entries, used, date.today())]
+    return [f"lowtide: {path}{line.removeprefix(path.name)}" for line in problems(entries, used, date.today())]
 
 
 def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:

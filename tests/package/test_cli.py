@@ -824,8 +824,7 @@ def test_entries_that_are_not_in_force_are_a_line_each(tmp_path: Path) -> None:
     done = invoke("suppress", "--check", old, broken, empty)
     lines = done.output.splitlines()
     assert (done.exit_code, len(lines)) == (2, 3)
-    assert lines[0].startswith(f"lowtide: {old}:1: expired")
-    assert ": expired on 2020-01-01 (owner: tests): fix the leak, or renew the entry" in lines[0]
+    assert lines[0].startswith(f"lowtide: {old}:1: expired on 2020-01-01 (owner: tests): ")
     assert lines[1].startswith(f"lowtide: {broken}:")
     assert lines[2].startswith(f"lowtide: {empty}:")
     # Nothing is written, and a second folder is no report.
