@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
@@ -109,8 +109,8 @@ def _own_size(item: Any) -> int:
     """Return the bytes of an object itself; an array's with its data, a tensor's without."""
     cls = type(item)
     sizes = [vars(base)["__sizeof__"] for base in mro_of(cls) if "__sizeof__" in vars(base)]
-    # A class in Python may answer anything.
-    plain = next((size for size in sizes if type(size) is not FunctionType), object.__sizeof__)
+    # A class in Python may answer anything, and what stands there need not be a function.
+    plain = next(size for size in sizes if type(size) is MethodDescriptorType)
     size: int = plain(item)
     return size
 

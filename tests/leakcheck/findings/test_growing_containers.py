@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 from collections.abc import Callable, Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -76,6 +77,14 @@ def test_what_is_made_in_each_turn_is_growth_however_large_the_pool() -> None:
 
     (finding,) = found_after(make)
     assert finding.holder == f"{__name__}.SEEN"
+
+
+def test_so_it_is_where_a_class_has_something_else_under_the_name_of_its_size() -> None:
+    class Odd(Block):
+        __sizeof__ = MagicMock().__sizeof__
+
+    (found,) = found_after(lambda number: SEEN.append(Odd(number)))
+    assert (found.count, found.bytes > TURNS * 1000) == (TURNS - 1, True)
 
 
 def test_a_ring_of_the_latest_does_not_excuse_who_keeps_all() -> None:
