@@ -29,7 +29,7 @@ from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
 from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.leakcheck.watching.watched import Watched
-from lowtide.probes.heap.births import Newborn
+from lowtide.probes.heap.births import Look, Newborn
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each
@@ -60,6 +60,7 @@ class Suspects:
         # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
         self._tensors_left: list[weakref.ref[Any]] = []
         self._knows_all = True
+        self._last: Look | None = None
 
     @property
     def has_living_tensors(self) -> bool:
@@ -88,7 +89,9 @@ class Suspects:
 
     def _survivors(self) -> tuple[list[Newborn], list[Any]]:
         """Return what was born and is there, and of that the tensors that belong to no owner that is alive."""
-        survivors = self._watched.births.survivors()
+        births = self._watched.births
+        survivors = births.survivors(last=self._last)
+        self._last = births.look(survivors) if survivors else None
         tensors = [born for born in survivors if is_tensor(born.item)]
         # There is a live owner for every import: they are gone through only where there is a tensor.
         live = {owner.label for owner in self._watched.ownership.live} if tensors else ()
@@ -101,6 +104,7 @@ class Suspects:
     def forget(self) -> None:
         """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""
         self._tensors_left = []
+        self._last = None
 
     def find(self, now: Counters, ended: Sequence[Owner], tolerance: int) -> list[str]:
         """Return the keys of what may be above what it should be; costs next to nothing."""

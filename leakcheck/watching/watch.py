@@ -283,6 +283,14 @@ class Watch(Attribution):
     def _judged(
         self, ended: list[Owner], let_go: Callable[[], None], hints: Sequence[tuple[str, object]], *, final: bool
     ) -> Verdict:
+        try:
+            return self._verdict(ended, let_go, hints, final=final)
+        finally:
+            self._suspects.forget()
+
+    def _verdict(
+        self, ended: list[Owner], let_go: Callable[[], None], hints: Sequence[tuple[str, object]], *, final: bool
+    ) -> Verdict:
         watched, stage = self._watched, self.stage_now
         # First of all: what is read here may be what makes Python collect.
         left = self._suspects.before_collecting(self.collected)

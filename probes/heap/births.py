@@ -10,7 +10,7 @@ import contextlib
 import operator
 from _io import _IOBase
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -24,7 +24,7 @@ from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities, types_in_c
 from lowtide.probes.objects.listed import Census, FrozenCount, all_instances, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import gc, loaded, os, sys
+from lowtide.probes.originals import gc, loaded, os, sys, weakref
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
 
 _ENTRIES = 2
@@ -280,6 +280,21 @@ class Newborn:
 
 
 @dataclass(frozen=True)
+class Look:
+    """What `Births.survivors` gave at one time, by weak references, which make the next times cheap; drop it soon.
+
+    Attributes:
+        references: to all of it.
+        ids: its identities.
+        records: how many records of collections had been looked at.
+    """
+
+    references: tuple[weakref.ref[Any], ...]
+    ids: frozenset[int]
+    records: int
+
+
+@dataclass(frozen=True)
 class _Change:
     """A change of the label.
 
@@ -333,6 +348,8 @@ class Births:
         # from an array: what it takes for referred to from outside stays at its place.
         self._first = np.empty(1, object)
         self._noted: dict[int, tuple[str, int]] = {}
+        # What is watched and was moved to the old generation, by the number of the record that shows it last.
+        self._aged: dict[int, int] = {}
         # Not as Python's integers: each would keep the memory around it, where a test's small objects have been.
         self._born: list[Ints] = []
         self._born_number = 0
@@ -354,6 +371,7 @@ class Births:
         """End it; legal twice."""
         self._record.stop()
         self._noted.clear()
+        self._aged.clear()
         self._known.clear()
         self._known_watched.clear()
         self._changes.clear()
@@ -370,6 +388,7 @@ class Births:
         self.label, self.turn = label, 1
         self._changes.clear()
         self._noted.clear()
+        self._aged.clear()
         self._forget_born()
         self._moved = 0
         self._full = False
@@ -447,6 +466,8 @@ class Births:
                 keys = moved.ids[part][is_watched[part]].tolist()
                 self._forget(keys if place else ())
                 self._note(keys, span.label, span.turn)
+                aged = keys if moved.generation else ()
+                self._aged.update((key, moved.number) for key in aged if key not in self._known_watched)
             if moved.generation:
                 self._moved += len(moved.ids)
                 self._full = self._full or moved.generation == _OLDEST
@@ -514,13 +535,16 @@ class Births:
         """As `froze`, right after `survivors`, which has listed the young objects: they are not listed once more."""
         return self._lost or self._frozen_count.read() > self._frozen
 
-    def survivors(self, label: str | None = None, census: Census | None = None) -> list[Newborn]:
+    def survivors(
+        self, label: str | None = None, census: Census | None = None, last: Look | None = None
+    ) -> list[Newborn]:
         """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
 
         Args:
             label: only what was first seen under this label: where nothing of that has become old, which is so after
                 nearly every import, the old generation is not looked through.
             census: all objects, where they are known, so that they are not listed once more.
+            last: an earlier look: what was old then, or has become old since, is among it, or is looked for.
         """
         with collector_paused():
             if self._are_none():
@@ -533,12 +557,30 @@ class Births:
             wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
             wanted -= found.keys()
             if wanted and (self._moved or self._record.is_incomplete or self.froze_until_last_look):
-                found.update((id(item), item) for item in self._old_among(wanted, census))
+                if last is None or self._misses_any(last):
+                    old = self._old_among(wanted, census)
+                else:
+                    old = _alive(last, wanted)
+                found.update((id(item), item) for item in old)
             self._reveal(found)
             # The oldest first: of a memory that several of them view, the first shows since when it is there.
             ordered = [(key, found.pop(key)) for key in self._noted if key in found] + list(found.items())
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
+
+    def look(self, survivors: Sequence[Newborn]) -> Look | None:
+        """Return what `survivors` has given just now, to be given to it; None where one allows no weak reference."""
+        try:
+            references = tuple(weakref.ref(born.item) for born in survivors)
+        except TypeError:
+            return None
+        return Look(references, frozenset(id(born.item) for born in survivors), self._record.made)
+
+    def _misses_any(self, last: Look) -> bool:
+        """Return whether something may be old by now that an earlier look has not met."""
+        if self._record.is_incomplete or self.froze_until_last_look:
+            return True
+        return any(number >= last.records and key not in last.ids for key, number in self._aged.items())
 
     @property
     def are_young(self) -> bool:
@@ -703,6 +745,12 @@ def _places_of_marks(ids: Ints, changes: list[_Change]) -> list[int | None]:
     at = np.flatnonzero(np.isin(ids, np.array(marks, np.int64)))
     places = dict(zip(ids[at].tolist(), at.tolist(), strict=True))
     return [places.get(mark) for mark in marks]
+
+
+def _alive(last: Look, wanted: Collection[int]) -> Iterator[Any]:
+    """Yield those objects of an earlier look that are alive and have one of some identities."""
+    alive = (reference() for reference in last.references)
+    return (item for item in alive if item is not None and id(item) in wanted)
 
 
 def young_generations_tell() -> bool:

@@ -133,6 +133,31 @@ def test_what_was_known_stays_known_after_any_collections(births: Births, genera
 
 
 @in_both_ways
+def test_what_an_earlier_look_has_met_is_found_without_a_list_of_the_old(
+    births: Births, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item, other, lost = watched(), watched(), watched()
+    gc.collect()
+    young = watched()
+    look = births.look(births.survivors())
+    lists: list[object] = []
+    listed = Births._old_among
+    monkeypatch.setattr(Births, "_old_among", lambda *args: lists.append(1) or listed(*args))
+    later = watched()
+    del lost
+    assert [born.item for born in births.survivors(last=look)] == [item, other, young, later]
+    assert not lists
+    # What the look has not met has become old.
+    gc.collect(1)
+    assert [born.item for born in births.survivors(last=look)] == [item, other, young, later]
+    assert len(lists) == 1
+    look = births.look(births.survivors())
+    gc.collect(1)
+    assert [born.item for born in births.survivors(last=look)] == [item, other, young, later]
+    assert len(lists) == 2
+
+
+@in_both_ways
 def test_it_is_found_among_many_that_were_moved_with_it(births: Births) -> None:
     before = [[] for _ in range(50_000)]
     item = watched()
