@@ -57,6 +57,7 @@ class ItemLeak:
         module: the test module in which it leaked, or the file of the fixture.
         changes: of process-wide settings, each with what it was.
         endings: of threads, what ends them.
+        through: of threads, the identities of what they work for, and of the objects on the program's ways there.
     """
 
     finding: Finding
@@ -68,6 +69,7 @@ class ItemLeak:
     module: str = ""
     changes: tuple[SettingChange, ...] = ()
     endings: tuple[Change, ...] = ()
+    through: frozenset[int] = frozenset()
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """Return the same after an action that was meant for something else, and may have ended some of this too."""

@@ -107,6 +107,12 @@ class _Running:
         """Return the first of the objects that the program keeps."""
         return next(((item, of) for item, of in zip(self.owners, self.holders, strict=True) if of is not None), None)
 
+    @property
+    def through(self) -> frozenset[int]:
+        """Return the identities of the objects that modules keep, and of those on the ways there."""
+        kept = [(id(item), of.through) for item, of in zip(self.owners, self.holders, strict=True) if of is not None]
+        return frozenset(identity for own, through in kept for identity in (own, *through))
+
 
 def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
     """Return a finding about threads that do the same with what that is, who keeps what they work for, and its end."""
@@ -119,7 +125,8 @@ def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
     finding = restated(leak.finding, {"path": path or leak.finding.path, "advice": advice}, most=_SHOWN)
     finding = noted(finding, f"; {text}{', held by ' if holder else ''}", holder)
     endings = {ending.code: ending for running in group for ending in _endings(running)}
-    return replace(leak, finding=finding, endings=tuple(endings.values()))
+    through = frozenset[int]().union(*(running.through for running in group))
+    return replace(leak, finding=finding, endings=tuple(endings.values()), through=through)
 
 
 def _kept_by(held: Sequence[tuple[Any, Holder]], runs: str, *, one: bool) -> tuple[str, tuple[Hop, ...], str]:

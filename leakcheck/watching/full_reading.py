@@ -23,6 +23,7 @@ from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
 from lowtide.leakcheck.watching.watched import Verdict, Watched
 from lowtide.probes.heap.births import Births, Newborn
+from lowtide.probes.heap.graph import References
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.reach import BoundSince
 from lowtide.probes.host.counters import Counters
@@ -34,6 +35,23 @@ from lowtide.reports.schema import Finding, NotMeasured
 
 _RUNGS = (Rung.IPC_COLLECT, Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
 """What a plain test may have to climb, once everything is collected; what needs more is a leak in any case."""
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """What a walk of the known ways could not tell, since others than its objects refer to some of these.
+
+    Attributes:
+        references: how often.
+        wanted: the identities of what was asked for.
+        leads: those of what is new and leads there.
+        older: those of what is older and refers to that.
+    """
+
+    references: References
+    wanted: tuple[int, ...]
+    leads: frozenset[int]
+    older: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,7 @@ class Case:
             things of which `known` shows who holds them: the heap is not read, and nothing tried that gives back what
             nobody holds.
         heap: where the heap is kept in which something is left.
+        unsettled: what the known ways could not tell, and a walk over the heap may settle for the next time.
     """
 
     ended: Sequence[Owner]
@@ -64,6 +83,7 @@ class Case:
     known: SharedWalk | None = None
     things: Mapping[str, Collection[str]] | None = None
     heap: HeapFile | None = None
+    unsettled: Unsettled | None = None
 
     @property
     def subjects(self) -> tuple[Subject, ...]:

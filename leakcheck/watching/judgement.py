@@ -30,10 +30,10 @@ from lowtide.leakcheck.resources.first_use import excused_by_libraries
 from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep
-from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse
+from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse, Unsettled
 from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched
 from lowtide.probes.device.torch_allocator import any_graph_alive
-from lowtide.probes.heap.graph import NewBehindKnown
+from lowtide.probes.heap.graph import Graph, NewBehindKnown, References
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.identities import Identities
@@ -56,62 +56,86 @@ _Read = Callable[[], Deep]
 class KnownWays:
     """The ways to what was explained earlier in the process: what hangs on their end takes no walk of the heap.
 
-    A way is never taken on trust. It is walked again, from its module on, through objects that each refer to the next
-    one now; and only if nothing else in the process refers to what is new behind it is that all that there is to say.
-    Holds identities only.
+    A way is never taken on trust. It is walked again, from its module or from a new thread on, through objects that
+    each refer to the next one now; and only if nothing else in the process refers to what is new behind it is that all
+    that there is to say. A running thread's own stack does, which nobody can read: as often as an earlier one's did, of
+    which a walk over the whole heap has shown that nothing else refers to it, is nothing else here, either. Holds
+    identities only.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, None] = {}
+        self._from_c: set[References] = {()}
 
     def note(self, explanations: Iterable[Explanation | CommonCause]) -> None:
         """Remember the ways to what was explained."""
         for found in explanations:
-            if found.path and found.path[0].type == "module" and len(found.through) <= _MOST_KNOWN:
-                self._known.update(dict.fromkeys(found.through))
+            if found.path and found.path[0].type == "module":
+                self.add(found.through)
+
+    def add(self, through: Collection[int]) -> None:
+        """Remember objects on such a way."""
+        if len(through) <= _MOST_KNOWN:
+            self._known.update(dict.fromkeys(through))
         for identity in list(self._known)[: max(0, len(self._known) - _MOST_KNOWN)]:
             del self._known[identity]
 
-    def to(self, wanted: Collection[int], born: Collection[int] | None) -> SharedWalk | None:
-        """Return a walk of what is new behind the ways; None unless that answers who holds some objects.
+    def to(
+        self, tensors: Collection[int], names: Mapping[str, Sequence[str]], born: Collection[int] | None
+    ) -> SharedWalk | Unsettled | None:
+        """Return a walk of what is new behind the ways, if that answers who holds some objects.
 
         It does if each of them is found there and nothing else refers to anything new that is: then they are no garbage
-        either. The caller must not hold them.
+        either. The caller must not hold them. Where something else may refer to it, it is returned what; else None.
 
         Args:
-            wanted: their identities, those of the oldest first.
+            tensors: the identities of some of them, those of the oldest first.
+            names: those of the things for which others stand, by resource.
             born: the identities of what was born in the test.
         """
-        return self._walk(born, lambda graph: wanted)
-
-    def to_things(self, names: Mapping[str, Sequence[str]], born: Collection[int] | None) -> SharedWalk | None:
-        """Return, as `to` does, a walk that answers who holds the objects that stand for some things.
-
-        Args:
-            names: those of the things, by resource.
-            born: the identities of what was born in the test.
-        """
-        return self._walk(born, lambda graph: _standing_for(names, graph.census()))
-
-    def _walk(
-        self, born: Collection[int] | None, wanted: Callable[[NewBehindKnown], Collection[int]]
-    ) -> SharedWalk | None:
-        if not self._known or not isinstance(born, Identities):
+        if not isinstance(born, Identities):
             return None
         with collector_paused():
             graph = NewBehindKnown(self._known, born)
-            found = wanted(graph)
-            if found and graph.holds_alone(found):
+            standing = _standing_for(names, graph.census()) if names and graph.roots else []
+            references = None
+            if graph.roots and standing is not None:
+                wanted = (*tensors, *standing)
+                references = graph.unseen_references(wanted) if wanted else None
+            if references in self._from_c:
                 return SharedWalk(graph)
+            found = None
+            if references is not None:
+                leads, older = (
+                    frozenset(id(graph.objects[node]) for node in nodes.tolist())
+                    for nodes in graph.leading_to(graph.find_ids(wanted), born)
+                )
+                found = Unsettled(references, wanted, leads, older)
             graph.close()
-            return None
+            return found
+
+    def settle(self, asked: Unsettled, graph: Graph, born: Collection[int] | None) -> None:
+        """Learn from a walk over the whole heap whether what was asked for has no holders but those found then.
+
+        Args:
+            asked: what.
+            graph: the heap.
+            born: the identities of what was born in the test.
+        """
+        assert isinstance(born, Identities)
+        leads, older = graph.leading_to(graph.find_ids(asked.wanted), born)
+        # What no older object refers to is C's, as the method that a thread runs; but what C runs at exit is a root.
+        others = [node for node in leads.tolist() if id(graph.objects[node]) not in asked.leads]
+        is_root = any(node < len(graph.roots) for node in others)
+        if not is_root and asked.older.issuperset(id(graph.objects[node]) for node in older.tolist()):
+            self._from_c.add(asked.references)
 
 
-def _standing_for(names: Mapping[str, Sequence[str]], census: Census) -> list[int]:
-    """Return the identities of the objects that stand for some things; none where one of these has no object."""
+def _standing_for(names: Mapping[str, Iterable[str]], census: Census) -> list[int] | None:
+    """Return the identities of the objects that stand for some things; None where one of these has no object."""
     found = stand_ins(census, {key: [*own] for key, own in names.items()})
     is_complete = all((key, name) in found for key, own in names.items() for name in own)
-    return [*dict.fromkeys(map(id, found.values()))] if is_complete else []
+    return [*dict.fromkeys(map(id, found.values()))] if is_complete else None
 
 
 @dataclass(frozen=True)
@@ -208,6 +232,8 @@ class WatchJudge:
         notes = case.final and policy.remedies != "now"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with contextlib.closing(walk):
+            if policy.explain and case.unsettled is not None:
+                self.ways.settle(case.unsettled, walk.graph(), case.context.born)
             # What the setup of a fixture has made was there before the test that its end is judged with.
             contexts = [replace(context, walk=walk), replace(context, walk=walk, born=None)]
             explained = [
@@ -227,6 +253,8 @@ class WatchJudge:
             leaks, of_leaks = [found for found, _ in caused], [known for _, known in caused]
             self.ways.note(cause for known in of_leaks for cause in known if cause is not None)
             del caused
+            for leak in leaks[0]:
+                self.ways.add(leak.through if isinstance(leak, item_findings.ItemLeak) else ())
             watches = _watches_of(leaks, walk) if notes else {}
             if case.heap is not None and any(leaks):
                 _keep(case.heap, leaks, context, walk)
@@ -379,17 +407,19 @@ def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Readin
 
 
 def _suffices(known: SharedWalk, case: Case, above: Sequence[Metric[Reading]], deep: Deep) -> bool:
-    """Return whether what is left is nothing but tensors, or the things of a case, in a walk of the known ways."""
+    """Return whether what is left is nothing but what a case is of, or tensors and things in a walk of known ways."""
+    left = {
+        metric.key: {*deep.readings[0].items.get(metric.key, ())} for metric in above if metric.resource != "tensors"
+    }
     if case.things is not None:
-        left = {metric.key: set(deep.readings[0].items.get(metric.key, ())) for metric in above}
-        return left == {key: set(names) for key, names in case.things.items()}
+        return left == {key: {*names} for key, names in case.things.items()}
     held = {storage.key for storage in deep.heap.held}
     found = {key for _, keys in tensors_in(held, known) for key in keys}
-    return held <= found and all(metric.resource == "tensors" for metric in above)
+    return held <= found and left.keys() <= STANDING and _standing_for(left, known.census()) is not None
 
 
-STANDING = frozenset({"file-descriptors", "processes", "shared-memory"})
-"""Resources for which objects stand that hold what they have as long as they live, and that no thread runs."""
+STANDING = frozenset({"file-descriptors", "processes", "shared-memory", "threads"})
+"""Resources for which objects stand that hold what they have as long as they live."""
 
 
 def _level_of(key: str, device: str) -> str:

@@ -34,7 +34,7 @@ from lowtide.leakcheck.judging.storages import (
 from lowtide.leakcheck.resources.first_use import driver_is_open
 from lowtide.leakcheck.watching.attribution import Attribution, CardArrival
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Suspects, wait_for_return
-from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse
+from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse, Unsettled
 from lowtide.leakcheck.watching.judgement import STANDING, WatchJudge
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -346,13 +346,17 @@ class Watch(Attribution):
         are_tensors = not any(owner.storages for owner in ended) and {*suspects} - {"host-memory"} == {"tensors"}
         if final and are_tensors and "host-memory" not in suspects and self._are_renewed(born):
             return clean()
-        # Where the heap is kept it is walked in any case.
-        known = self._known_ways(born) if are_tensors and heap is None else None
         things: Mapping[str, Collection[str]] | None = {} if of_settings else None
-        if final and not ended and set(suspects) <= STANDING and heap is None:
-            names = {key: [*watched.ownership.new_items(key, now, None, ended)] for key in suspects}
-            known = self._judge.ways.to_things(names, born)
-            things = None if known is None else names
+        found: SharedWalk | Unsettled | None = None
+        has_tensors = "tensors" in suspects
+        standing = sorted(STANDING.intersection(suspects))
+        may_be_known = {*suspects} <= {"tensors", *standing, *({"host-memory"} if has_tensors else ())}
+        # Where the heap is kept it is walked in any case.
+        if heap is None and may_be_known and (are_tensors or (final and not ended)):
+            names = {key: [*watched.ownership.new_items(key, now, None, ended)] for key in standing}
+            found = self._known_ways(born, names)
+            things = None if has_tensors or not isinstance(found, SharedWalk) else names
+        known = found if isinstance(found, SharedWalk) else None
         if known is None and not of_settings:
             collect(is_clean)
             if is_clean():
@@ -373,7 +377,8 @@ class Watch(Attribution):
             module=self._module,
             made_at=watched.makers.place_of,
         )
-        case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things, heap)
+        unsettled = found if isinstance(found, Unsettled) else None
+        case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things, heap, unsettled)
         back = collected()
         return replace(self._concluded(case, unmeasured, share), collected=back)
 
@@ -386,13 +391,20 @@ class Watch(Attribution):
             self._seen -= found.gone
         return found is not None
 
-    def _known_ways(self, born: Collection[int] | None) -> SharedWalk | None:
-        """Return a walk of the ways to what was explained, if all hangs on their ends that no owner holds."""
+    def _known_ways(
+        self, born: Collection[int] | None, names: Mapping[str, Sequence[str]]
+    ) -> SharedWalk | Unsettled | None:
+        """Return a walk of the ways to what was explained, if all hangs on their ends that no owner holds; see there.
+
+        Args:
+            born: the identities of what was born in the test.
+            names: those of the things that are left beside tensors, by resource.
+        """
         left, live = self._suspects.living_tensors(), self._watched.ownership.live
-        wanted = self._in_use.renewals.elsewhere(left, live, born)
+        wanted = self._in_use.renewals.elsewhere(left, live, born) if left else []
         # Whoever holds one of them here would be one holder more.
         left.clear()
-        return self._judge.ways.to(wanted, born)
+        return self._judge.ways.to(wanted, names, born)
 
     def _suspects_of(self, now: Counters, ended: Sequence[Owner]) -> tuple[Counters, list[str]]:
         """Return the counters, and what is suspect by them; read again where that is nothing but may have changed.

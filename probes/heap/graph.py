@@ -5,17 +5,28 @@ The references lie in numpy arrays (edges in compressed sparse rows).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy.typing as npt
 
-from lowtide.probes.heap.roots import CHECKER, FIRST, LATER, comes_later, is_checkers, modules_among, roots
+from lowtide.probes.heap.roots import (
+    CHECKER,
+    FIRST,
+    LATER,
+    comes_later,
+    is_checkers,
+    lists_of_threads,
+    modules_among,
+    roots,
+    threads_among,
+)
 from lowtide.probes.heap.walk import NarrowWalk, walk_from
 from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class
+from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, type_name
 from lowtide.probes.objects.identities import Identities, are_tracked, identities
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects, any_frozen
 from lowtide.probes.original_numpy import np
@@ -24,6 +35,9 @@ from lowtide.probes.references.edges import GENERATORS
 from lowtide.probes.references.unseen_references import reader_of
 
 _PROBES = "lowtide.probes."
+
+References = tuple[tuple[str, int], ...]
+"""The types of some objects, each with the references to one of them."""
 
 
 class Graph:
@@ -59,7 +73,7 @@ class Graph:
         found.clear()
         self._walk.add([item for item in needed if not gc.is_tracked(item)])
         self._own = {id(needed), id(self.objects)}
-        self._listed = listed = len(self.objects)
+        self._met = self._listed = listed = len(self.objects)
         self._read()
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
         # (To ask the collector how many are frozen takes it a walk over all of them.)
@@ -141,6 +155,38 @@ class Graph:
         for held, holder in zip(self.edges[places].tolist(), holders.tolist(), strict=True):
             found.setdefault(held, {})[holder] = None
         return {held: list(known) for held, known in found.items()}
+
+    def leading_to(self, nodes: Indices | Sequence[int], new: Identities) -> tuple[Indices, Indices]:
+        """Return the nodes of all that is new and leads to some nodes, and of what is older and refers to one of those.
+
+        Args:
+            nodes: which are among the first, however old they are.
+            new: the identities of what is new.
+        """
+        ids = identities(self.objects)
+        is_new = np.zeros(len(ids), np.bool_)
+        is_new[self.find_ids(new)] = True
+        # Of what is not tracked nobody knows how old it is; but a root is older.
+        is_new[self._met :] |= ~are_tracked(ids[self._met :])
+        frontier = np.asarray(nodes, np.int64)
+        is_new[frontier] = True
+        places = np.flatnonzero(is_new[self.edges])
+        held, holders = self.edges[places], np.searchsorted(self.offsets, places, side="right") - 1
+        by_others = ~np.isin(ids[holders], self._own_parts())
+        held, holders = held[by_others], holders[by_others]
+        leads = np.zeros(len(self.objects), np.bool_)
+        while len(frontier):
+            leads[frontier] = True
+            before = holders[np.isin(held, frontier)]
+            frontier = np.unique(before[is_new[before] & ~leads[before]])
+        behind = holders[leads[held]]
+        older: Indices = np.unique(behind[~leads[behind]]).astype(np.int32)
+        return np.flatnonzero(leads).astype(np.int32), older
+
+    def _own_parts(self) -> list[int]:
+        """The identities of the objects by which this knows its roots and nodes."""
+        of_roots = (id(part) for root in self.roots for part in (root, root.also, root.variables, *root.variables))
+        return [*self._own, *of_roots]
 
     def referrers_since(self, nodes: Collection[int]) -> list[object]:
         """The objects that are no nodes, since they were made later, and refer to one of some nodes."""
@@ -232,7 +278,7 @@ class Graph:
 
 
 class NewBehindKnown(Graph):
-    """What is new behind objects that are known, as far as modules lead there through both alone.
+    """What is new behind objects that are known, as far as modules and new threads lead there through both alone.
 
     Args:
         known: the identities of the objects on the ways there; what is none of them now is not found.
@@ -240,10 +286,14 @@ class NewBehindKnown(Graph):
     """
 
     def __init__(self, known: Collection[int], new: Identities) -> None:
-        self.roots = modules_among(known)
+        threads = threads_among(new)
+        # It keeps each of them, too.
+        known = {*known, *(map(id, lists_of_threads()) if threads else ())}
+        self.roots = [*modules_among(known), *threads]
         self._walk = NarrowWalk(self.roots, new.and_also(known))
         self.objects = self._walk.objects
         self._own = {id(self.objects)}
+        self._met = len(self.objects)
         self._new = new
         self._asked: Indices = np.zeros(0, np.int32)
         self._read()
@@ -270,33 +320,33 @@ class NewBehindKnown(Graph):
         nodes = np.concatenate([self._asked, others])
         return Census.of_kinds([self.objects[node] for node in nodes.tolist()], self.kinds[nodes], self.types)
 
-    def holds_alone(self, items: Collection[int]) -> bool:
-        """Whether some objects are nodes, and nothing else refers to them nor to what is new and leads to them.
+    def unseen_references(self, items: Collection[int]) -> References | None:
+        """Return how often others than the nodes refer to some objects, or to what is new and leads to them.
 
         By their reference counts, so that C's references count too: nobody else may hold them meanwhile.
 
         Args:
             items: their identities, those of the oldest first, as the collector lists all objects.
+
+        Returns:
+            None where one of them is no node.
         """
-        holders = np.repeat(np.arange(len(self.objects), dtype=np.int32), np.diff(self.offsets))
-        ids = identities(self.objects)
-        # Of what is not tracked nobody knows how old it is.
-        is_new = self._new.holds(ids) | ~are_tracked(ids)
-        leads = np.zeros(len(self.objects), np.bool_)
-        frontier = self._asked = self.find_ids(items)
-        if len(frontier) < len(items):
-            return False
-        while len(frontier):
-            leads[frontier] = True
-            before = holders[np.isin(self.edges, frontier)]
-            frontier = np.unique(before[is_new[before] & ~leads[before]])
+        self._asked = self.find_ids(items)
+        if len(self._asked) < len(items):
+            return None
+        nodes = self.leading_to(self._asked, self._new)[0].tolist()
         counted = np.bincount(self.edges, minlength=len(self.objects)).tolist()
-        nodes = np.flatnonzero(leads).tolist()
-        # To all refers this list, and to the nodes their own, to a class also the table of types; what a call adds, it
-        # adds to each.
+        # To a root refers what names it, to a class the table of types; to all nodes this list and their own.
+        own = Counter(self.types.keys())
+        for root in self.roots:
+            own.update(map(id, (root.held, *root.also, *dict(root.variables).values())))
+        # What a call adds, it adds to each.
         bare, *counts = map(sys.getrefcount, [object(), *map(self.objects.__getitem__, nodes)])
-        own = [1 + (int(ids[node]) in self.types) for node in nodes]
-        return all(count == bare + more + counted[node] for node, count, more in zip(nodes, counts, own, strict=True))
+        unseen = [
+            (type_name(type(self.objects[node])), count - bare - 1 - counted[node] - own[id(self.objects[node])])
+            for node, count in zip(nodes, counts, strict=True)
+        ]
+        return tuple(sorted((kind, number) for kind, number in unseen if number))
 
 
 def _is_checkers_frame(item: object) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from lowtide.probes.objects.foreign import (
     attribute,
@@ -19,7 +19,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.objects.listed import frame_locals
-from lowtide.probes.originals import gc, sys, threading
+from lowtide.probes.originals import gc, loaded, sys, threading
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.references.interpreter_holders import exit_functions, named_holders
 
@@ -65,12 +65,12 @@ def roots() -> Iterator[Root]:
     modules = _modules()
     seen = {id(module) for _, module in modules}
     yield from map(_root_at, modules)
-    running = dict(threading._active)  # type: ignore[attr-defined]
+    running = _running()
     names = {ident: thread_name(thread) for ident, thread in running.items()}
     for ident, thread in running.items():
         if id(thread) not in seen:
             seen.add(id(thread))
-            yield Root("thread", names[ident], thread, [], LATER if _runs_for_a_library(thread) else FIRST)
+            yield _root_of_thread(thread, names[ident])
     for variable, value in copy_context().items():
         yield Root("context", variable.name, variable, [value], LATER)
     for name, held in (*named_holders(), *exit_functions()):
@@ -78,15 +78,7 @@ def roots() -> Iterator[Root]:
             seen.add(id(held))
             yield Root("interpreter", name, held, [], LAST)
     for frame, ident in running_frames():
-        running_in = "" if ident == threading.get_ident() else names.get(ident, str(ident))
-        variables = variables_of(frame)
-        frame_locals(frame)  # undoes what reading them left behind
-        also = [*(value for _, value in variables), frame.f_globals]
-        if sys.version_info < (3, 11):
-            # There the collector shows most of it already, and each reference counts once.
-            shown = set(map(id, gc.get_referents(frame)))
-            also = [item for item in also if id(item) not in shown]
-        yield Root("frame", _frame_name(frame), frame, also, LAST, running_in, variables)
+        yield _root_of_frame(frame, "" if ident == threading.get_ident() else names.get(ident, str(ident)))
     # A class written in C shows the collector nothing, and lives as long as the process.
     waiting: list[type] = [object]
     while waiting:
@@ -101,6 +93,42 @@ def roots() -> Iterator[Root]:
 def modules_among(identities: Container[int]) -> list[Root]:
     """Those modules that have one of some identities, in the order of `roots`."""
     return [_root_at(each) for each in _modules() if id(each[1]) in identities]
+
+
+def threads_among(identities: Container[int]) -> list[Root]:
+    """Those running threads that have one of some identities, and behind them their frames, in the order of `roots`."""
+    running = {ident: thread for ident, thread in _running().items() if id(thread) in identities}
+    names = {ident: thread_name(thread) for ident, thread in running.items()}
+    frames = running_frames() if running else ()
+    return [
+        *(_root_of_thread(thread, names[ident]) for ident, thread in running.items()),
+        *(_root_of_frame(frame, names[ident]) for frame, ident in frames if ident in running),
+    ]
+
+
+def lists_of_threads() -> list[object]:
+    """The module that lists the running threads, and on the way from it that list: it keeps them, and nobody else."""
+    module = loaded("threading")
+    return [module, dict_of_module(module), threading._active]  # type: ignore[attr-defined]
+
+
+def _running() -> dict[int, Any]:
+    return dict(threading._active)  # type: ignore[attr-defined]
+
+
+def _root_of_thread(thread: object, name: str) -> Root:
+    return Root("thread", name, thread, [], LATER if _runs_for_a_library(thread) else FIRST)
+
+
+def _root_of_frame(frame: FrameType, running_in: str) -> Root:
+    variables = variables_of(frame)
+    frame_locals(frame)  # undoes what reading them left behind
+    also = [*(value for _, value in variables), frame.f_globals]
+    if sys.version_info < (3, 11):
+        # There the collector shows most of it already, and each reference counts once.
+        shown = set(map(id, gc.get_referents(frame)))
+        also = [item for item in also if id(item) not in shown]
+    return Root("frame", _frame_name(frame), frame, also, LAST, running_in, variables)
 
 
 def _modules() -> list[tuple[str, object]]:

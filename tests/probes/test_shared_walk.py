@@ -143,13 +143,13 @@ def test_what_an_array_holds_is_found_behind_known_ways(helper: Any) -> None:
     graph, memory = new_behind_known(helper)
     try:
         # As long as this function has it, it is not held there alone.
-        assert not graph.holds_alone([id(memory)])
+        assert graph.unseen_references([id(memory)])
         identity = id(memory)
         del memory
-        assert graph.holds_alone([identity])
+        assert graph.unseen_references([identity]) == ()
         also = helper.registry["new"].array
-        assert not graph.holds_alone([identity])
+        assert graph.unseen_references([identity])
         del also
-        assert graph.holds_alone([identity])
+        assert graph.unseen_references([identity]) == ()
     finally:
         graph.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.resources.resource import Change
@@ -282,6 +284,133 @@ def test_a_later_thread_that_ends_by_itself_is_no_leak(session: Session) -> None
     assert session.judge(start).findings
     session.program.FIRST.clear()
     assert session.judge(start_and_end).findings == ()
+
+
+class Worker:
+    """Works in a thread of its own, which holds it for as long as it runs."""
+
+    def __init__(self, done: threading.Event, size: int = 4) -> None:
+        self.weight = torch.ones(size)
+        self.thread = threading.Thread(target=self.work, args=(done,), name="worker", daemon=True)
+        self.thread.start()
+
+    def work(self, done: threading.Event) -> None:
+        done.wait()
+
+    def end(self) -> None:
+        """Nothing is to be done at the end."""
+
+
+@pytest.fixture
+def workers(session: Session) -> Iterator[Session]:
+    session.program.DONE = threading.Event()
+    yield session
+    session.program.DONE.set()
+
+
+def work(program: Any) -> None:
+    Worker(program.DONE)
+
+
+def test_what_a_new_thread_holds_as_an_earlier_one_did_takes_no_walk_and_no_full_collection(workers: Session) -> None:
+    first, later, last = [workers.judge(work) for _ in range(3)]
+    assert (first.walks > 0, first.collections) == (True, 1)
+    assert (later.walks, later.collections, last.walks, last.collections) == (0, 0, 0, 0)
+    (one,), (other,) = first.findings, last.findings
+    assert (one.resource, one.holder, [part.resource for part in one.parts]) == (
+        "tensors",
+        "thread 'worker'",
+        ["threads"],
+    )
+    assert (one.fingerprint, one.message, one.path, one.advice) == (
+        other.fingerprint,
+        other.message,
+        other.path,
+        other.advice,
+    )
+    assert [hop.retains_bytes for hop in other.path][-1] == 16
+
+
+def test_a_new_thread_that_holds_nothing_takes_no_walk_either(workers: Session) -> None:
+    workers.program.WAIT = workers.program.DONE.wait
+
+    def test(program: Any) -> None:
+        threading.Thread(target=program.WAIT, name="alone", daemon=True).start()
+
+    first, later = workers.judge(test), workers.judge(test)
+    assert (first.walks > 0, later.walks, later.collections) == (True, 0, 0)
+    (one,), (other,) = first.findings, later.findings
+    assert one.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("part", "holder"),
+    [("weight", "program.DONE"), ("thread", "program.SECOND[0]._target.__self__"), ("__self__", "program.SECOND[0]")],
+    ids=["the tensor", "the thread", "its object"],
+)
+def test_what_something_else_than_the_thread_holds_takes_a_walk(workers: Session, part: str, holder: str) -> None:
+    workers.judge(work)
+
+    def test(program: Any) -> None:
+        worker = Worker(program.DONE)
+        program.SECOND.append(worker if part == "__self__" else getattr(worker, part))
+
+    found = workers.judge(test)
+    assert found.walks > 0
+    every = [each for finding in found.findings for each in (finding, *finding.parts)]
+    assert holder in [each.path and way_text(each.path) for each in every if each.resource == "threads"]
+
+
+def test_nothing_is_learned_from_one_that_something_else_holds_too(workers: Session) -> None:
+    found = [
+        workers.judge(lambda program: program.SECOND.append(Worker(program.DONE).weight)),
+        workers.judge(lambda program: program.FIRST.append(Worker(program.DONE).weight)),
+    ]
+    assert [each.walks > 0 for each in found] == [True, True]
+    assert [each.holders for each in found] == [
+        ["program.DONE", "program.SECOND[0]"],
+        ["program.DONE", "program.FIRST[0]"],
+    ]
+
+
+def test_nor_from_one_that_is_held_until_exit(workers: Session) -> None:
+    def test(program: Any) -> None:
+        # Nothing but C holds the method.
+        atexit.register(Worker(program.DONE).end)
+
+    try:
+        found = [workers.judge(test) for _ in range(2)]
+    finally:
+        running: list[Any] = [thread for thread in threading.enumerate() if thread.name == "worker"]
+        for thread in running:
+            atexit.unregister(thread._target.__self__.end)
+    assert [each.walks > 0 for each in found] == [True, True]
+    assert [[hop.retains_bytes for hop in each.findings[0].path[1:-1]] for each in found] == [[0, 0]] * 2
+
+
+def test_what_garbage_beside_the_thread_holds_is_collected_before_it_is_judged(workers: Session) -> None:
+    workers.judge(work)
+
+    def work_beside_garbage(program: Any) -> None:
+        cycle: list[object] = [Worker(program.DONE).weight, torch.ones(300)]
+        cycle.append(cycle)
+        gc.collect(1)
+
+    found = workers.judge(work_beside_garbage)
+    assert ([finding.bytes for finding in found.findings], found.collections) == ([16], 1)
+
+
+def test_a_later_worker_that_ends_by_itself_is_no_leak(workers: Session) -> None:
+    workers.judge(work)
+    workers.judge(work)
+    workers.patience = 0.5
+
+    def work_and_end(program: Any) -> None:
+        done = threading.Event()
+        Worker(done)
+        threading.Timer(0.005, done.set).start()
+
+    assert workers.judge(work_and_end).findings == ()
 
 
 # Things for which an object stands.
