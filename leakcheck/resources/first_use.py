@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import msgspec
@@ -38,7 +38,9 @@ import msgspec
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.probes.device.allocations import AllocationsError, cards_with_contexts, read_allocations
 from lowtide.probes.device.torch_allocator import read_segments
+from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.heap.roots import lists_of_threads
 from lowtide.probes.heap.stand_ins import owned, semaphores
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
@@ -46,6 +48,7 @@ from lowtide.probes.host.readings import mapped_shared_files, resident_code
 from lowtide.probes.memory.ranges import Range, common
 from lowtide.probes.objects.described import is_library, program_modules
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
+from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census, all_instances
 from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, os, threading, weakref
 from lowtide.reports.schema import CardMemory, Finding, NotMeasured, OtherProcess
@@ -197,6 +200,7 @@ class LibraryItems:
         subject: str,
         tensors: Sequence[Range] = (),
         natively: Sequence[tuple[str, bool]] = (),
+        unheld: Collection[str] = (),
     ) -> Sorted:
         """Tell apart what of some new items is a library's first.
 
@@ -206,11 +210,12 @@ class LibraryItems:
             subject: what is judged, as a later finding calls it.
             tensors: where the tensors' memory lies that is not on a card.
             natively: what keeps objects of C++ that came with these items, each with whether it is excused.
+            unheld: the threads among them to which no module leads.
         """
         asked = {key: names for key, names in new.items() if key in JUDGED and names}
         if not asked:
             return Sorted()
-        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors), natively)
+        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors), natively, unheld)
         excused: dict[str, set[str]] = {}
         since: dict[str, str] = {}
         earlier: dict[str, dict[str, dict[str, int]]] = {}
@@ -242,6 +247,28 @@ class LibraryItems:
         return Sorted(excused, earlier, since, tuple(listed))
 
 
+def unheld_threads(names: Collection[str], walk: SharedWalk | None, born: Collection[int] | None) -> Collection[str]:
+    """Return some threads if no module leads to any of them, as far as a walk that is made shows it; else none.
+
+    Whatever is new and leads there is gone through, back to what is older: where that is nothing but the interpreter's
+    list of threads and frames that run, no module's state has a part in it.
+
+    Args:
+        names: the threads', as the counters have them.
+        walk: the walk; None if there is none.
+        born: the identities of what was born since the threads were not there.
+    """
+    if not names or walk is None or not walk.is_made or not isinstance(born, Identities):
+        return ()
+    nodes = walk.graph().find([thread for thread in threading.enumerate() if thread_key(thread) in names])
+    if len(nodes) < len(names) or min(nodes) < 0:
+        return ()
+    objects, older = walk.graph().objects, walk.graph().leading_to(nodes, born)[1].tolist()
+    lists = set(map(id, lists_of_threads()))
+    is_modules = any(type(objects[node]) is not FrameType and id(objects[node]) not in lists for node in older)
+    return () if is_modules else names
+
+
 def _listed(key: str, owner: str, names: Collection[str]) -> NotMeasured:
     return NotMeasured(
         what=f"{format_amount(len(names), JUDGED[key])} of {owner}: {first_of(sorted(names), 3)}",
@@ -256,12 +283,20 @@ class _Owners:
         makers: who made what.
         native: the files in /dev/shm that native code made.
         natively: what keeps objects of C++, as `LibraryItems.sort` has it.
+        unheld: threads, as `LibraryItems.sort` has it.
     """
 
-    def __init__(self, makers: Makers, native: Collection[str], natively: Sequence[tuple[str, bool]]) -> None:
+    def __init__(
+        self,
+        makers: Makers,
+        native: Collection[str],
+        natively: Sequence[tuple[str, bool]],
+        unheld: Collection[str],
+    ) -> None:
         self._makers = makers
         self._native = native
         self._natively = natively
+        self._unheld = unheld
         self._states: dict[str, _State] = {}
         self._program: _State | None = None
 
@@ -276,9 +311,11 @@ class _Owners:
         maker = self._maker(key, name)
         if maker is None:
             return self._of_native(key) if self._is_native(key, name) else ("", 0)
-        if not maker.modules or self._of_program().has(key, name):
+        is_unheld = key == "threads" and name in self._unheld
+        if not maker.modules or (not is_unheld and self._of_program().has(key, name)):
             return "", 0
-        for package in dict.fromkeys(module.partition(".")[0] for module in maker.modules):
+        packages = () if is_unheld else dict.fromkeys(module.partition(".")[0] for module in maker.modules)
+        for package in packages:
             state = self._state(package)
             if state.has(key, name) or state.has_number_of(key, name):
                 pool = _pool_of(name) if key == "threads" else state.pool_of_process(key, name)

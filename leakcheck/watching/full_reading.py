@@ -18,7 +18,7 @@ from lowtide.leakcheck.judging.ladder import LadderStep, climb
 from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.judging.owners import Claims, Owner, Subject
 from lowtide.leakcheck.judging.storages import HeapReading, Key, is_storage, is_tensor, thaw
-from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted
+from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted, unheld_threads
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
 from lowtide.leakcheck.watching.watched import Verdict, Watched
@@ -435,14 +435,15 @@ class FullReadings:
                     deep.heap.held, self._watched.caches.known(), self.subject, case.known or walk
                 )
                 self.any_kept = self._cached_values.any_kept
+                new = {
+                    key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}
+                    for key in JUDGED
+                }
+                unheld = unheld_threads(new["threads"], case.known or walk, case.context.born)
         now = self._watched.counters.read()
         if self.distinguished is None:
-            new = {
-                key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}
-                for key in JUDGED
-            }
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
-            self.distinguished = self._library_items.sort(new, now, self.subject, tensors, self.values.natively)
+            self.distinguished = self._library_items.sort(new, now, self.subject, tensors, self.values.natively, unheld)
         return deep.settled(self.distinguished, now).without(self.values.excused)
 
     def climb(

@@ -22,12 +22,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lowtide.leakcheck.resources.first_use import LibraryItems, Sorted
+from lowtide.leakcheck.resources.first_use import LibraryItems, Sorted, unheld_threads
+from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.objects.foreign import thread_key
+from lowtide.probes.objects.identities import Identities
+from lowtide.probes.objects.listed import collector_paused
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.nightly
@@ -571,3 +576,52 @@ def test_a_shared_file_with_data_of_the_program_is_reported_at_once(
     else:
         assert {"shared-memory", "file-descriptors"} == reported.keys()
         assert not found.listed
+
+
+# Which modules have a thread shows in a walk over the heap that is there anyway.
+
+
+def of_nobody(library: Any, thread: threading.Thread) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_unheld"),
+    [
+        (of_nobody, True),
+        (lambda library, thread: library.KEPT.append({"thread": thread}), False),
+        (lambda library, thread: setattr(library.Server, "served", thread), False),
+        (lambda library, thread: HELD.append(thread), False),
+    ],
+    ids=["nobody", "a library", "a library's class", "the program"],
+)
+def test_a_thread_is_unheld_if_no_module_leads_to_it(
+    library: Any, done: threading.Event, keep: Callable[[Any, threading.Thread], None], is_unheld: bool
+) -> None:
+    with collector_paused():
+        before = set(map(id, gc.get_objects()))
+        thread = threading.Thread(target=done.wait, daemon=True)
+        thread.start()
+        keep(library, thread)
+        born = Identities(np.array([id(item) for item in gc.get_objects() if id(item) not in before], np.int64))
+    names = [thread_key(thread)]
+    del thread
+    with sharing_walk() as walk:
+        assert unheld_threads(names, walk, born) == ()
+        walk.graph()
+        assert (unheld_threads(names, walk, born) == names) is is_unheld
+        # Nobody knows what is new.
+        assert unheld_threads(names, walk, None) == ()
+    HELD.clear()
+
+
+def test_nothing_is_gone_through_for_a_thread_that_is_unheld(library: Any, done: threading.Event) -> None:
+    makers = Makers()
+    makers.start()
+    before = set(threading.enumerate())
+    library.keep_thread(done)
+    makers.stop()
+    (name,) = (thread_key(thread) for thread in threading.enumerate() if thread not in before)
+    now = CounterReader(None, card=False).read()
+    assert LibraryItems(makers).sort({"threads": {name: 1}}, now, "test").listed
+    assert not LibraryItems(makers).sort({"threads": {name: 1}}, now, "test", unheld=[name]).listed
