@@ -71,7 +71,7 @@ def with_work(leak: ItemLeak, context: Context) -> ItemLeak:
 def _groups(names: Collection[str], context: Context) -> list[list[_Running]]:
     """Return the threads that run, those together that do the same; by their names, as the counters have them."""
     running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
-    owners = [list(_owners(thread)) for thread in running]
+    owners = [list(works_for(thread)) for thread in running]
     targets = list({id(item): item for found in owners for item in found}.values())
     holders = context.first_holders(
         targets,
@@ -187,7 +187,7 @@ def _end(reference: weakref.ref[Any], offer: Offer) -> None:
         offer.do(owner)
 
 
-def _owners(thread: threading.Thread) -> Iterator[Any]:
+def works_for(thread: threading.Thread) -> Iterator[Any]:
     """Yield the objects that a thread works for: its pool, its method's object, itself, and what it was given."""
     target, arguments = _target(thread), _arguments(thread)
     executor = _executor(arguments)

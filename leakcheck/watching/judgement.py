@@ -18,6 +18,7 @@ from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import actions_for, prove, try_actions
+from lowtide.leakcheck.findings.running_threads import works_for
 from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
@@ -36,8 +37,10 @@ from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.graph import Graph, NewBehindKnown, References
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.heap.stand_ins import stand_ins
+from lowtide.probes.objects.foreign import thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census, collector_paused
+from lowtide.probes.originals import threading
 from lowtide.reports.schema import Finding, Frame, NotMeasured
 from lowtide.reports.statement import noted
 
@@ -100,7 +103,8 @@ class KnownWays:
             standing = _standing_for(names, graph.census()) if names and graph.roots else []
             references = None
             if graph.roots and standing is not None:
-                wanted = (*tensors, *standing)
+                # What a thread works for is asked for with it, who holds that too.
+                wanted = tuple(dict.fromkeys((*tensors, *standing, *_new_work(names.get("threads", ()), born))))
                 references = graph.unseen_references(wanted) if wanted else None
             if references in self._from_c:
                 return SharedWalk(graph)
@@ -136,6 +140,12 @@ def _standing_for(names: Mapping[str, Iterable[str]], census: Census) -> list[in
     found = stand_ins(census, {key: [*own] for key, own in names.items()})
     is_complete = all((key, name) in found for key, own in names.items() for name in own)
     return [*dict.fromkeys(map(id, found.values()))] if is_complete else None
+
+
+def _new_work(names: Collection[str], born: Collection[int]) -> list[int]:
+    """Return the identities of what some threads work for, by the threads' names, as far as it is new."""
+    running = (thread for thread in (threading.enumerate() if names else ()) if thread_key(thread) in names)
+    return [id(item) for thread in running for item in works_for(thread) if id(item) in born]
 
 
 @dataclass(frozen=True)

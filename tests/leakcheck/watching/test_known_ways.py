@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import queue
 import sys
 import threading
 import types
@@ -359,6 +360,26 @@ def test_what_something_else_than_the_thread_holds_takes_a_walk(workers: Session
     assert found.walks > 0
     every = [each for finding in found.findings for each in (finding, *finding.parts)]
     assert holder in [each.path and way_text(each.path) for each in every if each.resource == "threads"]
+
+
+def consume(waiting: queue.Queue[None]) -> None:
+    waiting.get()
+
+
+def test_who_holds_what_a_thread_works_for_takes_a_walk_to_be_found(workers: Session) -> None:
+    waiting: list[queue.Queue[None]] = []
+
+    def start_consumer(program: Any, kept: list[queue.Queue[None]]) -> None:
+        kept.append(queue.Queue())
+        threading.Thread(target=consume, args=(kept[-1],), name="consumer", daemon=True).start()
+
+    try:
+        for kept in (waiting, waiting, workers.program.SECOND):
+            found = workers.judge(lambda program, kept=kept: start_consumer(program, kept))
+    finally:
+        for each in (*waiting, *workers.program.SECOND):
+            each.put(None)
+    assert (found.walks > 0, found.holders) == (True, ["program.SECOND[0]"])
 
 
 def test_nothing_is_learned_from_one_that_something_else_holds_too(workers: Session) -> None:
