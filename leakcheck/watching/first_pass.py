@@ -29,7 +29,7 @@ from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
 from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.leakcheck.watching.watched import Watched
-from lowtide.probes.heap.births import Look, Newborn
+from lowtide.probes.heap.births import SurvivorLook, Newborn
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each
@@ -60,7 +60,7 @@ class Suspects:
         # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
         self._tensors_left: list[weakref.ref[Any]] = []
         self._knows_all = True
-        self._last: Look | None = None
+        self._last: SurvivorLook | None = None
 
     @property
     def has_living_tensors(self) -> bool:

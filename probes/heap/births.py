@@ -280,7 +280,7 @@ class Newborn:
 
 
 @dataclass(frozen=True)
-class Look:
+class SurvivorLook:
     """What `Births.survivors` gave at one time, by weak references, which make the next times cheap; drop it soon.
 
     Attributes:
@@ -536,7 +536,7 @@ class Births:
         return self._lost or self._frozen_count.read() > self._frozen
 
     def survivors(
-        self, label: str | None = None, census: Census | None = None, last: Look | None = None
+        self, label: str | None = None, census: Census | None = None, last: SurvivorLook | None = None
     ) -> list[Newborn]:
         """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
 
@@ -568,15 +568,15 @@ class Births:
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
 
-    def look(self, survivors: Sequence[Newborn]) -> Look | None:
+    def look(self, survivors: Sequence[Newborn]) -> SurvivorLook | None:
         """Return what `survivors` has given just now, to be given to it; None where one allows no weak reference."""
         try:
             references = tuple(weakref.ref(born.item) for born in survivors)
         except TypeError:
             return None
-        return Look(references, frozenset(id(born.item) for born in survivors), self._record.made)
+        return SurvivorLook(references, frozenset(id(born.item) for born in survivors), self._record.made)
 
-    def _misses_any(self, last: Look) -> bool:
+    def _misses_any(self, last: SurvivorLook) -> bool:
         """Return whether something may be old by now that an earlier look has not met."""
         if self._record.is_incomplete or self.froze_until_last_look:
             return True
@@ -747,7 +747,7 @@ def _places_of_marks(ids: Ints, changes: list[_Change]) -> list[int | None]:
     return [places.get(mark) for mark in marks]
 
 
-def _alive(last: Look, wanted: Collection[int]) -> Iterator[Any]:
+def _alive(last: SurvivorLook, wanted: Collection[int]) -> Iterator[Any]:
     """Yield those objects of an earlier look that are alive and have one of some identities."""
     alive = (reference() for reference in last.references)
     return (item for item in alive if item is not None and id(item) in wanted)
