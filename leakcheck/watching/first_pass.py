@@ -29,7 +29,7 @@ from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
 from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.leakcheck.watching.watched import Watched
-from lowtide.probes.heap.births import SurvivorLook, Newborn
+from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each
