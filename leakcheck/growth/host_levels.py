@@ -50,7 +50,8 @@ class HostLevels:
     """Follows the memory that the kernel counts for the process, and what malloc has given out of it.
 
     Both: where what is kept lies in pages that were there before, only malloc knows of it. By what a turn adds in which
-    modules are imported for the first time they do not grow: two late imports look like a steady rise of few turns.
+    modules are imported for the first time they do not grow: two late imports look like a steady rise of few turns. So
+    does a library's part that a few turns are the first to use, beside the little that each turn adds.
 
     Args:
         levels: reads both; those of this process unless said otherwise, as the parts.
@@ -65,7 +66,7 @@ class HostLevels:
         modules: Callable[[], int] = lambda: len(sys.modules),
     ) -> None:
         self._read_levels, self._read_parts, self._count_modules = levels or read_levels, parts, modules
-        self._resident, self._malloc = TurnSeries(), TurnSeries()
+        self._resident, self._malloc = TurnSeries(LEAST_A_TURN), TurnSeries(LEAST_A_TURN)
         self._first = self._last = (0, 0)
         self._modules = 0
         self._parts: MemoryParts | None = None

@@ -62,10 +62,13 @@ class TurnSeries:
     """The values of one quantity.
 
     Attributes:
+        least: a turn that moves the level by less says neither that it grows nor that it does not: where something
+            small is added each time, a few large steps would look as if all turns had made them.
         turns: how many values there were.
         width: how many turns share one floor.
     """
 
+    least: float = 0.0
     turns: int = 0
     width: int = 1
     _floors: list[float] = field(default_factory=list)
@@ -113,7 +116,11 @@ class TurnSeries:
         fine = self._floors[: self.turns // self.width]
         coarse = _coarse(fine)
         questions = (fine,) if len(coarse) == len(fine) else (fine, coarse)
-        each = [_Look(floors, self.width * (len(fine) // len(floors)), self.turns) for floors in questions]
+        widths = [self.width * (len(fine) // len(floors)) for floors in questions]
+        each = [
+            _Look(floors, width, self.turns, self.least * width)
+            for floors, width in zip(questions, widths, strict=True)
+        ]
         # Of two questions each may err half as often.
         grown = next((look for look in each if look.grows(chance / len(each))), None)
         if grown is not None:
@@ -134,13 +141,15 @@ class _Look:
         floors: each that of as many turns.
         width: how many these are.
         turns: all turns.
+        least: what moves by less from one floor to the next does not move.
     """
 
-    def __init__(self, floors: Sequence[float], width: int, turns: int) -> None:
+    def __init__(self, floors: Sequence[float], width: int, turns: int, least: float) -> None:
         self._floors, self._width, self._turns = floors, width, turns
         # What is filled once is filled in the first third, or it is not known to be.
         self._late = floors[len(floors) // 3 :]
-        self._steps = [after - before for before, after in itertools.pairwise(self._late)]
+        steps = (after - before for before, after in itertools.pairwise(self._late))
+        self._steps = [step if abs(step) >= least else 0.0 for step in steps]
         self._rise = self._late[-1] - self._late[0]
         self._fall = max(_falls(floors), default=0)
 
@@ -160,6 +169,9 @@ class _Look:
             return Growth("sawtooth", self._turns, self.slope)
         if self._rise <= 0 or not self._keeps_on:
             return Growth("bounded", self._turns, self.slope)
+        if not any(self._steps):
+            # It rises by less than matters, and no number of turns makes that more.
+            return Growth("undecided", self._turns, self.slope)
         # The certainty of a steady rise grows at least with the root of the number of turns.
         certainty = self._rise / math.sqrt(sum(step * step for step in self._steps))
         more = math.ceil(self._turns * (-2 * math.log(chance) / certainty**2 - 1))

@@ -32,6 +32,19 @@ def test_what_does_not_grow_is_said_in_a_word(levels: list[int], said: str) -> N
     assert (after(*levels).said(), after(*levels).undecided()) == (said, 0)
 
 
+# Measured over the tests of a module: each adds a runner's notes, and a few are the first to use a part of torch.
+FIRST_USES = [0, 2808, 3512, 5284, 5284, 5284, 6608, 7284, 8260, 10548, 10660, 10664, 10668, 16060, 16144, 16152, 16160]
+
+
+def test_a_few_first_uses_and_a_little_in_each_turn_are_no_growth() -> None:
+    assert not after(*(level * KIB for level in FIRST_USES)).seem_to_grow()
+
+
+def test_what_each_turn_adds_beside_first_uses_grows() -> None:
+    more = [level + 400 * turn + (turn % 3) * 60 for turn, level in enumerate(FIRST_USES)]
+    assert after(*(level * KIB for level in more)).seem_to_grow()
+
+
 def test_too_few_turns_decide_nothing() -> None:
     assert after(MIB, 2 * MIB, 3 * MIB).undecided() == 5
 
