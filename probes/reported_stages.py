@@ -1,7 +1,8 @@
 """Stages that a program tells the command that runs it, so that this can look at the tree in between.
 
 The program waits at the beginning and the end of each stage until the command has looked. It does so only where it
-marks stages, and where a command that wants to know has started it.
+marks stages, and where a command that wants to know has started it.  A server that marks each of its steps would wait
+for most of its time: of stages that repeat, only so many are told that waiting takes a hundredth of it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lowtide.probes.originals import os, time
+from lowtide.probes.originals import os, threading, time
 
 SOCKET = "stages"
 """The name of the socket in the agents' folder."""
 
 WAITS_S = 120.0
 """Seconds for which a program waits for the command, which may ask it who holds what has grown."""
+
+FREELY = 200
+"""Stages that are told however long that takes."""
+
+_SHARE = 0.01
+"""Part of the program's time for which it may wait beyond these."""
 
 _MOST_BYTES = 4096
 _TAKES_S = 1.0
@@ -37,12 +44,14 @@ class StageReport:
         path: the names from the outermost stage to this one.
         begins: whether it begins; else it ends.
         failed: whether it ended by an exception.
+        passed: how many inferences before it were not told.
     """
 
     pid: int
     path: tuple[str, ...]
     begins: bool
     failed: bool = False
+    passed: int = 0
 
 
 class _MarkedStage(Protocol):
@@ -59,24 +68,53 @@ class StagesOfCommand:
     Args:
         path: the command's socket.
         is_alone: whether nobody in this process judges by the same stages.
+        freely: stages that are told however long that takes.
     """
 
-    def __init__(self, path: str, is_alone: Callable[[object], bool]) -> None:
+    def __init__(self, path: str, is_alone: Callable[[object], bool], freely: int = FREELY) -> None:
         self._path = path
         self._is_alone = is_alone
         self._is_heard = True
+        self._freely = freely
+        self._began = time.monotonic()
+        self._waited = 0.0
+        self._last: tuple[str, ...] = ()
+        # By thread, the stage in it that is not told.
+        self._passing: dict[int, tuple[str, ...]] = {}
+        self._passed = 0
 
     def stage_entered(self, stage: _MarkedStage) -> None:
         """See `StageListener`."""
-        self._report(StageReport(os.getpid(), stage.path, begins=True))
+        thread = threading.get_ident()
+        if thread in self._passing:  # what is inside of it is not told, either
+            return
+        if self._is_too_much(stage.path):
+            self._passing[thread] = stage.path
+            self._passed += stage.path[-1] == "infer"
+            return
+        self._freely -= 1
+        passed, self._passed = self._passed, 0
+        self._report(StageReport(os.getpid(), stage.path, begins=True, passed=passed))
 
     def stage_left(self, stage: _MarkedStage, error: BaseException | None) -> None:
         """See `StageListener`."""
-        self._report(StageReport(os.getpid(), stage.path, begins=False, failed=error is not None))
+        passing = self._passing.get(threading.get_ident())
+        if passing is None:
+            self._last = stage.path
+            self._report(StageReport(os.getpid(), stage.path, begins=False, failed=error is not None))
+        elif passing == stage.path:
+            del self._passing[threading.get_ident()]
+
+    def _is_too_much(self, path: tuple[str, ...]) -> bool:
+        """Return whether a stage is the same as the one before, and waiting for these takes too much of the time."""
+        if self._freely > 0 or path != self._last:
+            return False
+        return self._waited > _SHARE * (time.monotonic() - self._began)
 
     def _report(self, report: StageReport) -> None:
         if not self._is_heard or not self._is_alone(self):
             return
+        asked = time.monotonic()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(WAITS_S)
@@ -85,6 +123,7 @@ class StagesOfCommand:
                 connection.recv(1)
         except OSError:  # the command has ended, or is stuck
             self._is_heard = False
+        self._waited += time.monotonic() - asked
 
 
 @dataclass
@@ -157,7 +196,7 @@ class StageReports:
 
 def _encoded(report: StageReport) -> bytes:
     names = [name[: _MOST_BYTES // 32] for name in report.path[-8:]]
-    return json.dumps([report.pid, names, report.begins, report.failed]).encode() + b"\n"
+    return json.dumps([report.pid, names, report.begins, report.failed, report.passed]).encode() + b"\n"
 
 
 def _received(connection: socket.socket) -> StageReport | None:
@@ -170,9 +209,15 @@ def _received(connection: socket.socket) -> StageReport | None:
             if not more:
                 return None
             data += more
-        pid, path, begins, failed = json.loads(data)
+        pid, path, begins, failed, passed = json.loads(data)
     except (OSError, ValueError, TypeError):
         return None
-    if type(pid) is not int or type(path) is not list or not path or not all(type(name) is str for name in path):
+    if (
+        type(pid) is not int
+        or type(passed) is not int
+        or type(path) is not list
+        or not path
+        or not all(type(name) is str for name in path)
+    ):
         return None
-    return StageReport(pid, tuple(path), bool(begins), bool(failed))
+    return StageReport(pid, tuple(path), bool(begins), bool(failed), passed)

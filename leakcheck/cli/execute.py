@@ -279,6 +279,8 @@ class _MarkedLife:
     def take(self, report: StageReport) -> None:
         """Note that a stage begins or ends; the program waits meanwhile."""
         self.engine.drivers.add(report.pid)
+        if report.passed:
+            self.engine.pass_over(report.passed)
         if report.begins:
             self.engine.begin_stage(report.path[-1], 1)
         else:

@@ -278,6 +278,11 @@ class EngineProcesses:
         self.begin_stage(path[-2] if len(path) > 1 else outside, cycle)
         return found
 
+    def pass_over(self, count: int) -> None:
+        """Count inferences after which nothing is read: what they add is none of the next one's."""
+        self._turn += count
+        self._inferences.break_off()
+
     def look_at_turns(self) -> int:
         """Look after the last inference for what has grown with each; return how many more may tell, at most."""
         return self._read_turn(begins=False)

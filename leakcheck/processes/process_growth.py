@@ -329,7 +329,11 @@ class Turns:
             self.again += [self.count] if self._had_one else []
             self._had_one = True
         elif stage.startswith(FILLING if self.stage == "infer" else "create"):
-            self._had_one = False
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Note that the next one comes after no other."""
+        self._had_one = False
 
 
 Left = Sequence[tuple[Finding, Mapping[int, int]]]

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lowtide.probes.reported_stages import SOCKET, StageReport, StageReports, StagesOfCommand
+from lowtide.probes.reported_stages import FREELY, SOCKET, StageReport, StageReports, StagesOfCommand
 
 MARKS = """
 from lowtide import stage
@@ -104,6 +105,47 @@ class Marked:
     path = ("infer",)
 
 
+STEPS = """
+import time
+from lowtide import stage
+for _ in range(1000):
+    with stage("infer"):
+        pass
+with stage("sleep"):
+    pass
+time.sleep(2)
+with stage("infer"):
+    pass
+"""
+
+
+def test_of_stages_that_repeat_only_so_many_are_told_and_the_others_counted(folder: Path) -> None:
+    found: list[StageReport] = []
+
+    def slowly(report: StageReport) -> None:
+        found.append(report)
+        time.sleep(0.002)
+
+    reports = StageReports(str(folder), slowly)
+    reports.start()
+    ended, end = os.pipe()
+    serving = threading.Thread(target=reports.serve, args=(600, ended))
+    serving.start()
+    run(folder, STEPS)
+    os.write(end, b"x")
+    serving.join()
+    reports.stop()
+    os.close(ended)
+    os.close(end)
+    told = [each for each in found if each.path == ("infer",) and each.begins]
+    assert FREELY <= len(told) < FREELY + 50
+    assert [each.path[0] for each in found[-4:]] == ["sleep", "sleep", "infer", "infer"]
+    # Each that begins has its end, and none is lost.
+    assert [each.begins for each in found] == [True, False] * (len(found) // 2)
+    assert len(told) + sum(each.passed for each in found) == 1001
+    assert {each.passed for each in told[:FREELY]} == {0}
+
+
 def test_only_the_first_process_that_marks_stages_is_listened_to(
     folder: Path, heard: Callable[[], list[StageReport]]
 ) -> None:
@@ -131,7 +173,17 @@ def test_a_checker_in_the_program_judges_by_its_stages_alone(
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"{}\n", b"[1, [], true, false]\n", b"[1, [2], 1, 0]\n", b"\xff\n", b"[1"]
+    "text",
+    [
+        b"",
+        b"\n",
+        b"{}\n",
+        b"[1, [], true, false, 0]\n",
+        b"[1, [2], 1, 0, 0]\n",
+        b'[1, ["a"], 1, 0]\n',
+        b"\xff\n",
+        b"[1",
+    ],
 )
 def test_what_is_no_report_is_passed_over(folder: Path, heard: Callable[[], list[StageReport]], text: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
