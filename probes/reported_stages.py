@@ -2,7 +2,7 @@
 
 The program waits at the beginning and the end of each stage until the command has looked. It does so only where it
 marks stages, and where a command that wants to know has started it.  A server that marks each of its steps would wait
-for most of its time: of stages that repeat, only so many are told that waiting takes a hundredth of it.
+for most of its time: of stages that repeat, only the first are told.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ SOCKET = "stages"
 WAITS_S = 120.0
 """Seconds for which a program waits for the command, which may ask it who holds what has grown."""
 
-FREELY = 200
-"""Stages that are told however long that takes."""
-
-_SHARE = 0.01
-"""Part of the program's time for which it may wait beyond these."""
+MOST = 200
+"""Stages after which one that repeats the last is not told: what grows shows within these."""
 
 _MOST_BYTES = 4096
 _TAKES_S = 1.0
@@ -68,16 +65,13 @@ class StagesOfCommand:
     Args:
         path: the command's socket.
         is_alone: whether nobody in this process judges by the same stages.
-        freely: stages that are told however long that takes.
     """
 
-    def __init__(self, path: str, is_alone: Callable[[object], bool], freely: int = FREELY) -> None:
+    def __init__(self, path: str, is_alone: Callable[[object], bool]) -> None:
         self._path = path
         self._is_alone = is_alone
         self._is_heard = True
-        self._freely = freely
-        self._began = time.monotonic()
-        self._waited = 0.0
+        self._told = 0
         self._last: tuple[str, ...] = ()
         # By thread, the stage in it that is not told.
         self._passing: dict[int, tuple[str, ...]] = {}
@@ -88,11 +82,11 @@ class StagesOfCommand:
         thread = threading.get_ident()
         if thread in self._passing:  # what is inside of it is not told, either
             return
-        if self._is_too_much(stage.path):
+        if self._told >= MOST and stage.path == self._last:
             self._passing[thread] = stage.path
             self._passed += stage.path[-1] == "infer"
             return
-        self._freely -= 1
+        self._told += 1
         passed, self._passed = self._passed, 0
         self._report(StageReport(os.getpid(), stage.path, begins=True, passed=passed))
 
@@ -105,16 +99,9 @@ class StagesOfCommand:
         elif passing == stage.path:
             del self._passing[threading.get_ident()]
 
-    def _is_too_much(self, path: tuple[str, ...]) -> bool:
-        """Return whether a stage is the same as the one before, and waiting for these takes too much of the time."""
-        if self._freely > 0 or path != self._last:
-            return False
-        return self._waited > _SHARE * (time.monotonic() - self._began)
-
     def _report(self, report: StageReport) -> None:
         if not self._is_heard or not self._is_alone(self):
             return
-        asked = time.monotonic()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(WAITS_S)
@@ -123,7 +110,6 @@ class StagesOfCommand:
                 connection.recv(1)
         except OSError:  # the command has ended, or is stuck
             self._is_heard = False
-        self._waited += time.monotonic() - asked
 
 
 @dataclass
