@@ -24,7 +24,7 @@ SOCKET = "stages"
 WAITS_S = 120.0
 """Seconds for which a program waits for the command, which may ask it who holds what has grown."""
 
-MOST = 200
+MOST = 50
 """Stages after which one that repeats the last is not told: what grows shows within these."""
 
 _MOST_BYTES = 4096
