@@ -201,6 +201,7 @@ def _received(connection: socket.socket) -> StageReport | None:
     if (
         type(pid) is not int
         or type(passed) is not int
+        or passed < 0
         or type(path) is not list
         or not path
         or not all(type(name) is str for name in path)

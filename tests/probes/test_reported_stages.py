@@ -164,6 +164,7 @@ def test_a_checker_in_the_program_judges_by_its_stages_alone(
         b"{}\n",
         b"[1, [], true, false, 0]\n",
         b"[1, [2], 1, 0, 0]\n",
+        b'[1, ["a"], 1, 0, -1]\n',
         b'[1, ["a"], 1, 0]\n',
         b"\xff\n",
         b"[1",

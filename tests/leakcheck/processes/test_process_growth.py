@@ -300,6 +300,15 @@ def test_of_inferences_count_those_that_followed_another_one() -> None:
     assert (inferences.count, inferences.again) == (5, [2, 4, 5])
 
 
+def test_what_inferences_add_after_which_nothing_is_read_is_none_of_the_next_one_s() -> None:
+    processes = EngineProcesses(ProcessTree(), Agents(), "cpu", lambda: NoDriver("a test"))
+    for passed in (0, 0, 8, 0):
+        if passed:
+            processes.pass_over(passed)
+        processes.end_stage("infer")
+    assert (processes._inferences.again, processes._turn) == ([2, 4], 12)
+
+
 def test_of_updates_count_all_but_the_first_with_whatever_between_two() -> None:
     updates = Turns("update_weights")
     for stage in ("create", "infer", "update_weights", "sleep(1)", "wake", "infer", "update_weights", "update_weights"):
