@@ -778,9 +778,14 @@ def check_run(
     *,
     driver: Driver,
     cycles: int,
+    listener: Callable[[Event], None] = lambda event: None,
     tenant: bool = False,
     tolerances_on: Callable[[str], Mapping[str, int]] = lambda device: {},
-    **options: Any,
+    snapshots: AllocatorSnapshots | None = None,
+    turns: int = 0,
+    until_decided: bool = False,
+    native: bool = False,
+    heap: HeapFile | None = None,
 ) -> LifecycleRun:
     """Return the run of `cycles` fixed lives of a factory's targets.
 
@@ -789,9 +794,14 @@ def check_run(
         factory: makes a target; one for each life.
         driver: whom to ask for a card's figures.
         cycles: how many lives.
+        listener: hears of each stage before it starts, and of the judgement after each shutdown.
         tenant: whether a second process takes what each sleep has freed on a card.
         tolerances_on: gives what one life on a device may leave in place of the table's tolerances.
-        options: further ones of `LifecycleRun`.
+        snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
+        turns: inferences in a row by which it is judged what grows, as those of `LifecycleRun`.
+        until_decided: whether more of them follow until that is known.
+        native: as that of `LifecycleRun`.
+        heap: as that of `LifecycleRun`.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -811,7 +821,12 @@ def check_run(
         emptying={f"sleep({level})" for level in able.emptying_levels},
         tenant=tenant_of(able.device) if tenant else None,
         tolerances=tolerances_on(able.device),
-        **options,
+        listener=listener,
+        snapshots=snapshots,
+        turns=turns,
+        until_decided=until_decided,
+        native=native,
+        heap=heap,
     )
 
 
