@@ -123,7 +123,9 @@ class HostLevels:
         """Say by how much it has grown; to be asked when what can go back has gone."""
         now = self._read_levels()
         for rising in self._rising():
-            kept = now[rising.place] - self._first[rising.place]
+            # A step beside what each turn adds, such as the table of a reading, is none of it.
+            steady = round(rising.slope.high * rising.turns)
+            kept = min(now[rising.place] - self._first[rising.place], steady)
             least = max(LEAST_IN_ALL, rising.slope.rate * rising.turns / 2)
             if self._parts is None or kept < least:
                 continue

@@ -92,3 +92,14 @@ def test_that_there_are_few_modules_less_excuses_nothing() -> None:
     for turn in range(16):
         noted.note((turn * MIB, 0))
     assert noted.grown() is not None
+
+
+def test_a_step_beside_what_each_turn_adds_is_none_of_it() -> None:
+    # As where the first reading of a large heap leaves its table.
+    levels = [((200 + turn + 60 * (turn > 0)) * MIB, 0) for turn in range(12)]
+    noted = HostLevels(lambda: levels[-1], lambda: PARTS, lambda: 100)
+    for level in levels:
+        noted.note(level)
+    grown = noted.grown()
+    assert grown is not None
+    assert (grown.turns, grown.bytes) == (11, 11 * MIB)

@@ -121,8 +121,12 @@ def grown_with_tensors(*, seconds: float, bound: int) -> Grown:
     return growth.end("", "")
 
 
-def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them() -> None:
+@pytest.mark.parametrize("others", [0, 600_000], ids=["alone", "in a large heap"])
+def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them(others: int) -> None:
+    # Of these the first reading keeps a table that is larger than all that grows.
+    large = [[] for _ in range(others)]  # type: ignore[var-annotated]
     grown = grown_with_tensors(seconds=1.0, bound=100)
+    del large
     (finding,) = grown.containers
     assert (finding.resource, finding.device, finding.bytes >> 20) == ("tensors", "cpu", 11)
     assert (finding.holder or "").startswith("local 'kept' of grown_with_tensors")
