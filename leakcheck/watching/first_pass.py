@@ -43,6 +43,9 @@ LONGEST_WAIT = 60.0
 LEAST_KEPT = 8 * MIB
 """Bytes that a test must keep to count: below are tables that libraries build, and how full the heap happens to be."""
 
+_MOMENT_S = 0.05
+"""Seconds without any movement after which waiting ends for what has not come from the same lines before."""
+
 _SHOWN_TESTS = 3
 
 _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
@@ -157,18 +160,30 @@ def _weakly(items: Iterable[object]) -> list[weakref.ref[Any]]:
     return found
 
 
+Stayed = dict[tuple[str, str], str]
+"""Of what was waited for and did not come: by its resource and the line that made it, the name of the last one."""
+
+
 def wait_for_return(
-    watched: Watched, ended: Sequence[Owner], *, slack: Callable[[str], int], let_go: Callable[[], None]
+    watched: Watched,
+    ended: Sequence[Owner],
+    *,
+    slack: Callable[[str], int],
+    let_go: Callable[[], None],
+    stayed: Stayed,
 ) -> None:
     """Wait while something of a test's or of the ended owners' is missing, as long as anything of that moves.
 
-    What appears only later is waited for, too, but moves nothing: a thread may make something all the time.
+    What appears only later is waited for, too, but moves nothing: a thread may make something all the time. Where all
+    that is missing was made by lines of which the last one was waited for as long, and is there still, it is waited for
+    a moment only.
 
     Args:
         watched: what is followed; its policy says after how long without any movement waiting ends.
         ended: the owners that are judged with the test.
         slack: by a level's key, the bytes by which it may have risen.
         let_go: lets go of what the test runner holds.
+        stayed: what did not come until now; added to.
     """
     ownership, settle = watched.ownership, watched.policy.settle
 
@@ -184,13 +199,20 @@ def wait_for_return(
         shares = {key: ownership.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
         return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
 
+    def made(now: Counters) -> Stayed:
+        return {(key, watched.makers.place_of(key, name)): name for key, name in missing(now) if type(name) is str}
+
     start = watched.counters.read()
     first = missing(start)
+    lines = made(start)
+    are_levels = any(type(thing) is int for _, thing in first)
+    if not are_levels and all(line and stayed.get((key, line)) in start.items.get(key, ()) for key, line in lines):
+        settle = min(settle, _MOMENT_S)
 
     def moves(now: Counters) -> set[tuple[str, str | int]]:
         return {(key, thing) for key, thing in missing(now) if type(thing) is int or (key, thing) in first}
 
-    climb(
+    steps = climb(
         watched.counters.read,
         lambda now: not missing(now),
         still_waiting=lambda now: bool(missing(now)),
@@ -199,6 +221,7 @@ def wait_for_return(
         rungs=(Rung.SETTLE,),
         climbed=[LadderStep(Rung.RAW, start, 0.0)],
     )
+    stayed |= made(steps[-1].reading)
 
 
 def _reap_children() -> None:

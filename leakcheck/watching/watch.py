@@ -33,7 +33,7 @@ from lowtide.leakcheck.judging.storages import (
 )
 from lowtide.leakcheck.resources.first_use import driver_is_open
 from lowtide.leakcheck.watching.attribution import Attribution, CardArrival
-from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Suspects, wait_for_return
+from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Stayed, Suspects, wait_for_return
 from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse, Unsettled
 from lowtide.leakcheck.watching.judgement import STANDING, WatchJudge
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
@@ -82,6 +82,7 @@ class Watch(Attribution):
         self._arrival = CardArrival(self._watched, self)
         self._warm_up = self._arrival.warm_up
         self._suspects = Suspects(self._watched)
+        self._stayed: Stayed = {}
         self._host = KeptHostMemory(self._watched)
         self._judge = WatchJudge(self._watched, self._in_use)
 
@@ -364,7 +365,13 @@ class Watch(Attribution):
         self._suspects.forget()
         share = self._host.share(now, ended)
         if not of_settings:
-            wait_for_return(watched, ended, slack=lambda key: self._suspects.slack(key, self.tolerance), let_go=let_go)
+            wait_for_return(
+                watched,
+                ended,
+                slack=lambda key: self._suspects.slack(key, self.tolerance),
+                let_go=let_go,
+                stayed=self._stayed,
+            )
         context = Context(
             budget=budget,
             born=born,

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lowtide.leakcheck.judging import ladder
-from lowtide.leakcheck.watching.first_pass import wait_for_return
+from lowtide.leakcheck.watching.first_pass import Stayed, wait_for_return
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.host.counters import Counters
 
 
 class Books:
-    """A test that had nothing before."""
+    """A test that had before what earlier ones have left."""
+
+    def __init__(self, earlier: Iterable[str]) -> None:
+        self._earlier = {*earlier}
 
     def new_items(self, key: str, now: Counters, subject: object, ended: object) -> dict[str, int]:
-        return dict(now.items.get(key, {}))
+        return {name: 1 for name in now.items.get(key, {}) if name not in self._earlier}
 
 
 @pytest.fixture
@@ -29,13 +32,16 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-def waited(readings: Iterator[set[str]]) -> None:
+def waited(readings: Iterator[set[str]], stayed: Stayed | None = None) -> Stayed:
     watched: Any = SimpleNamespace(
         counters=SimpleNamespace(read=lambda: Counters({"threads": dict.fromkeys(next(readings), 1)}, {}, {})),
-        ownership=Books(),
+        ownership=Books(() if stayed is None else stayed.values()),
         policy=Policy(settle=0.5),
+        makers=SimpleNamespace(place_of=lambda key, name: name.partition(" ")[0]),
     )
-    wait_for_return(watched, (), slack=lambda key: 0, let_go=lambda: None)
+    stayed = {} if stayed is None else stayed
+    wait_for_return(watched, (), slack=lambda key: 0, let_go=lambda: None, stayed=stayed)
+    return stayed
 
 
 def test_what_appears_all_the_time_is_waited_for_no_longer_than_what_stays(pauses: list[float]) -> None:
@@ -47,3 +53,22 @@ def test_each_that_ends_is_a_reason_to_wait_for_the_next(pauses: list[float]) ->
     five = [f"thread {number}" for number in range(5)]
     waited(iter([set(five[turn // 5 :]) for turn in range(25)] + [set()]))
     assert sum(pauses) > 1.5
+
+
+def test_what_a_line_makes_is_waited_for_no_more_while_the_last_that_it_made_is_there(pauses: list[float]) -> None:
+    stayed = waited(itertools.repeat({"poll.py:3 1"}))
+    pauses.clear()
+    assert waited(itertools.repeat({"poll.py:3 1", "poll.py:3 2"}), stayed) == {("threads", "poll.py:3"): "poll.py:3 2"}
+    assert sum(pauses) < 0.2
+
+
+@pytest.mark.parametrize(
+    "left",
+    [{"poll.py:3 2"}, {"poll.py:3 1", "poll.py:9 2"}],
+    ids=["the last one has ended since", "another line's is there, too"],
+)
+def test_else_it_is_waited_for_as_ever(left: set[str], pauses: list[float]) -> None:
+    stayed = waited(itertools.repeat({"poll.py:3 1"}))
+    pauses.clear()
+    waited(itertools.repeat(left), stayed)
+    assert sum(pauses) >= 0.5
