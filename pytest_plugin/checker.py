@@ -470,8 +470,10 @@ class Checker:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             missing = self._checked.missing_from(verdict)
             held = [*verdict.findings, *of_setup]
-            tolerance = self._session.watch.tolerance
-            held = self._deferred.news(held, later, f"in {item.nodeid}", module, tolerance, swept=verdict.swept)
+            watch, when = self._session.watch, f"in {item.nodeid}"
+            held = self._deferred.news(
+                held, later, when, module, watch.tolerance, swept=verdict.swept, is_held=watch.are_held
+            )
             back = verdict.collected
             told = [] if back is None or self._cycles is None else [back]
             own = self._results.subject(item.nodeid, [*held, *missing, *of_engines, *told])

@@ -6,7 +6,7 @@ the end of the session, where what it has shown is put into what was said before
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -136,6 +136,7 @@ class DeferredProofs:
         tolerance: int,
         *,
         swept: bool,
+        is_held: Callable[[Sequence[UnprovenLeak]], bool],
     ) -> list[Finding]:
         """Return the findings without those of what only takes the place of what an earlier test left.
 
@@ -149,17 +150,22 @@ class DeferredProofs:
             module: the test's.
             tolerance: bytes that it may leave.
             swept: whether all garbage was collected when it was judged.
+            is_held: whether something is seen to hold all that some leaks have left, so that none of it is garbage.
         """
         new = {leak.finding.fingerprint: leak for leak in unproven.tensors}
-        told = {
-            leak.finding.fingerprint
+        # Of what has other parts, such as a thread, it is not known here that these are gone.
+        may_be_old = {finding.fingerprint for finding in findings if finding.path and not finding.parts} & new.keys()
+        earlier = [
+            leak
             for each in self._unproven
             if each.module == module
             for leak in each.later.tensors
-            if leak.finding.fingerprint in new
-        }
+            if leak.finding.fingerprint in may_be_old
+        ]
+        told = {leak.finding.fingerprint for leak in earlier}
         gone = self._gone(when) if told else {}
-        if told - gone.keys() and not swept:
+        unseen = [leak for leak in earlier if leak.finding.fingerprint not in gone and not leak.came_back]
+        if unseen and not swept and not is_held(unseen):
 
             def is_gone() -> bool:
                 self.note(when)
@@ -173,8 +179,7 @@ class DeferredProofs:
             mark = finding.fingerprint
             before, now = gone.get(mark, []) if mark in told else [], new.get(mark)
             room = sum(leak.finding.bytes for leak in before) + tolerance
-            # Of what has other parts, such as a thread, it is not known here that these are gone.
-            if now is not None and before and finding.path and not finding.parts and finding.bytes <= room:
+            if now is not None and before and finding.bytes <= room:
                 before[0].supersede(now)
             else:
                 found.append(finding)

@@ -12,7 +12,7 @@ import msgspec
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak, defer, try_deferred
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
@@ -40,6 +40,7 @@ from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.foreign import thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census, collector_paused
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import threading
 from lowtide.reports.schema import Finding, Frame, NotMeasured
 from lowtide.reports.statement import noted
@@ -117,6 +118,17 @@ class KnownWays:
                 found = Unsettled(references, wanted, leads, older)
             graph.close()
             return found
+
+    def hold(self, leaks: Sequence[UnprovenLeak]) -> bool:
+        """Return whether such ways lead to all that some leaks have left; else it may be garbage.
+
+        Args:
+            leaks: they are looked for among the objects that were new with them.
+        """
+        left = {key for leak in leaks for key in leak.left()}
+        new = np.fromiter({identity for leak in leaks for identity in leak.new}, np.int64)
+        with collector_paused(), contextlib.closing(SharedWalk(NewBehindKnown(self._known, Identities(new)))) as walk:
+            return left <= {key for _, keys in tensors_in(left, walk) for key in keys}
 
     def settle(self, asked: Unsettled, graph: Graph, born: Collection[int] | None) -> None:
         """Learn from a walk over the whole heap whether what was asked for has no holders but those found then.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.peak_memory import PeakWatch
@@ -455,6 +455,10 @@ class Watch(Attribution):
             findings=(*verdict.findings, *kept),
             not_measured=tuple(dict.fromkeys((*unmeasured, *missing, *verdict.not_measured))),
         )
+
+    def are_held(self, leaks: Sequence[UnprovenLeak]) -> bool:
+        """Return whether all that some leaks have left is held on ways that are known; no list of the heap is made."""
+        return self._judge.ways.hold(leaks)
 
     def prove(self, each: Sequence[DeferredRemedies]) -> list[dict[str, Finding]]:
         """Return the findings of some subjects, by their fingerprints before, with what gave each back.

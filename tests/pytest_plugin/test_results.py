@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 import torch
@@ -35,8 +37,12 @@ def leak(mark: str) -> UnprovenLeak:
     return UnprovenLeak(finding(mark), {}, frozenset(), StorageWatch(()))
 
 
-@pytest.mark.parametrize(("swept", "told"), [(False, False), (True, True)], ids=["by known ways", "all was collected"])
-def test_what_a_leak_may_have_replaced_is_collected_where_nothing_was(*, swept: bool, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("swept", "held", "told"),
+    [(False, False, False), (True, False, True), (False, True, True)],
+    ids=["by known ways", "all was collected", "the earlier one is held"],
+)
+def test_what_a_leak_may_have_replaced_is_collected_where_nothing_was(*, swept: bool, held: bool, told: bool) -> None:
     class Engine:
         def __init__(self) -> None:
             self.itself, self.tensor = self, torch.ones(1)
@@ -52,8 +58,31 @@ def test_what_a_leak_may_have_replaced_is_collected_where_nothing_was(*, swept: 
     # From here on it is garbage that nobody has collected.
     del engine
     now = left(later)
-    found = proofs.news([now.finding], DeferredRemedies((now,)), "in b", "module", 0, swept=swept)
+    asked: list[object] = []
+
+    def is_held(leaks: Sequence[UnprovenLeak]) -> bool:
+        asked.extend(leaks)
+        return held
+
+    found = proofs.news([now.finding], DeferredRemedies((now,)), "in b", "module", 0, swept=swept, is_held=is_held)
     assert bool(found) is told
+    assert asked == ([] if swept else [before.tensors[0]])
+
+
+def test_what_has_other_parts_replaces_nothing_and_nothing_is_collected_for_it() -> None:
+    kept = torch.ones(1)
+    keys = [("cpu", kept.untyped_storage().data_ptr())]
+    path = (Hop(edge="program", type="module"),)
+    found = msgspec.structs.replace(finding("a"), path=path, parts=(finding("b"),))
+    waiting = UnprovenLeak(found, dict.fromkeys(keys, 4), frozenset(), StorageWatch(keys, [kept]))
+    proofs = DeferredProofs()
+    proofs.add(Subject(id="a", outcome="leak", findings=(found,)), DeferredRemedies((waiting,)), "module")
+
+    def unasked(leaks: Sequence[UnprovenLeak]) -> bool:
+        raise AssertionError
+
+    told = proofs.news([found], DeferredRemedies((waiting,)), "in b", "module", 0, swept=False, is_held=unasked)
+    assert told == [found]
 
 
 def test_when_a_leak_came_back_is_what_was_noted_first_after_it() -> None:

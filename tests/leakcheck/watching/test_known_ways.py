@@ -38,6 +38,11 @@ class Model:
         self.parts = [torch.ones(2)]
 
 
+class Cycle:
+    def __init__(self) -> None:
+        self.itself, self.tensor = self, torch.ones(3)
+
+
 @dataclass
 class Judged:
     """What a test was found to have left.
@@ -112,6 +117,20 @@ def test_a_leak_whose_holder_is_known_takes_no_walk_and_no_full_collection(sessi
     assert one.fingerprint == other.fingerprint
     assert [hop.retains_bytes for hop in other.path] == [hop.retains_bytes for hop in one.path] == [None, None, 16]
     assert one.message.replace("[0]", "[1]") == other.message
+
+
+def test_what_was_left_is_seen_to_be_held_where_it_was(session: Session) -> None:
+    left = []
+    for test in (keep, keep, lambda program: program.SECOND.append(Cycle())):
+        session.watch.begin(module="test_program.py")
+        test(session.program)
+        left.append(session.watch.end().unproven.tensors)
+    session.walks = 0
+    assert [session.watch.are_held(leaks) for leaks in left] == [True, True, True]
+    del session.program.FIRST[0], session.program.SECOND[0]
+    # The second one has moved, and the third one is garbage that only a full collection would find.
+    assert [session.watch.are_held(leaks) for leaks in left[1:]] == [True, False]
+    assert session.walks == 0
 
 
 def test_so_it_is_in_a_frozen_heap_with_a_frozen_holder(session: Session) -> None:
