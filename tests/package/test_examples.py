@@ -77,8 +77,16 @@ def run(name: str) -> Run:
 def test_each_example_is_described() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     folders = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir() and not path.name.startswith("__"))
-    assert folders == sorted([*SUITES, "published_bugs"])
+    assert folders == sorted([*SUITES, "peer_checks", "published_bugs", "what_vllm_leaves"])
     assert [name for name in folders if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("patch", sorted((EXAMPLES / "peer_checks").glob("*.patch")), ids=lambda patch: patch.stem)
+def test_a_patch_is_one(patch: Path) -> None:
+    """It can be read, whatever it is applied to."""
+    read = subprocess.run(["git", "apply", "--numstat", patch], capture_output=True, text=True, check=False)
+    assert (read.returncode, read.stderr) == (0, "")
+    assert f"`{patch.name}`" in (ROOT / "docs" / "peer-checks.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "vllm_life"])
