@@ -631,12 +631,12 @@ class _Watching:
         if self._metrics is None and not sends:
             return
         from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
+        from lowtide.leakcheck.processes.held_levels import HeldSource
 
         client = self._client
         try:
             exported = ExportedMetrics(
-                pids,
-                self._driver,
+                HeldSource(pids, self._driver, lambda: watch.tensors),
                 lambda: (0, 0) if client is None else (client.answered, client.failed),
                 lambda: watch.rates,
                 self._metrics,

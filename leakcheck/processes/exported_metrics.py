@@ -1,11 +1,9 @@
-"""What a watched server holds, as metrics: for Prometheus, which asks for them, and for whom OTLP's variables name.
-
-The names are OpenTelemetry's where it has one: https://opentelemetry.io/docs/specs/semconv/system/process-metrics.
-"""
+"""What a watched server holds, as metrics: for Prometheus, which asks for them, and for whom OTLP's variables name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
@@ -14,10 +12,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
-from lowtide.probes.device.driver import Driver
-from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, name_of, thread_names
-from lowtide.probes.processes.outside_view import by_process
+from lowtide.leakcheck.processes.held_levels import QUANTITIES, HeldSource, Quantity
+from lowtide.probes.host.process_files import name_of
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -29,8 +25,7 @@ class ExportedMetrics:
     """Serves the metrics of some processes, while the block lasts; they are read when somebody asks.
 
     Args:
-        pids: gives the processes.
-        driver: reports what they hold on cards.
+        source: where it is read what they hold.
         requests: gives how many requests were answered, and how many failed.
         rates: gives what has grown last, each with the bytes of a second.
         port: where Prometheus finds them, on this machine alone; 0 for a free one; None for nowhere.
@@ -45,15 +40,14 @@ class ExportedMetrics:
 
     def __init__(
         self,
-        pids: Callable[[], Collection[int]],
-        driver: Driver,
+        source: HeldSource,
         requests: Callable[[], tuple[int, int]],
         rates: Callable[[], Collection[tuple[Finding, float]]],
         port: int | None,
         *,
         sends: bool,
     ) -> None:
-        self._pids, self._driver, self._requests, self._rates = pids, driver, requests, rates
+        self._source, self._requests, self._rates = source, requests, rates
         self.port = port
         self._server: WSGIServer | None = None
         self._thread: Thread | None = None
@@ -89,30 +83,13 @@ class ExportedMetrics:
 
     def _make(self) -> None:
         meter = self._provider.get_meter("lowtide")
-        meter.create_observable_up_down_counter(
-            "process.memory.usage",
-            [lambda _: self._of_each(anonymous_bytes_of)],
-            unit="By",
-            description="Memory of a process that is no file's: resident, and swapped out.",
-        )
-        meter.create_observable_up_down_counter(
-            "process.unix.file_descriptor.count",
-            [lambda _: self._of_each(lambda pid: len(descriptors_of(pid)))],
-            unit="{file_descriptor}",
-            description="File descriptors that a process has open.",
-        )
-        meter.create_observable_up_down_counter(
-            "process.thread.count",
-            [lambda _: self._of_each(lambda pid: len(thread_names(pid)))],
-            unit="{thread}",
-            description="Threads of a process.",
-        )
-        meter.create_observable_up_down_counter(
-            "hw.gpu.memory.usage",
-            [self._on_cards],
-            unit="By",
-            description="Memory of a card that its driver counts for a process.",
-        )
+        for quantity in QUANTITIES:
+            meter.create_observable_up_down_counter(
+                quantity.metric,
+                [partial(self._held, quantity)],
+                unit=quantity.unit,
+                description=quantity.description,
+            )
         meter.create_observable_counter(
             "lowtide.requests", [self._of_requests], unit="{request}", description="Requests, by how they ended."
         )
@@ -120,16 +97,10 @@ class ExportedMetrics:
             "lowtide.growth.rate", [self._growing], unit="By/s", description="What grows, by who holds it."
         )
 
-    def _of_each(self, read: Callable[[int], int]) -> Iterator[Observation]:
-        for pid in self._pids():
-            yield Observation(read(pid), _process(pid))
-
-    def _on_cards(self, _: CallbackOptions) -> Iterator[Observation]:
-        family = set(self._pids())
-        for pid, cards in by_process(read_card_holders(self._driver)).items():
-            for device, size in cards.items() if pid in family else ():
-                if size is not None:
-                    yield Observation(size, {**_process(pid), "hw.id": device, "hw.type": "gpu"})
+    def _held(self, quantity: Quantity, _: CallbackOptions) -> Iterator[Observation]:
+        for pid, device, amount in quantity.read(self._source):
+            card = {"hw.id": device, "hw.type": "gpu"} if device else {}
+            yield Observation(amount, {**_process(pid), **card})
 
     def _of_requests(self, _: CallbackOptions) -> Iterable[Observation]:
         answered, failed = self._requests()

@@ -80,6 +80,7 @@ class ServerWatch:
         held: gives the bytes that each of its processes holds.
         is_over: whether it is known what grows, or the time is over, or the server has come to its end.
         rates: what has grown in the last window, each with the bytes of a second.
+        tensors: bytes that torch had given out on each card, by process, at the last reading.
     """
 
     begin: Callable[[float, bool], TimeWindow]
@@ -90,6 +91,7 @@ class ServerWatch:
     held: Callable[[], Mapping[int, int]] = dict
     is_over: bool = field(default=False, init=False)
     rates: Sequence[tuple[Finding, float]] = field(default=(), init=False)
+    tensors: Mapping[int, Mapping[str, int]] = field(default_factory=dict, init=False)
     _made: float = field(default_factory=time.monotonic, init=False)
     _too_late: tuple[NotMeasured, ...] = field(default=(), init=False)
     _window: TimeWindow | None = field(default=None, init=False)
@@ -117,6 +119,8 @@ class ServerWatch:
             self._window = self.begin(self._length, self._began is None)
         window = self._window
         window.look()
+        # Those of the window before, until the next one has read.
+        self.tensors = window.tensors or self.tensors
         if not window.has_begun:
             self._requests = None
         elif self._requests is None:

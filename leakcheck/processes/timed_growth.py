@@ -126,12 +126,14 @@ class TimeWindow(ABC):
         seconds: as given.
         interval: seconds of one of the intervals into which the time is cut.
         is_over: whether what grows is known, or the time is over.
+        tensors: bytes that torch had given out on each card, by process, at the last reading.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], object]) -> None:
         self.seconds, self.tell = seconds, tell
         self.interval = max(1.0, seconds / _READINGS)
         self.is_over = False
+        self.tensors: Mapping[int, Mapping[str, int]] = {}
         self._turn = 0
 
     @property
@@ -237,6 +239,7 @@ class TimedGrowth(TimeWindow):
         known = set(self._engine.not_measured)
         pids = self._pids()
         grown = self._engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
+        self.tensors = {pid: now.cards for pid, now in grown.items()}
         if self._starts_still(grown, is_first=is_first):
             self._begin_anew()
             return
@@ -443,11 +446,14 @@ class LookedGrowth(TimeWindow):
         if self.is_over or not turn:
             return
         self._turn = turn
+        tensors = {}
         for pid in self._asked.keys() - self._silent.keys():
             seen = self._answer(pid, lambda asked: asked.ask(Look()))
             if seen is not None:
                 self.processes[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
                 self._watched[pid].note(turn, seen, anonymous_bytes_of(pid))
+                tensors[pid] = {device: size for device, size in seen.tensors.items() if device != "cpu"}
+        self.tensors = tensors
         watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
         is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
         if not watched or is_known or self._is_last(turn):

@@ -24,6 +24,7 @@ pytest.importorskip("opentelemetry.sdk")
 from prometheus_client.parser import text_string_to_metric_families
 
 from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
+from lowtide.leakcheck.processes.held_levels import HeldSource
 from lowtide.leakcheck.targets.load import Load
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import Finding, Subject, decode
@@ -236,9 +237,8 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
         message="it grows",
         fingerprint="0",
     )
-    with ExportedMetrics(
-        lambda: [os.getpid()], driver, lambda: (5, 1), lambda: [(finding, 2.5)], 0, sends=False
-    ) as exported:
+    source = HeldSource(lambda: [os.getpid()], driver, lambda: {os.getpid(): {"cuda:0": 1 << 20}})
+    with ExportedMetrics(source, lambda: (5, 1), lambda: [(finding, 2.5)], 0, sends=False) as exported:
         text = urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/metrics").read().decode()
     driver.close()
     there = {each.name for family in text_string_to_metric_families(text) for each in family.samples}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -39,6 +39,7 @@ class Window:
     not_judged: tuple[NotMeasured, ...] = ()
     is_over: bool = False
     has_begun: bool = False
+    tensors: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def look(self) -> None:
         self.is_over, self.has_begun = self.has_begun, True
