@@ -11,6 +11,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -434,4 +435,6 @@ def command_settings() -> dict[str, str]:
 def _shown(value: object) -> str:
     if isinstance(value, Enum):
         return str(value.value)
-    return shlex.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    shown = shlex.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    # A report is read by more people than the address of a database.
+    return re.sub(r"(://[^/\s:@]*:)[^/\s@]*@", r"\1***@", shown)

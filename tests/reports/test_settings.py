@@ -38,6 +38,18 @@ def test_a_command_s_report_has_its_options() -> None:
     assert command_settings() == {}
 
 
+def test_the_password_of_an_address_is_not_in_a_report() -> None:
+    seen: list[dict[str, str]] = []
+    app = typer.Typer()
+
+    @app.command()
+    def keep(history: str, page: str) -> None:
+        seen.append(command_settings())
+
+    CliRunner().invoke(app, ["postgresql://me:secret@host:5432/name", "http://host:80/a@b"])
+    assert seen == [{"history": "postgresql://me:***@host:5432/name", "page": "http://host:80/a@b"}]
+
+
 def test_a_test_run_s_report_has_what_leakcheck_was_told() -> None:
     settings = Settings(4096, True, 0.5, "fail", None, None, "auto", "auto", False)
     texts = settings.as_texts()
