@@ -29,9 +29,9 @@ from lowtide.leakcheck.gate.history import (
     VERDICTS,
     open_database,
     read_trends,
-    render_page,
     writing,
 )
+from lowtide.leakcheck.gate.history_page import render_page
 
 RUNS_OF_EACH, SUBJECTS_OF_EACH, SERIES_OF_EACH = 1000, 25, 4
 """1000 runs x 25 subjects x 4 series: 100,000 rows."""

@@ -23,7 +23,8 @@ from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.terminal.sparkline import sparkline
 
 _FILE = "lowtide-history.sqlite"
-_VARIABLE = "LOWTIDE_HISTORY"
+VARIABLE = "LOWTIDE_HISTORY"
+"""Names the history where no option does: a command line can be read by other users, with a password in it."""
 
 _MOST_SHOWN = 40
 """Trends that are shown; all are on the page."""
@@ -36,18 +37,20 @@ def history(
         str | None,
         typer.Option(
             metavar="FILE|URL",
-            help=f"A file of SQLite, or postgresql://HOST/NAME [default: ${_VARIABLE}, or {_FILE}].",
+            help=f"A file of SQLite, or postgresql://HOST/NAME [default: ${VARIABLE}, or {_FILE}].",
         ),
     ] = None,
     add: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Add this report first; repeatable.")] = None,
     commit: Annotated[
         str | None, typer.Option(help="With --add: what was judged [default: $GITHUB_SHA, or git's HEAD].")
     ] = None,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all trends as one HTML page.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write trends and watches as one HTML page.")
+    ] = None,
     subject: Annotated[str, typer.Option(metavar="PATTERN", help="Show the subjects whose names match.")] = "*",
     last: Annotated[int, typer.Option(help="Runs that are shown, of each kind of hardware.")] = 400,
 ) -> None:
-    """Show how residues went from run to run, and name the runs at which a level changed.
+    """Show how residues went from run to run, the runs at which a level changed, and what `lowtide watch` has read.
 
     Exit codes: 0 shown, whatever it shows; 2 bad input, or the history cannot be used.
     """
@@ -55,9 +58,11 @@ def history(
         refuse(f"--last {last} is not possible: use 1 or more")
     if commit is not None and not add:
         refuse("--commit belongs to --add: add it, or leave it out")
-    address = database or os.environ.get(_VARIABLE) or _FILE
+    address = database or os.environ.get(VARIABLE) or _FILE
     try:
-        from lowtide.leakcheck.gate.history import open_database, read_trends, render_page
+        from lowtide.leakcheck.gate.history import open_database, read_trends
+        from lowtide.leakcheck.gate.history_page import render_page
+        from lowtide.leakcheck.gate.watch_history import read_watches
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("lowtide"):
             raise
@@ -76,11 +81,13 @@ def history(
             stack.callback(engine.dispose)
             for folder in add or ():
                 console.print(HangingText(_add(engine, folder, _commit() if commit is None else commit)))
-            trends = read_trends(engine, subject, last)
+            trends, watches = read_trends(engine, subject, last), read_watches(engine, subject)
+        for watch in watches:
+            console.print(HangingText(f"{watch.name}, {watch.began:%Y-%m-%d %H:%M}: {'; '.join(watch.said)}"))
         for line in trend_lines(trends):
             console.print(line, soft_wrap=False)
         if page is not None:
-            write_whole(page, render_page(trends))
+            write_whole(page, render_page(trends, watches))
             console.print(HangingText(f"page: {page}"))
     except (HistoryError, ReportError) as error:
         refuse(str(error))

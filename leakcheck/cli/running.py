@@ -7,6 +7,7 @@ with us. `watch` follows a server while it works, until it is known what grows i
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,11 +38,15 @@ from lowtide.leakcheck.cli.growth_report import (
     seconds_of,
     watched_seconds,
 )
+from lowtide.leakcheck.cli.history import VARIABLE
 
 if TYPE_CHECKING:
+    from lowtide.leakcheck.gate.watch_history import WatchHistory
     from lowtide.leakcheck.processes import messages
     from lowtide.leakcheck.processes.attachment import Attachment
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+    from lowtide.leakcheck.processes.held_levels import HeldSource
+    from lowtide.leakcheck.processes.held_series import HeldKey, HeldSeries, Point
     from lowtide.leakcheck.processes.messages import Seen
     from lowtide.leakcheck.processes.server_watch import ServerWatch
     from lowtide.leakcheck.processes.timed_growth import Moment, TimeWindow
@@ -410,6 +415,9 @@ _OTLP = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 _STACKS_S = 10.0
 """Seconds that a process has to tell what its threads do."""
 
+_RELOAD_S = 5
+"""Seconds after which the page of a watch is read again."""
+
 
 def watch(
     command: Annotated[
@@ -432,7 +440,15 @@ def watch(
     ] = None,
     max_growth: MaxGrowth = None,
     metrics: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Serve what it holds as metrics for Prometheus on this port.")
+        int | None,
+        typer.Option(metavar="PORT", help="Serve what it holds on this port: a page, and metrics for Prometheus."),
+    ] = None,
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|URL",
+            help=f"Keep what it holds in this history, and judge it over all watches of it [default: ${VARIABLE}].",
+        ),
     ] = None,
     report: ReportFolder = None,
     as_json: CommandsJson = False,
@@ -470,7 +486,9 @@ def watch(
         check_writable(report)
     address = url or (None if command is None else f"http://127.0.0.1:{_port_of(command)}")
     top = None if command is not None else pid or _listener(str(url))
-    with _Watching(address, load, seconds, until, metrics, is_needed=bool(url or load)) as watching:
+    name = f"watch[{top if command is None else Path(command[0]).name}]"
+    kept = history or os.environ.get(VARIABLE)
+    with _Watching(address, load, seconds, until, metrics, name, kept, is_needed=bool(url or load)) as watching:
         if command is not None:
             growth = WatchedGrowth(watching.begin, allowed, stops=True)
             code = judge_command("watch", command, report, as_json, known, 5.0, growth)
@@ -478,6 +496,7 @@ def watch(
             assert top is not None
             with interruptible("interrupted: the server runs on"):
                 code = watching.of_running(top, allowed, as_json)
+        watching.judged(code)
     raise typer.Exit(code)
 
 
@@ -493,6 +512,8 @@ class _Watching:
         seconds: for how long it is watched at most.
         warm_up: as of `TimedGrowth`.
         metrics: the port for Prometheus; None for none.
+        name: what the watch is called.
+        history: the address of the history; None for none.
         is_needed: see `Load`.
     """
 
@@ -503,9 +524,15 @@ class _Watching:
         seconds: float,
         warm_up: float | None,
         metrics: int | None,
+        name: str,
+        history: str | None,
         *,
         is_needed: bool,
     ) -> None:
+        self._name, self._history = name, history
+        self._kept: WatchHistory | None = None
+        self._earlier: Mapping[HeldKey, Sequence[Sequence[Point]]] = {}
+        self._watching: ServerWatch | None = None
         self._url, self._clients, self._is_needed = url, clients, is_needed
         self._seconds, self._warm_up, self._metrics = seconds, warm_up, metrics
         self._client: Load | None = None
@@ -519,12 +546,21 @@ class _Watching:
 
         self._driver = find_driver()
         self._open.callback(self._driver.close)
+        if self._history:
+            self._kept = _open_history(self._history, self._name)
+            self._open.callback(self._kept.close)
         if self._url is not None:
             self._client = self._open.enter_context(Load(self._url, self._clients, is_needed=self._is_needed))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+    def judged(self, code: int) -> None:
+        """Note with what exit code it has ended."""
+        if self._kept is not None and self._watching is not None:
+            outcome = {0: "clean", 1: "leak"}.get(code, "unsupported")
+            self._kept.judged(outcome, [each.message for each in self._watching.findings()])
 
     def begin(self, engine: EngineProcesses) -> ServerWatch:
         """Begin to watch processes that have agents."""
@@ -551,6 +587,8 @@ class _Watching:
         from lowtide.probes.originals import time
         from lowtide.probes.processes.injection import InjectionError
 
+        if self._kept is not None:
+            self._earlier = self._kept.earlier(_tree_of(pid))
         with ExitStack() as stack:
             try:
                 watch = self._of_tree(pid, stack)
@@ -611,34 +649,46 @@ class _Watching:
         pids: Callable[[], Sequence[int]],
         stacks_of: Callable[[int], messages.ThreadStacks],
     ) -> ServerWatch:
+        from lowtide.leakcheck.processes.held_levels import HeldSource
+        from lowtide.leakcheck.processes.held_series import HeldSeries
         from lowtide.leakcheck.processes.server_watch import ServerWatch
         from lowtide.probes.host.process_files import anonymous_bytes_of
 
-        watch = ServerWatch(
+        kept = self._kept
+        source = HeldSource(pids, self._driver, lambda: watched.tensors)
+        series = HeldSeries(source, self._earlier, len if kept is None else kept.add, is_judged=kept is not None)
+        self._watching = watched = ServerWatch(
             begin,
             self._seconds,
             tell,
             self._client,
             stacks=lambda: [line for pid in pids() for line in _stacks(pid, stacks_of)],
             held=lambda: {pid: anonymous_bytes_of(pid) for pid in pids()},
+            series=series,
         )
-        self._export(watch, pids)
-        return watch
+        self._export(watched, source, series)
+        return watched
 
-    def _export(self, watch: ServerWatch, pids: Callable[[], Sequence[int]]) -> None:
-        """Serve metrics, where somebody wants them."""
+    def _export(self, watch: ServerWatch, source: HeldSource, series: HeldSeries) -> None:
+        """Serve metrics and the page, where somebody wants them."""
         sends = any(os.environ.get(name) for name in _OTLP)
         if self._metrics is None and not sends:
             return
+        from lowtide.leakcheck.gate.history_page import Watch, render_page
         from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
-        from lowtide.leakcheck.processes.held_levels import HeldSource
 
-        client = self._client
+        client, began = self._client, datetime.datetime.now(datetime.timezone.utc)
+
+        def page() -> str:
+            grows = [finding.message for finding, _ in watch.rates]
+            return render_page(watches=[Watch(self._name, began, "", grows, series.courses())], reload_s=_RELOAD_S)
+
         try:
             exported = ExportedMetrics(
-                HeldSource(pids, self._driver, lambda: watch.tensors),
+                source,
                 lambda: (0, 0) if client is None else (client.answered, client.failed),
                 lambda: watch.rates,
+                page,
                 self._metrics,
                 sends=sends,
             )
@@ -647,7 +697,23 @@ class _Watching:
             refuse(f"--metrics {self._metrics} is not possible ({why}): choose another port, or 0 for any")
         self._open.enter_context(exported)
         if exported.port is not None:
-            tell(f"metrics for Prometheus are at http://127.0.0.1:{exported.port}/metrics")
+            at = f"http://127.0.0.1:{exported.port}"
+            tell(f"metrics for Prometheus are at {at}/metrics, a page of them at {at}/")
+
+
+def _open_history(address: str, name: str) -> WatchHistory:
+    """Open the history of a watch, or end the command where it cannot be used."""
+    try:
+        from lowtide.leakcheck.gate.history import HistoryError
+        from lowtide.leakcheck.gate.watch_history import WatchHistory
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("lowtide"):
+            raise
+        refuse(f'{error.name} is not installed: pip install "lowtide[history]"')
+    try:
+        return WatchHistory(address, name, tell)
+    except HistoryError as error:
+        refuse(str(error))
 
 
 def _stacks(pid: int, stacks_of: Callable[[int], messages.ThreadStacks]) -> Iterator[str]:

@@ -3,8 +3,7 @@
 It is a file of SQLite or a server of PostgreSQL, whose tables are made when it is first opened.
 
 A trend is one series on one kind of hardware, with a value for each run that judged it. The runs at which it changed
-its level are found by change-point detection (ruptures). All trends are shown as one HTML page that needs nothing else:
-no network, no scripts, no fonts.
+its level are found by change-point detection (ruptures).
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 
-from lowtide.reports.escaping import one_line
 from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Report, Subject, encode
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -291,7 +289,7 @@ def add_report(engine: Engine, report: Report, commit: str) -> int | None:
             return None
         run = _add_run(connection, report, commit, key)
         # The same name twice, as of a test that is repeated, is one subject: what is worst counts.
-        named = (msgspec.structs.replace(subject, id=_text(subject.id)) for subject in report.subjects)
+        named = (msgspec.structs.replace(subject, id=storable(subject.id)) for subject in report.subjects)
         subjects = {subject.id: subject for subject in tries_as_one(named, of_all=True)}
         places = _subject_places(connection, list(subjects))
         verdicts = [
@@ -311,7 +309,7 @@ def residues(subject: Subject) -> Iterator[Residue]:
     for finding in subject.findings:
         for each in (finding, *finding.parts):
             key = SeriesKey("finding", each.resource, each.cause, each.device, each.stage, each.fingerprint)
-            yield Residue(SeriesKey(*map(_text, key)), each.bytes, each.count)
+            yield Residue(SeriesKey(*map(storable, key)), each.bytes, each.count)
     # A test has one stage, and its findings say all.
     if len(subject.stages) < 2:
         return
@@ -324,7 +322,7 @@ def residues(subject: Subject) -> Iterator[Residue]:
         ("host-memory", before.rss, after.rss),
     ):
         if first is not None and then is not None:
-            yield Residue(SeriesKey("reading", resource, "", "", _text(last[-1].name), ""), then - first, 0)
+            yield Residue(SeriesKey("reading", resource, "", "", storable(last[-1].name), ""), then - first, 0)
 
 
 def _add_run(connection: Connection, report: Report, commit: str, key: str) -> int:
@@ -341,7 +339,7 @@ def _add_run(connection: Connection, report: Report, commit: str, key: str) -> i
         "lowtide": report.version,
         "command": report.command,
     }
-    texts = {name: _text(value) if isinstance(value, str) else value for name, value in row.items()}
+    texts = {name: storable(value) if isinstance(value, str) else value for name, value in row.items()}
     inserted = connection.execute(RUNS.insert().values(texts)).inserted_primary_key
     assert inserted is not None
     return int(inserted[0])
@@ -405,7 +403,8 @@ def _insert(connection: Connection, table: sa.Table, rows: list[dict[str, Any]])
         connection.execute(table.insert(), rows)
 
 
-def _text(text: str) -> str:
+def storable(text: str) -> str:
+    """Return a text as any database takes it."""
     # PostgreSQL refuses this one character, and no database takes half of a pair.
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")
 
@@ -431,11 +430,6 @@ _SMALLEST_FINDING = 1 << 10
 
 _SMALLEST_READING = 4 << 20
 """Bytes by which a level must change: a finding has passed its tolerance, a reading has the noise of a whole life."""
-
-MOST_DRAWN = 500
-"""Trends that are drawn."""
-
-_WIDTH, _HEIGHT = 720, 120
 
 
 class LevelChange(NamedTuple):
@@ -675,73 +669,3 @@ def _trend(
 def _urgency(trend: Trend) -> tuple[bool, float, int, str]:
     newest = trend.runs[trend.changes[-1].place].created.timestamp() if trend.changes else 0.0
     return not trend.changes, -newest, -abs(trend.values[-1]), trend.subject
-
-
-class Mark(NamedTuple):
-    """A change of the level in a drawing."""
-
-    x: float
-    text: str
-
-
-class Drawing(NamedTuple):
-    """A trend as an image of 720 by 120 units.
-
-    Attributes:
-        trend: what it shows.
-        steps: the path of its values, in the language of SVG.
-        zero: the height of the line of zero.
-        highest: the largest value, or zero.
-        lowest: the smallest value, or zero.
-        marks: where its level changed.
-    """
-
-    trend: Trend
-    steps: str
-    zero: float
-    highest: str
-    lowest: str
-    marks: list[Mark]
-
-
-def render_page(trends: Sequence[Trend]) -> str:
-    """Render the page, with the changes of levels first, and a drawing of each trend."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lowtide.leakcheck.gate"),
-        autoescape=True,
-        finalize=lambda value: one_line(value) if type(value) is str else value,
-        lstrip_blocks=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("history.html.j2").render(
-        sentences=[sentence for trend in trends for sentence in trend.sentences()],
-        drawings=[draw(trend) for trend in trends[:MOST_DRAWN]],
-        left_out=max(len(trends) - MOST_DRAWN, 0),
-        runs=len({run.id for trend in trends for run in trend.runs}),
-        width=_WIDTH,
-        height=_HEIGHT,
-    )
-
-
-def draw(trend: Trend) -> Drawing:
-    """Draw a trend as steps: a value holds until the next run."""
-    values = trend.values
-    lowest, highest = min(0, *values), max(0, *values)
-    span = (highest - lowest) or 1
-    wide = _WIDTH / len(values)
-
-    def height(value: int) -> float:
-        return round(_HEIGHT - (value - lowest) / span * _HEIGHT, 1)
-
-    # What stays the same takes no room, however many runs there are.
-    steps = [place for place in range(1, len(values)) if values[place] != values[place - 1]]
-    parts = [f"H{place * wide:.1f}V{height(values[place])}" for place in steps]
-    path = "".join([f"M0 {height(values[0])}", *parts, f"H{_WIDTH}"])
-    marks = [
-        Mark(round(change.place * wide, 1), sentence)
-        for change, sentence in zip(trend.changes, trend.sentences(), strict=True)
-    ]
-    return Drawing(trend, path, height(0), trend.amount(highest), trend.amount(lowest), marks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -28,6 +28,7 @@ class ExportedMetrics:
         source: where it is read what they hold.
         requests: gives how many requests were answered, and how many failed.
         rates: gives what has grown last, each with the bytes of a second.
+        page: gives the page that is served beside the metrics, as `/`.
         port: where Prometheus finds them, on this machine alone; 0 for a free one; None for nowhere.
         sends: whether they are sent to whom the variables of OTLP name.
 
@@ -43,6 +44,7 @@ class ExportedMetrics:
         source: HeldSource,
         requests: Callable[[], tuple[int, int]],
         rates: Callable[[], Collection[tuple[Finding, float]]],
+        page: Callable[[], str],
         port: int | None,
         *,
         sends: bool,
@@ -53,7 +55,7 @@ class ExportedMetrics:
         self._thread: Thread | None = None
         readers: list[MetricReader] = []
         if port is not None:
-            readers.append(self._serve(port))
+            readers.append(self._serve(port, page))
         if sends:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 
@@ -61,7 +63,7 @@ class ExportedMetrics:
         self._provider = MeterProvider(readers, resource=Resource.create({"service.name": "lowtide"}))
         self._make()
 
-    def _serve(self, port: int) -> MetricReader:
+    def _serve(self, port: int, page: Callable[[], str]) -> MetricReader:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -69,6 +71,16 @@ class ExportedMetrics:
         reader = PrometheusMetricReader(registry=registry)
         self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
         self.port = self._server.server_port
+        metrics = self._server.get_app()
+        assert metrics is not None
+
+        def page_or_metrics(environment: dict[str, Any], start: Any) -> Iterable[bytes]:
+            if environment["PATH_INFO"] != "/":
+                return metrics(environment, start)
+            start("200 OK", [("Content-Type", "text/html; charset=utf-8"), ("Cache-Control", "no-store")])
+            return [page().encode()]
+
+        self._server.set_app(page_or_metrics)
         return reader
 
     def __enter__(self) -> ExportedMetrics:

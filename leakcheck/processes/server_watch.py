@@ -7,12 +7,13 @@ nobody counts requests. A server that ends or answers no more is a finding, too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
+from lowtide.leakcheck.processes.held_series import GrownLevel, HeldSeries
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.leakcheck.processes.timed_growth import SHORTEST_S, TimeWindow
 from lowtide.probes.originals import time
@@ -78,6 +79,7 @@ class ServerWatch:
         client: asks the server; None where nobody does.
         stacks: tells what its threads do, by process.
         held: gives the bytes that each of its processes holds.
+        series: follows what its processes hold, from one watch to the next; None where nobody wants to know.
         is_over: whether it is known what grows, or the time is over, or the server has come to its end.
         rates: what has grown in the last window, each with the bytes of a second.
         tensors: bytes that torch had given out on each card, by process, at the last reading.
@@ -89,6 +91,7 @@ class ServerWatch:
     client: Client | None = None
     stacks: Callable[[], Sequence[str]] = lambda: ()
     held: Callable[[], Mapping[int, int]] = dict
+    series: HeldSeries | None = None
     is_over: bool = field(default=False, init=False)
     rates: Sequence[tuple[Finding, float]] = field(default=(), init=False)
     tensors: Mapping[int, Mapping[str, int]] = field(default_factory=dict, init=False)
@@ -121,6 +124,8 @@ class ServerWatch:
         window.look()
         # Those of the window before, until the next one has read.
         self.tensors = window.tensors or self.tensors
+        if self.series is not None:
+            self.series.look(has_begun=window.has_begun)
         if not window.has_begun:
             self._requests = None
         elif self._requests is None:
@@ -162,15 +167,19 @@ class ServerWatch:
     def _judge(self, window: TimeWindow) -> None:
         """Decide what a window has shown, or begin the next one."""
         count = self._count() - (self._requests or 0)
-        found = list(window.findings())
-        self.rates = [(each, each.bytes / window.seconds_read) for each in found if window.seconds_read]
+        if self.series is not None:
+            self.series.settle()
+        grown = self._grown(window)
+        found = [each.finding for each in grown]
+        # Of what is counted there are no bytes.
+        self.rates = [(each.finding, each.rate) for each in grown if each.finding.bytes]
         # Rates by request and by second do not compare.
-        counted, over = count > 0, count if count > 0 else window.seconds_read
-        rates = {(*_key(each), counted): each.bytes / over for each in found}
+        counted, by = count > 0, window.seconds_read / count if count > 0 else 1.0
+        rates = {(*_key(each.finding), counted): each.rate * by for each in grown}
         steady = [
             each
-            for each in found
-            if each.bytes / over >= STEADY * self._rates.get((*_key(each), counted), float("inf"))
+            for each in grown
+            if each.rate * by >= STEADY * self._rates.get((*_key(each.finding), counted), float("inf"))
         ]
         self._read += window.seconds_read
         left = self.seconds - (time.monotonic() - (self._began or 0.0))
@@ -179,13 +188,24 @@ class ServerWatch:
             why = f"the last answer of the server came {silent:.0f} s ago: watch it for longer"
             self._too_late = (NotMeasured(what="whether the server hangs", why=why),)
         if steady or left < SHORTEST_S or window.not_measured:
-            self._end([_by_request(each, count) for each in steady or found])
+            self._end([_by_request(each, count, window) for each in steady or grown])
             return
         self._rates, self._requests, self._too_late = rates, None, ()
         self._length = float(int(min(2 * self._length, left)))
         self._window = None
         if found:
             self.tell(f"whether that goes on is watched for {self._length:.0f} s more")
+
+    def _grown(self, window: TimeWindow) -> list[GrownLevel]:
+        """Return what grows in a window, and what does over all readings and is not explained by that."""
+        seconds = window.seconds_read
+        found = [GrownLevel(each, seconds) for each in window.findings() if seconds]
+        if self.series is None:
+            return found
+        explained: defaultdict[tuple[int, bool], float] = defaultdict(float)
+        for each in found:
+            explained[_key(each.finding)[0], each.finding.device not in ("", "cpu")] += each.rate
+        return [*found, *self.series.grown(explained)]
 
     def _end(self, found: Sequence[Finding]) -> None:
         self._found += found
@@ -209,9 +229,9 @@ class ServerWatch:
             return
         if self._window is not None:
             self._window.end()
-            found = [] if self._window.not_measured else list(self._window.findings())
+            found = [] if self._window.not_measured else self._grown(self._window)
             before = {(pid, name) for pid, name, _ in self._rates}
-            self._found += [each for each in found if _key(each) in before]
+            self._found += [each.finding for each in found if _key(each.finding) in before]
         self._end([] if asked else [_ended(status, self._last_minutes())])
 
     def _last_minutes(self) -> str:
@@ -258,8 +278,10 @@ def _key(finding: Finding) -> tuple[int, str]:
     return 0 if finding.process is None else finding.process.pid, finding.fingerprint
 
 
-def _by_request(finding: Finding, count: int) -> Finding:
-    if count <= 0:
+def _by_request(grown: GrownLevel, count: int, window: TimeWindow) -> Finding:
+    """Say how much that is by request, where it has grown in the window in which these were counted."""
+    finding = grown.finding
+    if count <= 0 or grown.seconds != window.seconds_read:
         return finding
     return noted(finding, f"; {format_bytes(round(finding.bytes / count))} a request over {count} requests")
 

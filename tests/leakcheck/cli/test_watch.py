@@ -7,9 +7,11 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ import http.server
 import json
 import os
 import sys
+import threading
 import time
 
 KEPT, ANSWERED = [], [0]
@@ -79,7 +82,15 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.say(200, json.dumps({"choices": []}))
 
 
+def take():
+    while True:
+        time.sleep(0.3)
+        os.open("/dev/null", os.O_RDONLY)
+
+
 MODE = sys.argv[1]
+if MODE == "takes":
+    threading.Thread(target=take, daemon=True).start()
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
@@ -225,6 +236,47 @@ def test_metrics_have_opentelemetry_s_names_and_say_what_grows(server: Path, por
     assert rate.value > 1000
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["takes", "nothing"])
+def test_one_that_was_killed_and_begun_again_decides_from_all_its_readings(
+    mode: str, server: Path, port: int, tmp_path: Path
+) -> None:
+    database = str(tmp_path / "history.sqlite")
+    with running(sys.executable, str(server), mode, "--port", str(port)) as process:
+        options = ("--history", database, "--pid", str(process.pid))
+        command = [sys.executable, "-m", "lowtide", "watch", "--for", "60s", *options]
+        with subprocess.Popen([*command, "--metrics", "0"], stderr=subprocess.PIPE, text=True) as first:
+            assert first.stderr is not None
+            said = next(line for line in first.stderr if "a page of them at" in line)
+            page = said.split()[-1]
+            wait_until(lambda: watched_seconds(database) > 20)
+            shown = urllib.request.urlopen(page).read().decode()
+            first.kill()
+        status, _, subject = watch("--for", "12s", *options)
+    assert f"pid {process.pid} (" in shown
+    # On a busy machine a fork is looked at too seldom to say that nothing grows.
+    assert (status == 1) is (mode == "takes")
+    assert [finding.resource for finding in subject.findings] == ["file-descriptors"] * (mode == "takes")
+    assert all("in 2 watches" in finding.message for finding in subject.findings)
+    shown = subprocess.run(
+        [sys.executable, "-m", "lowtide", "history", "--database", database], capture_output=True, text=True
+    ).stdout
+    assert (": no verdict yet\n" in shown, ": leak; pid" in shown) == (True, mode == "takes")
+
+
+def watched_seconds(database: str) -> float:
+    """Over how many seconds the history has readings; read alone, so that the watch can write meanwhile."""
+    time.sleep(0.5)
+    connection = sqlite3.connect(database)
+    try:
+        (seconds,) = connection.execute("SELECT max(at) - min(at) FROM watched_levels").fetchone()
+    except sqlite3.OperationalError:  # no table yet
+        return 0.0
+    finally:
+        connection.close()
+    return float(seconds or 0.0)
+
+
 def test_the_dashboard_shows_metrics_that_there_are() -> None:
     driver = find_driver()
     finding = Finding(
@@ -238,7 +290,8 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
         fingerprint="0",
     )
     source = HeldSource(lambda: [os.getpid()], driver, lambda: {os.getpid(): {"cuda:0": 1 << 20}})
-    with ExportedMetrics(source, lambda: (5, 1), lambda: [(finding, 2.5)], 0, sends=False) as exported:
+    with ExportedMetrics(source, lambda: (5, 1), lambda: [(finding, 2.5)], lambda: "page", 0, sends=False) as exported:
+        assert urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/").read() == b"page"
         text = urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/metrics").read().decode()
     driver.close()
     there = {each.name for family in text_string_to_metric_families(text) for each in family.samples}

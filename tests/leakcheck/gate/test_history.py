@@ -33,12 +33,11 @@ from lowtide.leakcheck.gate.history import (
     LevelChange,
     Trend,
     add_report,
-    draw,
     level_changes,
     open_database,
     read_trends,
-    render_page,
 )
+from lowtide.leakcheck.gate.history_page import draw, render_page
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
 from tests.reports.small_reports import HOSTILE, finding, report, subject

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from lowtide.leakcheck.gate import watch_history
 from lowtide.leakcheck.gate.history import (
     METADATA,
     RESIDUES,
@@ -25,11 +26,14 @@ from lowtide.leakcheck.gate.history import (
     add_report,
     open_database,
     read_trends,
-    render_page,
 )
+from lowtide.leakcheck.gate.history_page import render_page
+from lowtide.leakcheck.gate.watch_history import WatchHistory
+from lowtide.leakcheck.processes.held_series import Point
 from tests.leakcheck.gate.test_history import MIB, add_nights, night
+from tests.leakcheck.gate.test_watch_history import own_key, read
 from tests.reports.small_reports import HOSTILE, finding, subject
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.nightly
 
@@ -138,6 +142,28 @@ def test_it_is_stored_and_read_as_in_a_file(database: str) -> None:
     assert [change.place for change in trend.changes] == [5]
     assert "48.0 MiB since run 6" in render_page([trend])
     engine.dispose()
+
+
+def test_what_a_watch_has_read_is_written_once_the_server_is_back(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_history, "RETRY_S", 0.01)
+    told: list[str] = []
+    watch = WatchHistory(database, "watch[1]", told.append)
+    engine = sa.create_engine(database.replace("://", "+psycopg://"))
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE watched_levels RENAME TO away"))
+    watch.add(read(1, 2))
+    wait_until(lambda: told != [])
+    with engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE away RENAME TO watched_levels"))
+    engine.dispose()
+    watch.judged("clean", [])
+    watch.close()
+    again = WatchHistory(database, "watch[1]", pytest.fail)
+    assert again.earlier([os.getpid()]) == {own_key(): [[Point(1e9, 1), Point(1e9 + 1, 2)]]}
+    again.close()
+    assert told[1:] == ["the history can be used again"]
 
 
 def test_gates_that_write_at_once_lose_nothing(database: str) -> None:

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from lowtide.leakcheck.processes import server_watch
+from lowtide.leakcheck.processes.held_levels import HeldSource
+from lowtide.leakcheck.processes.held_series import HeldKey, HeldSeries, Point, Reading
 from lowtide.leakcheck.processes.server_watch import HANGS_S, SLOW_S, ServerWatch
+from lowtide.probes.device.driver import find_driver
+from lowtide.probes.host.process_files import anonymous_bytes_of, stat
 from lowtide.reports.schema import Finding, NotMeasured
 
 OWN = os.getpid()
@@ -204,3 +208,24 @@ def test_requests_that_fail_are_told_and_nothing_is_known_where_all_do() -> None
     none = watched([], seconds=12.0, client=Client(failed=3, failure="500 no", steps=[0, 0, 0, 0]))
     (missing,) = none.not_measured
     assert missing.why == "all 3 failed: 500 no"
+
+
+def test_what_grows_over_the_readings_of_all_watches_is_found_where_no_window_shows_it() -> None:
+    process = stat(OWN)
+    assert process is not None
+    held, kept = anonymous_bytes_of(OWN), list[Reading]()
+    earlier = [Point(1e9 + turn, held - (40 - turn) * (1 << 20)) for turn in range(40)]
+    driver = find_driver()
+    series = HeldSeries(
+        HeldSource(lambda: [OWN], driver, dict),
+        {HeldKey(OWN, process.started, "host-memory", ""): [earlier]},
+        kept.extend,
+        is_judged=True,
+    )
+    watch = ServerWatch(lambda length, _: Window(length), 12.0, lambda text: None, series=series)
+    while not watch.is_over:
+        watch.look()
+    driver.close()
+    (finding,) = watch.findings()
+    assert finding.message.endswith("more of host memory over 39 s in 2 watches, 1.0 MiB a second")
+    assert {reading.key.resource for reading in kept} >= {"host-memory", "threads"}

@@ -1,0 +1,181 @@
+"""The history as one HTML page that needs nothing else: no network, no scripts, no fonts."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from lowtide.reports.escaping import one_line
+from lowtide.reports.sizes import format_amount
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.gate.history import Trend
+    from lowtide.leakcheck.processes.held_series import Course
+
+MOST_DRAWN = 500
+"""Trends that are drawn, and courses of watches."""
+
+_WIDTH, _HEIGHT = 720, 120
+
+
+class Mark(NamedTuple):
+    """A change of the level in a drawing."""
+
+    x: float
+    text: str
+
+
+class Drawing(NamedTuple):
+    """A series as an image of 720 by 120 units.
+
+    Attributes:
+        title: what it shows.
+        about: what more is to be known of it.
+        steps: the path of its values, in the language of SVG.
+        zero: the height of the line of zero; None where that is not in the image.
+        highest: the largest value, or zero.
+        lowest: the smallest value, or zero.
+        extent: from when to when.
+        marks: where its level changed.
+    """
+
+    title: str
+    about: str
+    steps: str
+    zero: float | None
+    highest: str
+    lowest: str
+    extent: str
+    marks: Sequence[Mark] = ()
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A watch, and those before it of the same processes, as they are shown.
+
+    Attributes:
+        name: what it is called.
+        began: when, in UTC.
+        outcome: as of a subject; empty while it goes on, and of one that was killed.
+        findings: their messages.
+        courses: what its processes held, in the watches before, too.
+    """
+
+    name: str
+    began: datetime.datetime
+    outcome: str = ""
+    findings: Sequence[str] = ()
+    courses: Sequence[Course] = field(default=(), repr=False)
+
+    @property
+    def said(self) -> list[str]:
+        """Return how it has ended, and what it has found."""
+        return [self.outcome or "no verdict yet", *self.findings]
+
+
+class DrawnWatch(NamedTuple):
+    """A watch, and the images of what its processes held."""
+
+    watch: Watch
+    drawings: Sequence[Drawing]
+
+
+def render_page(trends: Sequence[Trend] = (), watches: Iterable[Watch] = (), reload_s: int = 0) -> str:
+    """Render the page, with the changes of levels first, and a drawing of each trend; then the watches.
+
+    Args:
+        trends: as of `read_trends`.
+        watches: as of `read_watches`.
+        reload_s: seconds after which a browser asks for the page again; 0 for never.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lowtide.leakcheck.gate"),
+        autoescape=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("history.html.j2").render(
+        sentences=[sentence for trend in trends for sentence in trend.sentences()],
+        drawings=[draw(trend) for trend in trends[:MOST_DRAWN]],
+        left_out=max(len(trends) - MOST_DRAWN, 0),
+        trends=len(trends),
+        runs=len({run.id for trend in trends for run in trend.runs}),
+        watches=[DrawnWatch(watch, [*map(draw_course, watch.courses[:MOST_DRAWN])]) for watch in watches],
+        reload_s=reload_s,
+        width=_WIDTH,
+        height=_HEIGHT,
+    )
+
+
+def draw(trend: Trend) -> Drawing:
+    """Draw a trend as steps: a value holds until the next run."""
+    values = trend.values
+    lowest, highest = min(0, *values), max(0, *values)
+    wide = _WIDTH / len(values)
+    # What stays the same takes no room, however many runs there are.
+    steps = [place for place in range(1, len(values)) if values[place] != values[place - 1]]
+    parts = [f"H{place * wide:.1f}V{_height(values[place], lowest, highest)}" for place in steps]
+    path = "".join([f"M0 {_height(values[0], lowest, highest)}", *parts, f"H{_WIDTH}"])
+    marks = [
+        Mark(round(change.place * wide, 1), sentence)
+        for change, sentence in zip(trend.changes, trend.sentences(), strict=True)
+    ]
+    last = trend.runs[-1]
+    return Drawing(
+        f"{trend.subject}: {trend.what}",
+        f"{trend.hardware}; last {trend.amount(values[-1])}; driver {last.driver}, torch {last.torch}, "
+        f"lowtide {last.lowtide}",
+        path,
+        _height(0, lowest, highest),
+        trend.amount(highest),
+        trend.amount(lowest),
+        f"{trend.runs[0].title} to {last.title}",
+        marks,
+    )
+
+
+def draw_course(course: Course) -> Drawing:
+    """Draw what a process held over time as steps: a value holds until the next reading, in each watch by itself."""
+    points = [*chain.from_iterable(course.stretches)]
+    # As they were read: a clock may be set back.
+    begins, ends = min(point.at for point in points), max(point.at for point in points)
+    lowest, highest = min(point.amount for point in points), max(point.amount for point in points)
+
+    def place(at: float) -> str:
+        return f"{(at - begins) / ((ends - begins) or 1) * _WIDTH:.1f}"
+
+    path = ""
+    for stretch in course.stretches:
+        path += f"M{place(stretch[0].at)} {_height(stretch[0].amount, lowest, highest)}"
+        for before, point in pairwise(stretch):
+            if point.amount != before.amount:
+                path += f"H{place(point.at)}V{_height(point.amount, lowest, highest)}"
+        path += f"H{place(stretch[-1].at)}"
+    resource, count = course.key.resource, len(course.stretches)
+    unit = {"file-descriptors": "descriptors", "threads": "threads"}.get(resource, "bytes")
+    on = f" on {course.key.device}" if course.key.device else ""
+    return Drawing(
+        f"{course.process}: {resource}{on}",
+        f"last {format_amount(points[-1].amount, unit)}, {format_amount(len(points), 'readings')} in "
+        f"{count} watch{'es' if count > 1 else ''}",
+        path,
+        None,
+        format_amount(highest, unit),
+        format_amount(lowest, unit),
+        f"{_moment(begins)} to {_moment(ends)}",
+    )
+
+
+def _height(value: int, lowest: int, highest: int) -> float:
+    return round(_HEIGHT - (value - lowest) / ((highest - lowest) or 1) * _HEIGHT, 1)
+
+
+def _moment(at: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(at, datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"
