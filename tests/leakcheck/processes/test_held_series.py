@@ -72,7 +72,7 @@ def test_its_quiet_twin_and_what_rises_once_are_clean(source: HeldSource) -> Non
 
 def test_what_was_taken_between_two_watches_is_no_growth(source: HeldSource) -> None:
     now = anonymous_bytes_of(OWN)
-    watches = [stretch(*[now - 30 * MIB * turn] * 10, since=1e9 - 1e6 * turn) for turn in reversed(range(1, 6))]
+    watches = [stretch(*[now - 2 * MIB * turn] * 3, since=1e9 - 1e6 * turn) for turn in reversed(range(30))]
     assert grown(source, key("host-memory"), *watches) == []
 
 
