@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,6 +133,8 @@ class TurnGrowth:
         self._readings = 0
         self._is_unread = False
         self._turn = 0
+        # Of the containers that had grown before the last reading, by identity.
+        self._are_worth: dict[int, bool] = {}
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
 
@@ -174,16 +176,25 @@ class TurnGrowth:
         if not self._asked and self._costs_too_much:
             self._is_unread = True
             return
-        read, found = read_lengths(candidates)
+        # Of those that come to be candidates by this reading it is known then, too, without another one.
+        wanted = {course.identity: course for course in self._containers.risen()} if self._asked else candidates
+        read, found = read_lengths(wanted)
         self._gone_through += read.objects
         self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
-        for identity, container in found.items():
-            if not is_worth_a_look(candidates[identity], container, tensors=self._counts_tensors):
+        self._are_worth = self._worth_a_look(wanted, found)
+        for identity in candidates:
+            if not self._are_worth.get(identity, True):
                 self._containers.drop(identity)
         if self._asked:
             # What the reading has taken and freed would be in the next level.
             trim_heap()
+
+    def _worth_a_look(self, courses: Mapping[int, Course], there: Mapping[int, object]) -> dict[int, bool]:
+        return {
+            identity: is_worth_a_look(courses[identity], container, tensors=self._counts_tensors)
+            for identity, container in there.items()
+        }
 
     def close(self) -> None:
         """Record no calls any more, and forget those that are known."""
@@ -284,12 +295,10 @@ class TurnGrowth:
         """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""
         self._catch_up()
         courses = {course.identity: course for course in self._containers.undecided(self._turn)}
-        there = read_lengths(courses)[1] if courses else {}
-        spans = [
-            courses[each].span
-            for each, held in there.items()
-            if is_worth_a_look(courses[each], held, tensors=self._counts_tensors)
-        ]
+        unknown = {each: course for each, course in courses.items() if each not in self._are_worth}
+        there = read_lengths(unknown)[1] if unknown else {}
+        are_worth = self._are_worth | self._worth_a_look(unknown, there)
+        spans = [course.span for each, course in courses.items() if are_worth.get(each)]
         levels = self._levels.get(stretch)
         return max([*spans, 0 if levels is None else levels.undecided()])
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from unittest.mock import MagicMock
 
 import pytest
 
+from lowtide.leakcheck.findings import turn_growth
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
 from lowtide.reports.schema import Finding
 
 TURNS = 14
@@ -85,6 +87,27 @@ def test_so_it_is_where_a_class_has_something_else_under_the_name_of_its_size() 
 
     (found,) = found_after(lambda number: SEEN.append(Odd(number)))
     assert (found.count, found.bytes > TURNS * 1000) == (TURNS - 1, True)
+
+
+@pytest.mark.parametrize(("kept", "may_grow"), [(Block, True), (lambda number: number % 100, False)])
+def test_the_heap_is_gone_through_once_a_turn_to_say_whether_anything_may_grow(
+    kept: Callable[[int], Block], may_grow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks = list[int]()
+
+    def counted(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, object]]:
+        walks.append(len(wanted))
+        return read_lengths(wanted)
+
+    monkeypatch.setattr(turn_growth, "read_lengths", counted)
+    growth = TurnGrowth("steps", asked=True)
+    undecided = []
+    for number in range(1, 5):
+        SEEN.append(kept(number))
+        growth.read(number, begins=number == 1)
+        undecided.append(growth.undecided("") > 0)
+    assert undecided == [False, False, may_grow, may_grow]
+    assert len(walks) == 4
 
 
 def test_a_ring_of_the_latest_does_not_excuse_who_keeps_all() -> None:
