@@ -20,7 +20,7 @@ from lowtide.probes.host.replaced import A_MODULE, FIRST, INHERITED, NOTHING, sp
 from lowtide.probes.host.settings import REPLACED, is_entry
 from lowtide.probes.host.torch_settings import CARD_LIMITS, DEFAULT_STREAM, NO_LIMIT
 from lowtide.probes.objects.described import LIBRARYS, is_of_python, is_of_site, is_of_tools, is_text_of_tool
-from lowtide.probes.objects.foreign import MISSING, cells_of, is_a
+from lowtide.probes.objects.foreign import MISSING, cells_of, is_a, type_name
 from lowtide.probes.originals import gc, loaded, logging, os, passing_for, sys
 from lowtide.reports.sizes import first_of
 
@@ -659,7 +659,9 @@ def _removing_from(place: str, identity: str) -> str | None:
     module, _, attribute = place.partition(".")
     found: Any = vars(sys.modules[module])[attribute]
     places = [turn for turn, item in enumerate(found) if hex(id(item)) == identity] if type(found) is list else []
-    return f"del {place}[{places[0]}]" if places else None
+    # Counted from the end, the last one's place is the same where the entries of lowtide and of pytest are not there.
+    last = bool(places) and places[0] == len(found) - 1 > 0
+    return f"del {place}[{-1 if last else places[0]}]" if places else None
 
 
 def _removing_handler(name: str) -> str | None:
@@ -669,7 +671,16 @@ def _removing_handler(name: str) -> str | None:
     # Somebody may have put something else there.
     handlers = logger.handlers if type(logger.handlers) is list else []
     places = [place for place, item in enumerate(handlers) if hex(id(item)) == identity]
-    return f"logging.{where}.removeHandler(logging.{where}.handlers[{places[0]}])" if places else None
+    if not places:
+        return None
+    there = f"logging.{where}.handlers"
+    if logger is logging.root:
+        # Its places change: pytest has handlers of its own there, around each phase of a test, and before all others.
+        kind = type_name(type(handlers[places[0]])).rpartition(".")[2]
+        found = f"next(each for each in reversed({there}) if type(each).__name__ == {kind!r})"
+    else:
+        found = f"{there}[{places[0]}]"
+    return f"logging.{where}.removeHandler({found})"
 
 
 def _value(name: str, before: str) -> str | None:

@@ -477,6 +477,40 @@ def test_a_change_is_seen_and_undone_by_the_code_that_is_named(name: str, reader
     assert reader.read() == before
 
 
+def test_the_code_for_a_handler_of_the_root_logger_holds_where_pytest_has_put_others(reader: SettingReader) -> None:
+    before, handlers = reader.read(), list(ROOT.handlers)
+    mine = logging.FileHandler(os.devnull, delay=True)
+    ROOT.addHandler(mine)
+    try:
+        (change,) = changes_between(before, reader.read())
+        line = undo(change)
+        assert line is not None
+        # As pytest does with its own around each phase of a test; another of that class was there before.
+        ROOT.handlers[:] = [logging.FileHandler(os.devnull, delay=True), logging.NullHandler(), mine, *handlers]
+        run([line])
+        assert mine not in ROOT.handlers
+        assert len(ROOT.handlers) == len(handlers) + 2
+    finally:
+        ROOT.handlers[:] = handlers
+
+
+def test_the_code_for_the_last_callback_holds_where_those_of_lowtide_are_gone(reader: SettingReader) -> None:
+    def own(phase: str, info: dict[str, int]) -> None:
+        """Is there before, as the callbacks of lowtide are."""
+
+    gc.callbacks.append(own)
+    before = reader.read()
+    gc.callbacks.append(hook)
+    try:
+        line = undo(changes_between(before, reader.read())[0])
+        gc.callbacks.remove(own)
+        assert line is not None
+        run([line])
+        assert hook not in gc.callbacks
+    finally:
+        gc.callbacks[:] = [each for each in gc.callbacks if each not in (own, hook)]
+
+
 def test_deterministic_algorithms_are_put_back_with_one_line() -> None:
     # Not run: torch imports half of its compiler for it.
     before = {"torch.are_deterministic_algorithms_enabled()": "False"}
