@@ -136,7 +136,7 @@ _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_S
 def library_values() -> Values:
     """The settings of the standard library, where it is loaded, and of numpy."""
     return Values(
-        Value("threading.stack_size()", threading.stack_size),
+        Value("threading.stack_size()", _stack_size),
         libraries={
             "locale": lambda module: [_locale(module)],
             "decimal": _decimal,
@@ -149,6 +149,14 @@ def library_values() -> Values:
             "tracemalloc": lambda module: [Value(TRACING, lambda: module.is_tracing() and TRACING not in checkers_own)],
         },
     )
+
+
+def _stack_size() -> int:
+    """Return the stack size of new threads, which asking for it sets to the default: it is set again."""
+    size = threading.stack_size()
+    if size:
+        threading.stack_size(size)
+    return size
 
 
 _PR_GET_CHILD_SUBREAPER = 37

@@ -328,6 +328,10 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         call(lambda: sys.meta_path.insert(0, Finder), lambda: sys.meta_path.remove(Finder)),  # type: ignore[arg-type]
         "del sys.meta_path[0]",
     ),
+    "threading.stack_size()": (
+        call(lambda: threading.stack_size(1 << 20), lambda: threading.stack_size(0)),
+        "threading.stack_size(0)",
+    ),
     "sys.dont_write_bytecode": (
         assign(sys, "dont_write_bytecode", not sys.dont_write_bytecode),
         f"sys.dont_write_bytecode = {sys.dont_write_bytecode}",
@@ -509,6 +513,15 @@ def test_the_code_for_the_last_callback_holds_where_those_of_lowtide_are_gone(re
         assert hook not in gc.callbacks
     finally:
         gc.callbacks[:] = [each for each in gc.callbacks if each not in (own, hook)]
+
+
+def test_reading_leaves_the_stack_size_of_new_threads_as_it_is(reader: SettingReader) -> None:
+    threading.stack_size(1 << 20)
+    try:
+        reader.read()
+        reader.read()
+    finally:
+        assert threading.stack_size(0) == 1 << 20
 
 
 def test_deterministic_algorithms_are_put_back_with_one_line() -> None:
