@@ -12,20 +12,29 @@ import re
 import sys as sys_module
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED, getattr_static
 from pathlib import PurePath
-from types import FrameType, FunctionType, MethodType, TracebackType
+from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
 import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.probes.objects.described import is_library
-from lowtide.probes.objects.foreign import module_of_class, mro_of, namespace_of, traceback_of, with_errors_behind
+from lowtide.probes.objects.foreign import (
+    is_a,
+    module_of_class,
+    mro_of,
+    namespace_of,
+    qualname_of,
+    traceback_of,
+    with_errors_behind,
+)
 from lowtide.probes.objects.listed import frame_locals
 from lowtide.probes.originals import gc, loaded, sys, weakref
 from lowtide.pytest_plugin.settings import usage_error
@@ -33,6 +42,9 @@ from lowtide.reports.sizes import parse_bytes
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
 _WRAPPED = re.compile(r"_(?:xunit|unittest)_(setup_module|setup_class|setUpModule|setUpClass|setUp_class)_fixture_(.*)")
+
+_MOST_OWN = 5000
+"""Objects that are asked what they refer to, for who has a test class's instance: some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -317,8 +329,8 @@ def empty_instance(held: Callable[[], object]) -> None:
     """Empty the test class's instance where nothing has it but the function that runs the test.
 
     As `flaky` does, which asks it for its class and keeps it until its test has run for the last time. Whoever else
-    has it, and so what the test put on `self`, is to be judged. It may be asked again, once garbage has been collected
-    that has it, too.
+    has it, and so what the test put on `self`, is to be judged; what only its own attributes lead to is nobody else. It
+    may be asked again, once garbage has been collected that has it, too.
 
     Args:
         held: gives the instance while there is one, as a weak reference does.
@@ -327,7 +339,7 @@ def empty_instance(held: Callable[[], object]) -> None:
     if instance is None or not hasattr(instance, "__dict__"):
         return
     # 2: this variable's reference, and the argument's of who counts.
-    others = sys.getrefcount(instance) - 2 - _own_methods(instance)
+    others = sys.getrefcount(instance) - 2 - _own_references(instance)
     if not others:
         return
     variables = 0
@@ -337,14 +349,41 @@ def empty_instance(held: Callable[[], object]) -> None:
         _empty(vars(instance), _finalizers_class(type(instance)))
 
 
-def _own_methods(instance: object) -> int:
-    """How many bound methods of its own an instance has as attributes, which nobody else has: hypothesis leaves one."""
-    values = list(vars(instance).values())
-    # 3: the attribute's, the list's and the argument's; a variable for each would be one more.
-    return sum(
-        type(values[place]) is MethodType and values[place].__self__ is instance and sys.getrefcount(values[place]) == 3
-        for place in range(len(values))
-    )
+def _own_references(instance: object) -> int:
+    """How many references to an instance come from what it alone has: its method that it gave to an engine of its own.
+
+    As the collector finds garbage: what has no more references than the objects here have to it is the instance's own,
+    unless what is not leads to it. Only the nearest objects are asked; what they do not explain is somebody else's.
+    """
+    found, places, edges = [instance], {id(instance): 0}, list[list[int]]()
+    inner = Counter[int]()
+    while len(edges) < min(len(found), _MOST_OWN):
+        here: list[int] = []
+        for item in gc.get_referents(found[len(edges)]):
+            if gc.is_tracked(item) and not _is_everybodys(item):
+                here.append(places.setdefault(id(item), len(found)))
+                if here[-1] == len(found):
+                    found.append(item)
+            del item
+        inner.update(here)
+        edges.append(here)
+    waiting, others = list(range(1, len(found))), set[int]()
+    while waiting:
+        place = waiting.pop()
+        # 2: the list's reference, and the argument's of who counts.
+        if place and place not in others and sys.getrefcount(found[place]) - 2 > inner[place]:
+            others.add(place)
+            leads_to = edges[place] if place < len(edges) else []
+            inner.subtract(leads_to)
+            waiting += leads_to
+    return inner[0]
+
+
+def _is_everybodys(item: object) -> bool:
+    """Whether an object is there for all of a program: a module, its namespace, or a class of it."""
+    if is_a(item, type):
+        return "<locals>" not in qualname_of(item)
+    return type(item) is ModuleType or (type(item) is dict and "__builtins__" in item)
 
 
 def _empty(attributes: dict[str, Any], finalizers_class: str) -> None:

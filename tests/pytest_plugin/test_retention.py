@@ -419,6 +419,43 @@ RUN_BY_ANOTHER = """
             self.run = self.test_own_method
             KEPT.append(self.run)
 
+    class Engine:
+        def __init__(self, on_token):
+            self.on_token, self.weights = on_token, torch.ones(1000)
+            self.model = {"engine": self}
+
+    def step():
+        weights = torch.ones(1000)
+        raise ValueError
+
+    class TestOwnCycles:
+        def on_token(self):
+            pass
+
+        def test_engine(self):
+            self.engine = Engine(self.on_token)
+
+        def test_engine_kept(self):
+            self.engine = Engine(self.on_token)
+            KEPT.append(self.engine)
+
+        def test_engine_kept_from_within(self):
+            self.engine = Engine(self.on_token)
+            KEPT.append(self.engine.on_token)
+
+        def test_error(self):
+            try:
+                step()
+            except ValueError as error:
+                self.error = error
+
+        def test_error_kept(self):
+            try:
+                step()
+            except ValueError as error:
+                self.error = error
+                KEPT.append(error)
+
     class TestExpected(unittest.TestCase):
         @unittest.expectedFailure
         def test_expected_failure(self):
@@ -657,6 +694,17 @@ def test_an_instance_that_garbage_has_too_is_no_leak(by_another: InnerRun) -> No
 def test_an_instance_that_has_a_method_of_its_own_is_no_leak_unless_somebody_else_has_it(by_another: InnerRun) -> None:
     assert by_another.is_clean("test_by_another.py::TestOwnMethod::test_own_method")
     assert "test_by_another.py::TestOwnMethod::test_own_method_kept" in by_another.blamed
+
+
+@pytest.mark.parametrize("test", ["test_engine", "test_error"])
+def test_an_instance_to_which_its_own_attributes_lead_is_no_leak(by_another: InnerRun, test: str) -> None:
+    assert held_back(by_another, f"test_by_another.py::TestOwnCycles::{test}") == "passed"
+
+
+@pytest.mark.parametrize("test", ["test_engine_kept", "test_engine_kept_from_within", "test_error_kept"])
+def test_an_instance_to_which_what_somebody_keeps_leads_leaks(by_another: InnerRun, test: str) -> None:
+    name = f"test_by_another.py::TestOwnCycles::{test}"
+    assert any(finding.resource == "tensors" for finding in by_another.subject(name).findings)
 
 
 def test_the_value_that_a_doctest_showed_last_is_no_leak(by_another: InnerRun) -> None:
