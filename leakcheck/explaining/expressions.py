@@ -37,6 +37,7 @@ from lowtide.probes.objects.foreign import (
     has_plain_hash,
     instance_dict,
     is_a,
+    is_callable,
     module_of_class,
     mro_of,
     namespace_of,
@@ -411,14 +412,22 @@ def class_named(name: str) -> type | None:
     return item if is_a(item, type) else None
 
 
-def ending_of(cls: type | None) -> str:
-    """Return the call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none."""
+def ending_of(cls: type | None, instance: object = None) -> str:
+    """Return the call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none.
+
+    Args:
+        cls: the class; None: it is not known.
+        instance: one that may have a call of its own, as a manager of multiprocessing has its `shutdown`.
+    """
     if cls is None:
         return ""
     names: dict[str, object] = {}
     for base in mro_of(cls):
         for name, value in namespace_of(base).items():
             names.setdefault(name, value)
+    for name in _NAMES if instance is not None else ():
+        if name not in names and is_callable(own := attribute(instance, name)):
+            names[name] = own
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
     endings = ("close", *_NAMES) if "fileno" in names else _NAMES
     if "close" in names and "unlink" in names:

@@ -27,6 +27,7 @@ from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import is_a, thread_ident, thread_key, thread_name
@@ -412,11 +413,15 @@ def _with_places(leak: Leak, context: Context, *, held: bool = False) -> Leak:
     resource = resource_of(leak.key)
     if held and resource is not None and leak.finding.advice == resource.advice([*leak.names]):
         leak = replace(leak, finding=restated(leak.finding, {"advice": None}))
-    places = dict.fromkeys(filter(None, (context.made_at(leak.key, name) for name in sorted(leak.names))))
+    made = [context.made_at(leak.key, name) for name in sorted(leak.names)]
+    places = list(dict.fromkeys(filter(None, made)))
     if not places:
         return leak
-    said = f"; {_MADE[leak.key]} in {first_of(list(places), _SHOWN_PLACES)}"
-    return replace(leak, finding=noted(leak.finding, said))
+    finding = noted(leak.finding, f"; {_MADE[leak.key]} in {first_of(places, _SHOWN_PLACES)}")
+    if leak.key == "file-descriptors" and all(made) and not (held or finding.advice or finding.remedy):
+        # No object closes it as it goes: the code that made it has a number alone, or has lost it.
+        finding = restated(finding, {"advice": f"call os.close() of {'it' if len(made) == 1 else 'each'} in teardown"})
+    return replace(leak, finding=finding)
 
 
 def _caches_of(leak: ItemLeak) -> set[int]:
@@ -476,25 +481,51 @@ def _causes_by_name(
     # A thread that runs on has what its object has, which the program can end.
     threads = set(map(id, threading.enumerate()))
     holders = context.first_holders(objects, ignore={id(owners)}, not_roots=threads, names=names)
-    by_object = {id(item): _cause(holder, item) for item, holder in zip(objects, holders, strict=True)}
+    found = {id(item): item for item in objects_of({each.identity for each in holders if each}, context.walk)}
+    by_object = {id(item): _cause(holder, item, found) for item, holder in zip(objects, holders, strict=True)}
     return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
 
 
-def _cause(holder: Holder | None, item: object) -> CommonCause | None:
-    """Return the first object on the way that should be gone; None where nothing of the program's leads to it."""
+def _cause(holder: Holder | None, item: object, found: Mapping[int, object]) -> CommonCause | None:
+    """Return the first object on the way that should be gone; None where nothing of the program's leads to it.
+
+    Args:
+        holder: that object.
+        item: what it holds.
+        found: objects by their identities, the holder among them.
+    """
     if holder is None:
         return None
     path = _of_thread(holder.path)
     name, (root, *_, last) = way_text(path), (path[0], *path)
-    ending = ending_of(type(item) if holder.identity == id(item) else class_named(last.type))
+    is_thing, itself = holder.identity == id(item), found.get(holder.identity)
+    ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
     advice = ended(name, ending)
-    if root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path):
-        # No code leads to what only C holds, or a thread that runs, or what is in a set.
+    if root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
+        # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
+        # itself is the program's to end where it was made.
         advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
-    return CommonCause(
-        holder.identity, name, path, advice, holder.cause, ending, holder.identity == id(item), holder.through
-    )
+    elif not ending:
+        advice = _ended_within(path, holder) or (f"let go of {name} in teardown" if is_library(last.type) else advice)
+    return CommonCause(holder.identity, name, path, advice, holder.cause, ending, is_thing, holder.through)
+
+
+def _ended_within(path: tuple[Hop, ...], holder: Holder) -> str:
+    """Return the advice to end the first part of a holder that can be ended, which holds the rest; empty for none."""
+    way = holder.way if holder.way[: len(path)] == path else path
+    for turn in range(len(path), len(way)):
+        if way[turn].edge.startswith("._") and is_library(way[turn - 1].type):
+            break
+        ending = ending_of(class_named(way[turn].type))
+        if ending:
+            return ended(way_text(way[: turn + 1]), ending)
+    return ""
+
+
+def _is_inside_library(path: Sequence[Hop]) -> bool:
+    """Whether a path begins at a private name of a module of Python's or torch's."""
+    return path[0].type == "module" and is_library(path[0].edge) and path[1:2] != () and path[1].edge.startswith("._")
 
 
 def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:

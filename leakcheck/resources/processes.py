@@ -78,10 +78,12 @@ class ChildProcesses(Resource):
         return f"{name} ({text})" if text else name
 
     def advice(self, names: Collection[str]) -> str:
-        """Return what ends those whose parent has ended, of which no object stands for any."""
-        left = sorted(int(name) for name in names if name.isdigit() and _is_left(name))
+        """Return what ends those of which no object stands for any, or those of them whose parent has ended."""
+        pids = sorted(int(name) for name in names if name.isdigit())
+        left = [pid for pid in pids if _is_left(str(pid))]
         if not left:
-            return ""
+            calls = "; ".join(f"os.kill({pid}, signal.SIGTERM); os.waitpid({pid}, 0)" for pid in pids[:_MOST_CALLS])
+            return f"have what starts it end it, and wait for it: {calls}" if calls else ""
         calls = "; ".join(f"os.kill({pid}, signal.SIGTERM)" for pid in left[:_MOST_CALLS])
         one = "its parent has ended: have what starts it write its number down, and end it with that"
         many = "their parents have ended: have what starts them write their numbers down, and end them with those"

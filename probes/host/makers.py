@@ -15,7 +15,7 @@ from typing import Any
 
 from lowtide.probes.objects.described import is_library, is_of_site
 from lowtide.probes.objects.foreign import thread_ident, thread_key
-from lowtide.probes.originals import contents, loaded, os, passing_for, sys, threading, time
+from lowtide.probes.originals import contents, loaded, os, passing_for, sys, threading, time, weakref
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -81,7 +81,7 @@ class Makers:
         # By resource and name, what is made by others than the functions that are stood in for.
         self._told: dict[tuple[str, str], Maker] = {}
         self._replaced: list[tuple[Any, str, Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._is_started = self._sees_zmq = False
+        self._is_started = self._sees_zmq = self._hears_forks = False
 
     def start(self) -> None:
         """Begin to note; legal twice: then in libraries that were imported meanwhile, too."""
@@ -99,9 +99,13 @@ class Makers:
         self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         self._after(socket.socket, "bind", self._note_bound)
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
-        for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open"):
+        for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create"):
             if hasattr(os_module, name):
                 self._after(os_module, name, lambda first, result: self._note_descriptors(result))
+        if not self._hears_forks:
+            # For good, since Python has no way to take it back.
+            self._hears_forks, mine = True, weakref.ref(self)
+            os.register_at_fork(after_in_parent=lambda: _note_fork(mine()))
 
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
@@ -224,8 +228,16 @@ class Makers:
         maker = self.of_item(key, name)
         return "" if maker is None else maker.place
 
+    def note_fork(self) -> None:
+        """Note who has called `os.fork`, which nothing stands in for: the kernel lists the newest child last."""
+        if self._is_started:
+            with contextlib.suppress(OSError, IndexError):  # the kernel was built without this file; it has ended
+                pid = int(contents("/proc/thread-self/children").split()[-1])
+                modules, place = _made_by(sys._getframe(2))
+                self._processes[pid] = Maker(modules, (0, 0), place, *self._thread())
+
     def _forked(self, pid: int) -> Maker | None:
-        """Who made a child by `os.fork`, which nothing stands in for: the kernel lists it with its thread."""
+        """Who made a child by a fork that was not seen: the kernel lists it with its thread."""
         for thread in threading.enumerate():
             with contextlib.suppress(OSError):  # it ended, or the kernel was built without this file
                 if str(pid).encode() in contents(f"/proc/self/task/{thread.native_id}/children").split():
@@ -306,6 +318,12 @@ class Makers:
         # In this order: it may start another one before its own start has returned, which moves it.
         maker = self._starting.get(id(thread)) or self._named.get(name)
         return name, (maker.line if maker is not None else "") or name
+
+
+def _note_fork(makers: Makers | None) -> None:
+    """Have it noted where there is somebody to do so still."""
+    if makers is not None:
+        makers.note_fork()
 
 
 def _identity(number: int) -> tuple[int, int]:
