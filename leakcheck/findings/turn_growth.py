@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowtide.leakcheck.findings.growing_containers import growth_of_containers, is_worth_a_look
+import msgspec
+
+from lowtide.leakcheck.findings.growing_containers import ADVICE, growth_of_containers, is_worth_a_look
 from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory, with_call
+from lowtide.leakcheck.findings.host_arrays import held_by_arrays
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.originals import gc, time
 from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.statement import with_holder
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.findings.allocating_calls import CallRecorder
@@ -287,7 +292,11 @@ class TurnGrowth:
         if grown is None or 2 * known >= grown.bytes:
             return Grown(containers)
         found = growth_of_host_memory(grown, self._turns, module, self._seconds, option=self._option)
-        if recorded is not None:
+        # No container takes anything where one object becomes larger and larger, or gives way to a larger one.
+        holder = held_by_arrays(grown.bytes, Context(roots=tuple(self._roots()), living=True))
+        if holder is not None:
+            found = with_holder(found, msgspec.structs.replace(holder[0], advice=ADVICE))
+        elif recorded is not None:
             found = with_call(found, recorded, self._turns, grown.slope.rate)
         return Grown(containers, found, grown.levels)
 

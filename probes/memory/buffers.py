@@ -1,4 +1,4 @@
-"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, anonymous memory maps."""
+"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, text, anonymous memory maps."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def _owner(ndarray: Any, view: Any) -> Any:
 def _kinds() -> list[tuple[type, Callable[[Any], int]]]:
     kinds: list[tuple[type, Callable[[Any], int]]] = [
         (bytes, bytes.__len__),
+        (str, str.__sizeof__),
         (bytearray, bytearray.__len__),
         (array.array, _size_of_array),
         (mmap.mmap, _size_of_map),

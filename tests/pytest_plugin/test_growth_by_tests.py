@@ -117,6 +117,19 @@ REFERENCES = """
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(bytes(200 + number % 50)))
 """
 
+TEXT = """
+    from keeper import TIMES
+
+    class Log:
+        lines, last = "", ""
+        header = "-" * (4 << 20)
+
+    @TIMES
+    def test_writes(turn):
+        Log.lines += chr(ord("a") + turn) * (1 << 20)
+        Log.last = chr(ord("a") + turn) * (2 << 20)
+"""
+
 HELD = """
     import pytest
     from keeper import TIMES, Server
@@ -214,6 +227,7 @@ def run(run_inner: RunInner) -> InnerRun:
         "test_containers.py": CONTAINERS,
         "test_native.py": NATIVE,
         "test_references.py": REFERENCES,
+        "test_text.py": TEXT,
         "test_held.py": HELD,
         "test_clean.py": CLEAN,
         "test_garbage.py": GARBAGE,
@@ -286,10 +300,22 @@ def host_memory(run: InnerRun, subject: str) -> Finding:
 
 def test_memory_that_c_keeps_is_told_with_its_part(run: InnerRun) -> None:
     finding = host_memory(run, "the tests of test_native.py")
-    assert finding.message.startswith("host memory grew by 15.")
+    assert finding.message.startswith("host memory grew by 1")
+    assert finding.bytes == pytest.approx(15 << 20, rel=0.05)
     assert " over 15 tests, 1." in finding.message
     assert "malloc in use has" in finding.message
     assert finding.cause == "native"
+
+
+def test_text_that_becomes_longer_with_each_test_is_named_by_its_holder(run: InnerRun) -> None:
+    finding = host_memory(run, "the tests of test_text.py")
+    assert finding.holder == "test_text.Log.lines"
+    assert finding.cause == "class-attribute"
+    assert finding.advice == "take out what each turn puts in when it is over, or bound what is kept"
+
+
+def test_what_only_c_keeps_has_no_holder(run: InnerRun) -> None:
+    assert not host_memory(run, "the tests of test_native.py").holder
 
 
 def test_objects_with_a_reference_too_many_are_python_s(run: InnerRun) -> None:
@@ -309,9 +335,10 @@ def test_what_fills_is_freed_or_is_excused_is_no_growth(run: InnerRun) -> None:
         "the tests of test_containers.py",
         "the tests of test_native.py",
         "the tests of test_references.py",
+        "the tests of test_text.py",
     ]
-    # The last test of each of three modules has an error of its teardown.
-    assert run.totals["error"] == 4
+    # The last test of each of four modules has an error of its teardown.
+    assert run.totals["error"] == 5
 
 
 def test_marked_inferences_are_turns_of_their_engine(run_inner: RunInner) -> None:
