@@ -377,11 +377,12 @@ def marks(
 def _young_by_what_they_hold(items: Sequence[object], innocent: Container[int]) -> set[int]:
     """Return those of the objects on a path of which it is unknown when they were made, but that hold what came later.
 
-    What they hold was there before them: a view's base, the cells of a function.
+    What they hold was there before them: a view's base, the cells of a function. The last one is what should be gone.
     """
     young: set[int] = set()
     for item, held in zip(reversed(items[:-1]), reversed(items[1:]), strict=True):
-        if is_view_of(item, held) and (id(held) not in innocent or id(held) in young):
+        is_suspect = held is items[-1] and not gc.is_tracked(held)
+        if is_view_of(item, held) and (is_suspect or id(held) not in innocent or id(held) in young):
             young.add(id(item))
         if type(item) is FunctionType and any(id(cell) not in innocent for cell in item.__closure__ or ()):
             young.add(id(item))

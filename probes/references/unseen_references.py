@@ -6,6 +6,7 @@ import select
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from lowtide.probes.memory.capsules import CAPSULE
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
 from lowtide.probes.objects.opened_in_c import SCANDIR
 from lowtide.probes.originals import gc, loaded, sys
@@ -88,9 +89,16 @@ def edge_of(holder: Any, held: object, containers: Containers | None = None) -> 
 
 
 def is_view_of(holder: Any, held: object) -> bool:
-    """Whether an object that the collector does not track was made of another one: an array of its base, a tuple."""
+    """Whether an object that the collector does not track was made of another one: an array of its base, a tuple.
+
+    Args:
+        holder: the object.
+        held: what a path leads to from it.
+    """
     if gc.is_tracked(holder):
         return False
+    if type(holder) is CAPSULE:
+        return True
     if is_a(holder, tuple):
         return any(item is held for item in tuple.__iter__(holder))
     read = reader_of(type(holder))

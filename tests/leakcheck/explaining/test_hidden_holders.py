@@ -149,6 +149,22 @@ def test_what_was_made_of_something_new_is_new(arrays: dict[str, Explanation]) -
     assert marks([HELD, table, tensor], innocent=older, ages_known=True) == ["innocent", "innocent", None]
 
 
+def test_a_capsule_is_as_new_as_what_it_exports() -> None:
+    tensor = torch.zeros(2)
+    capsule = torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+    older = {id(HELD), id(capsule)}
+    assert marks([HELD, capsule, tensor], innocent=older, ages_known=True) == ["innocent", None, None]
+    older.add(id(tensor))
+    assert marks([HELD, capsule, tensor], innocent=older, ages_known=True) == ["innocent"] * 3
+
+
+def test_the_view_of_an_array_that_should_be_gone_is_as_new_as_that() -> None:
+    table = np.zeros(10)
+    view = table[:2]
+    older = {id(HELD), id(view), id(table)}
+    assert marks([HELD, view, table], innocent=older, ages_known=True)[:2] == ["innocent", None]
+
+
 # --- callers ---------------------------------------------------------------------------------------------------------
 
 
