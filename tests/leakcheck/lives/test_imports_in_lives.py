@@ -214,7 +214,7 @@ def test_what_an_import_takes_in_a_run_is_no_finding(stage: str, cycle: int) -> 
 def test_what_a_call_of_a_run_sets_that_imports_is_found(cycle: int) -> None:
     subject = lived("infer", cycle, set_and_import)
     (finding,) = subject.findings
-    assert finding.message.startswith("os.environ['OWN'] was not set, is '1', and not restored at shutdown")
+    assert finding.message.startswith("os.environ['OWN'] was not set, is '1', and not restored after shutdown")
     assert "os.environ.pop('OWN')" in (finding.remedy.action if finding.remedy is not None else finding.advice or "")
 
 
