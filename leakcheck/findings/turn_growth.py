@@ -53,6 +53,9 @@ _WIDER = 1.2
 _ANEW = 4
 """The same for the beginning of the next stretch: what rested in this one may grow in that."""
 
+_APART = 2
+"""Intervals of a running program between two readings, each of which holds its threads up."""
+
 _ENOUGH = 3
 """Readings of a stretch after which it shows whether any container may grow in it."""
 
@@ -164,14 +167,16 @@ class TurnGrowth:
             self._note(stretches, now)
         self._record(self._calls)
 
-    def read(self, turn: int, *, begins: bool = False) -> None:
+    def read(self, turn: int, *, begins: bool = False, ends: bool = False) -> None:
         """Read the containers after a turn; not where that has cost too much, or where none of them may grow by now.
 
         Args:
             turn: its number.
             begins: whether it is the first that is read of a stretch.
+            ends: whether it is the last one.
         """
-        if turn == self._turn and not begins:
+        apart = 1 if ends or not self._seconds else _APART
+        if turn < self._turn + apart and not begins:
             return
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1

@@ -190,7 +190,7 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
         growth.break_off()
     if question.seconds and not question.ends:
         growth.note("")
-    growth.read(question.turn, begins=question.begins)
+    growth.read(question.turn, begins=question.begins, ends=question.ends)
     if not question.asked:
         # What the reading has taken and freed would be in the next level, and given back at some time.
         trim_heap()

@@ -6,14 +6,17 @@ import ctypes
 import os
 import re
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 
 from lowtide import LeakCheck
+from lowtide.leakcheck.findings import turn_growth
 from lowtide.leakcheck.findings.turn_growth import SECOND, Grown, TurnGrowth, is_read
 from lowtide.leakcheck.watching.check import LeakCheckError
+from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.reports.schema import Finding
 
 REQUESTS: dict[str, bytes] = {}
@@ -117,7 +120,7 @@ def grown_with_tensors(*, seconds: float, bound: int) -> Grown:
         kept.append(torch.ones(1 << 18))
         del kept[:-bound]
         growth.note("")
-        growth.read(turn, begins=turn == 1)
+        growth.read(turn, begins=turn == 1, ends=turn == 12)
     return growth.end("", "")
 
 
@@ -131,6 +134,22 @@ def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them(others:
     assert (finding.resource, finding.device, finding.bytes >> 20) == ("tensors", "cpu", 11)
     assert (finding.holder or "").startswith("local 'kept' of grown_with_tensors")
     assert grown.host is None
+
+
+@pytest.mark.parametrize(("seconds", "readings"), [(1.0, 7), (0.0, 12)], ids=["intervals", "turns"])
+def test_of_a_running_program_every_second_interval_is_read_and_the_last(
+    seconds: float, readings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def counted(wanted: Collection[int] = ()) -> Any:
+        read.append(len(wanted))
+        return read_lengths(wanted)
+
+    monkeypatch.setattr(turn_growth, "read_lengths", counted)
+    monkeypatch.setattr(TurnGrowth, "end", lambda growth, stretch, module: Grown())
+    grown_with_tensors(seconds=seconds, bound=100)
+    assert len(read) == readings
 
 
 @pytest.mark.parametrize(("seconds", "bound"), [(1.0, 4), (0.0, 100)], ids=["bounded", "followed by themselves"])
