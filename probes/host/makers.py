@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing.process
 import os as os_module
 import selectors
@@ -81,7 +82,7 @@ class Makers:
         # By resource and name, what is made by others than the functions that are stood in for.
         self._told: dict[tuple[str, str], Maker] = {}
         self._replaced: list[tuple[Any, str, Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._is_started = self._sees_zmq = self._hears_forks = False
+        self._is_started = self._sees_zmq = False
 
     def start(self) -> None:
         """Begin to note; legal twice: then in libraries that were imported meanwhile, too."""
@@ -102,10 +103,8 @@ class Makers:
         for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create"):
             if hasattr(os_module, name):
                 self._after(os_module, name, lambda first, result: self._note_descriptors(result))
-        if not self._hears_forks:
-            # For good, since Python has no way to take it back.
-            self._hears_forks, mine = True, weakref.ref(self)
-            os.register_at_fork(after_in_parent=lambda: _note_fork(mine()))
+        _hear_forks()
+        _NOTING.add(self)
 
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
@@ -118,6 +117,7 @@ class Makers:
                 setattr(place, name, original)
         self._replaced.clear()
         self._is_started = self._sees_zmq = False
+        _NOTING.discard(self)
 
     @property
     def originals(self) -> tuple[Callable[..., Any], ...]:
@@ -228,13 +228,15 @@ class Makers:
         maker = self.of_item(key, name)
         return "" if maker is None else maker.place
 
-    def note_fork(self) -> None:
-        """Note who has called `os.fork`, which nothing stands in for: the kernel lists the newest child last."""
-        if self._is_started:
-            with contextlib.suppress(OSError, IndexError):  # the kernel was built without this file; it has ended
-                pid = int(contents("/proc/thread-self/children").split()[-1])
-                modules, place = _made_by(sys._getframe(2))
-                self._processes[pid] = Maker(modules, (0, 0), place, *self._thread())
+    def note_fork(self, pid: int, frame: FrameType) -> None:
+        """Note who has called `os.fork`, which nothing stands in for.
+
+        Args:
+            pid: the child's.
+            frame: the one that called it.
+        """
+        modules, place = _made_by(frame)
+        self._processes[pid] = Maker(modules, (0, 0), place, *self._thread())
 
     def _forked(self, pid: int) -> Maker | None:
         """Who made a child by a fork that was not seen: the kernel lists it with its thread."""
@@ -320,10 +322,23 @@ class Makers:
         return name, (maker.line if maker is not None else "") or name
 
 
-def _note_fork(makers: Makers | None) -> None:
-    """Have it noted where there is somebody to do so still."""
-    if makers is not None:
-        makers.note_fork()
+_NOTING: weakref.WeakSet[Makers] = weakref.WeakSet()
+"""Those that note at present."""
+
+
+@functools.cache
+def _hear_forks() -> None:
+    """Hear of forks from now on: once, for good, since Python has no way to take that back."""
+    os.register_at_fork(after_in_parent=_note_fork)
+
+
+def _note_fork() -> None:
+    """Tell whoever notes at present of a fork that this thread has made: the kernel lists the newest child last."""
+    if _NOTING:
+        with contextlib.suppress(OSError, IndexError):  # the kernel was built without this file; it has ended
+            pid = int(contents("/proc/thread-self/children").split()[-1])
+            for makers in list(_NOTING):
+                makers.note_fork(pid, sys._getframe(1))
 
 
 def _identity(number: int) -> tuple[int, int]:

@@ -184,3 +184,17 @@ def test_a_threads_start_is_the_line_that_calls_it_and_not_who_called_the_packag
     own = "<lambda>, test_makers.py:"
     assert place.startswith(f"{line}, called in " if line else own)
     assert own in place
+
+
+def test_forks_are_heard_of_once_however_often_it_is_begun_and_ended() -> None:
+    first = Makers()
+    first.start()
+    first.stop()
+    heard = module._hear_forks.cache_info().misses
+    for _ in range(3):
+        noting = Makers()
+        noting.start()
+        assert noting in module._NOTING
+        noting.stop()
+        assert noting not in module._NOTING
+    assert module._hear_forks.cache_info().misses == heard
