@@ -50,7 +50,7 @@ class Suite:
 
 
 _UVICORN = ("httpx", "pytest-mock", "trustme", "cryptography", "websockets", "httptools", "uvloop", "a2wsgi", "wsproto")
-_TORNADO = ("concurrent", "escape", "gen", "http1connection", "httputil", "ioloop", "locks", "queues", "routing", "web")
+_TORNADO = ("concurrent", "escape", "gen", "http1connection", "httputil", "ioloop", "locks", "queues", "routing")
 _TRANSFORMERS = ("transformers", "accelerate", "datasets", "parameterized")
 
 SUITES = (
@@ -76,8 +76,9 @@ SUITES = (
 def environment(folder: Path, suite: Suite) -> Path:
     """Return the Python with which a suite runs: what it needs, and all that the Python of this program has."""
     made = folder / f"env-{suite.name}"
-    python = made / "bin" / "python"
-    if (made / "ready").exists():
+    python, ready = made / "bin" / "python", made / "ready"
+    wanted = "\n".join((suite.release, *suite.needs))
+    if ready.exists() and ready.read_text() == wanted:
         return python
     shutil.rmtree(made, ignore_errors=True)
     venv.create(made, with_pip=True)
@@ -89,7 +90,7 @@ def environment(folder: Path, suite: Suite) -> Path:
     (made / "pinned.txt").write_text("\n".join(pinned))
     command = [python, "-m", "pip", "install", "-q", "-c", made / "pinned.txt", suite.release, *suite.needs]
     subprocess.run(command, check=True)
-    (made / "ready").touch()
+    ready.write_text(wanted)
     return python
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing.process
 import os as os_module
 import selectors
@@ -103,8 +102,7 @@ class Makers:
         for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create"):
             if hasattr(os_module, name):
                 self._after(os_module, name, lambda first, result: self._note_descriptors(result))
-        _hear_forks()
-        _NOTING.add(self)
+        _FORKS.tell(self)
 
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
@@ -117,7 +115,7 @@ class Makers:
                 setattr(place, name, original)
         self._replaced.clear()
         self._is_started = self._sees_zmq = False
-        _NOTING.discard(self)
+        _FORKS.tell_no_more(self)
 
     @property
     def originals(self) -> tuple[Callable[..., Any], ...]:
@@ -229,7 +227,7 @@ class Makers:
         return "" if maker is None else maker.place
 
     def note_fork(self, pid: int, frame: FrameType) -> None:
-        """Note who has called `os.fork`, which nothing stands in for.
+        """Note who has called `os.fork`.
 
         Args:
             pid: the child's.
@@ -322,23 +320,41 @@ class Makers:
         return name, (maker.line if maker is not None else "") or name
 
 
-_NOTING: weakref.WeakSet[Makers] = weakref.WeakSet()
-"""Those that note at present."""
+class Forks:
+    """Tells those that note at present who has called `os.fork`, which nothing stands in for.
+
+    Hears of forks from the first of them on, once for all of them and for good: Python has no way to take that back.
+
+    Args:
+        register: has a function called after each fork; default: `os.register_at_fork`.
+    """
+
+    def __init__(self, register: Callable[..., None] | None = None) -> None:
+        self._register = register
+        self._is_hearing = False
+        self._noting: weakref.WeakSet[Makers] = weakref.WeakSet()
+
+    def tell(self, makers: Makers) -> None:
+        """Tell somebody of forks from now on; legal twice."""
+        self._noting.add(makers)
+        if not self._is_hearing:
+            self._is_hearing = True
+            (self._register or os.register_at_fork)(after_in_parent=self._note)
+
+    def tell_no_more(self, makers: Makers) -> None:
+        """Tell somebody of none any more; legal twice."""
+        self._noting.discard(makers)
+
+    def _note(self) -> None:
+        if self._noting:
+            # The kernel was built without this file, or the child has ended.
+            with contextlib.suppress(OSError, IndexError):
+                pid = int(contents("/proc/thread-self/children").split()[-1])
+                for makers in list(self._noting):
+                    makers.note_fork(pid, sys._getframe(1))
 
 
-@functools.cache
-def _hear_forks() -> None:
-    """Hear of forks from now on: once, for good, since Python has no way to take that back."""
-    os.register_at_fork(after_in_parent=_note_fork)
-
-
-def _note_fork() -> None:
-    """Tell whoever notes at present of a fork that this thread has made: the kernel lists the newest child last."""
-    if _NOTING:
-        with contextlib.suppress(OSError, IndexError):  # the kernel was built without this file; it has ended
-            pid = int(contents("/proc/thread-self/children").split()[-1])
-            for makers in list(_NOTING):
-                makers.note_fork(pid, sys._getframe(1))
+_FORKS = Forks()
 
 
 def _identity(number: int) -> tuple[int, int]:

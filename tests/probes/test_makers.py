@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lowtide.probes.host import makers as module
-from lowtide.probes.host.makers import Makers
+from lowtide.probes.host.makers import Forks, Maker, Makers
 from lowtide.probes.objects.foreign import thread_key
 from tests.waiting import HANG_S
 
@@ -186,15 +186,33 @@ def test_a_threads_start_is_the_line_that_calls_it_and_not_who_called_the_packag
     assert own in place
 
 
-def test_forks_are_heard_of_once_however_often_it_is_begun_and_ended() -> None:
-    first = Makers()
-    first.start()
-    first.stop()
-    heard = module._hear_forks.cache_info().misses
+def test_forks_are_heard_of_once_however_often_somebody_begins_and_ends_to_note_them() -> None:
+    registered: list[dict[str, object]] = []
+    forks = Forks(lambda **when: registered.append(when))
     for _ in range(3):
-        noting = Makers()
-        noting.start()
-        assert noting in module._NOTING
-        noting.stop()
-        assert noting not in module._NOTING
-    assert module._hear_forks.cache_info().misses == heard
+        makers = Makers()
+        forks.tell(makers)
+        forks.tell_no_more(makers)
+    assert [[*when] for when in registered] == [["after_in_parent"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_who_forked_is_noted_while_that_is_noted() -> None:
+    makers = Makers()
+    children = []
+    makers.start()
+    try:
+        children.append(fork())
+    finally:
+        makers.stop()
+    children.append(fork())
+    for pid in children:
+        os.waitpid(pid, 0)
+    assert [(makers.of_process(pid) or Maker(())).place.partition(",")[0] for pid in children] == ["fork", ""]
+
+
+def fork() -> int:
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    return pid
