@@ -674,14 +674,14 @@ class _Watching:
         sends = any(os.environ.get(name) for name in _OTLP)
         if self._metrics is None and not sends:
             return
-        from lowtide.leakcheck.gate.history_page import Watch, render_page
+        from lowtide.leakcheck.gate.history_page import PastWatch, render_page
         from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
 
         client, began = self._client, datetime.datetime.now(datetime.timezone.utc)
 
         def page() -> str:
             grows = [finding.message for finding, _ in watch.rates]
-            return render_page(watches=[Watch(self._name, began, "", grows, series.courses())], reload_s=_RELOAD_S)
+            return render_page(watches=[PastWatch(self._name, began, "", grows, series.courses())], reload_s=_RELOAD_S)
 
         try:
             exported = ExportedMetrics(

@@ -13,7 +13,7 @@ from lowtide.reports.sizes import format_amount
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.gate.history import Trend
-    from lowtide.leakcheck.processes.held_series import Course
+    from lowtide.leakcheck.processes.held_series import HeldCourse
 
 MOST_DRAWN = 500
 """Trends that are drawn, and courses of watches."""
@@ -53,7 +53,7 @@ class Drawing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Watch:
+class PastWatch:
     """A watch, and those before it of the same processes, as they are shown.
 
     Attributes:
@@ -68,7 +68,7 @@ class Watch:
     began: datetime.datetime
     outcome: str = ""
     findings: Sequence[str] = ()
-    courses: Sequence[Course] = field(default=(), repr=False)
+    courses: Sequence[HeldCourse] = field(default=(), repr=False)
 
     @property
     def said(self) -> list[str]:
@@ -79,11 +79,11 @@ class Watch:
 class DrawnWatch(NamedTuple):
     """A watch, and the images of what its processes held."""
 
-    watch: Watch
+    watch: PastWatch
     drawings: Sequence[Drawing]
 
 
-def render_page(trends: Sequence[Trend] = (), watches: Iterable[Watch] = (), reload_s: int = 0) -> str:
+def render_page(trends: Sequence[Trend] = (), watches: Iterable[PastWatch] = (), reload_s: int = 0) -> str:
     """Render the page, with the changes of levels first, and a drawing of each trend; then the watches.
 
     Args:
@@ -141,7 +141,7 @@ def draw(trend: Trend) -> Drawing:
     )
 
 
-def draw_course(course: Course) -> Drawing:
+def draw_course(course: HeldCourse) -> Drawing:
     """Draw what a process held over time as steps: a value holds until the next reading, in each watch by itself."""
     points = [*chain.from_iterable(course.stretches)]
     # As they were read: a clock may be set back.

@@ -17,8 +17,8 @@ from sqlalchemy import BigInteger, Column, DateTime, Float, ForeignKey, Index, I
 from sqlalchemy.engine import Connection, Engine
 
 from lowtide.leakcheck.gate.history import METADATA, HistoryError, open_database, reading, storable, writing
-from lowtide.leakcheck.gate.history_page import Watch
-from lowtide.leakcheck.processes.held_series import Course, HeldKey, Point, Reading
+from lowtide.leakcheck.gate.history_page import PastWatch
+from lowtide.leakcheck.processes.held_series import HeldCourse, HeldKey, HeldReading, Point
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.originals import contents, os
 from lowtide.reports.schema import ResourceName
@@ -96,7 +96,7 @@ class WatchHistory:
             inserted = connection.execute(WATCHES.insert().values(row)).inserted_primary_key
         assert inserted is not None
         self._watch = int(inserted[0])
-        self._unwritten: list[Reading] = []
+        self._unwritten: list[HeldReading] = []
         self._end: tuple[str, str] | None = None
         self._is_over = False
         self._fails = False
@@ -121,7 +121,7 @@ class WatchHistory:
             series = _series(connection, PROCESSES.c.id.in_(numbers))
         return {key: list(by_watch.values()) for (_, key), by_watch in series.items()}
 
-    def add(self, readings: Sequence[Reading]) -> None:
+    def add(self, readings: Sequence[HeldReading]) -> None:
         """Take readings, to be written soon."""
         with self._changed:
             self._unwritten += readings
@@ -171,7 +171,7 @@ class WatchHistory:
                 if is_over and not self._unwritten:
                     return
 
-    def _write_once(self, readings: Sequence[Reading], end: tuple[str, str] | None) -> None:
+    def _write_once(self, readings: Sequence[HeldReading], end: tuple[str, str] | None) -> None:
         with writing(self._engine) as connection:
             if readings:
                 numbers = self._processes(connection, {each.key[:2]: each.process for each in readings})
@@ -236,7 +236,7 @@ MOST_WATCHES = 10
 """Watches that are shown."""
 
 
-def read_watches(engine: Engine, names: str = "*") -> list[Watch]:
+def read_watches(engine: Engine, names: str = "*") -> list[PastWatch]:
     """Return the last watches, the newest one first; what several have read of a process is shown with the newest.
 
     Args:
@@ -250,17 +250,17 @@ def read_watches(engine: Engine, names: str = "*") -> list[Watch]:
         if not sa.inspect(connection).has_table(WATCHES.name):
             return []
         rows = connection.execute(sa.select(WATCHES).order_by(WATCHES.c.id.desc())).all()
-        found: list[Watch] = []
+        found: list[PastWatch] = []
         shown: set[HeldKey] = set()
         for row in [row for row in rows if fnmatch(row.name, names)][:MOST_WATCHES]:
             of_watch = sa.select(LEVELS.c.process_id).where(LEVELS.c.watch_id == row.id)
             series = _series(connection, PROCESSES.c.id.in_(of_watch))
             courses = [
-                Course(name, key, list(by_watch.values()))
+                HeldCourse(name, key, list(by_watch.values()))
                 for (name, key), by_watch in series.items()
                 if key not in shown
             ]
             shown.update(course.key for course in courses)
             messages = row.findings.splitlines()
-            found.append(Watch(row.name, row.began, row.outcome, messages, courses))
+            found.append(PastWatch(row.name, row.began, row.outcome, messages, courses))
     return found

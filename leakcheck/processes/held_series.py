@@ -69,7 +69,7 @@ class Point(NamedTuple):
     amount: int
 
 
-class Reading(NamedTuple):
+class HeldReading(NamedTuple):
     """What one process held at one moment, with what it is called."""
 
     key: HeldKey
@@ -77,7 +77,7 @@ class Reading(NamedTuple):
     point: Point
 
 
-class Course(NamedTuple):
+class HeldCourse(NamedTuple):
     """One series as it is shown.
 
     Attributes:
@@ -122,14 +122,14 @@ class HeldSeries:
         self,
         source: HeldSource,
         earlier: Mapping[HeldKey, Sequence[Sequence[Point]]],
-        keep: Callable[[Sequence[Reading]], object],
+        keep: Callable[[Sequence[HeldReading]], object],
         *,
         is_judged: bool,
     ) -> None:
         self._source, self._earlier, self._keep, self._is_judged = source, earlier, keep, is_judged
         self._own: dict[HeldKey, list[Point]] = {}
         self._named: dict[tuple[int, int], str] = {}
-        self._pending: list[Reading] = []
+        self._pending: list[HeldReading] = []
         self._has_settled = False
         self._read_before = max((_joined(each)[-1].at for each in earlier.values()), default=0.0)
         self._since: float | None = None
@@ -166,7 +166,7 @@ class HeldSeries:
             self._keep(self._pending)
             self._pending = []
 
-    def _read(self) -> Iterator[Reading]:
+    def _read(self) -> Iterator[HeldReading]:
         at = time.time()
         started = {pid: process.started for pid in self._source.pids() if (process := stat(pid)) is not None}
         for quantity in QUANTITIES:
@@ -176,12 +176,12 @@ class HeldSeries:
                     key = HeldKey(pid, started[pid], quantity.resource, device)
                     if key[:2] not in self._named:
                         self._named[key[:2]] = describe_process(pid).text
-                    yield Reading(key, self._named[key[:2]], Point(at, amount))
+                    yield HeldReading(key, self._named[key[:2]], Point(at, amount))
 
-    def courses(self) -> list[Course]:
+    def courses(self) -> list[HeldCourse]:
         """Return all series of the processes that were there in this watch."""
         return [
-            Course(self._named[key[:2]], key, [*self._earlier.get(key, ()), list(own)])
+            HeldCourse(self._named[key[:2]], key, [*self._earlier.get(key, ()), list(own)])
             for key, own in list(self._own.items())
         ]
 

@@ -13,7 +13,7 @@ from lowtide.leakcheck.gate import watch_history
 from lowtide.leakcheck.gate.history import open_database
 from lowtide.leakcheck.gate.history_page import render_page
 from lowtide.leakcheck.gate.watch_history import WatchHistory, read_watches
-from lowtide.leakcheck.processes.held_series import HeldKey, Point, Reading
+from lowtide.leakcheck.processes.held_series import HeldKey, HeldReading, Point
 from lowtide.probes.host.process_files import stat
 from tests.reports.small_reports import HOSTILE
 from tests.waiting import wait_until
@@ -27,8 +27,8 @@ def own_key() -> HeldKey:
     return HeldKey(process.pid, process.started, "host-memory", "")
 
 
-def read(*amounts: int, since: float = 1e9, name: str = "pid 1 (server)") -> list[Reading]:
-    return [Reading(own_key(), name, Point(since + place, amount)) for place, amount in enumerate(amounts)]
+def read(*amounts: int, since: float = 1e9, name: str = "pid 1 (server)") -> list[HeldReading]:
+    return [HeldReading(own_key(), name, Point(since + place, amount)) for place, amount in enumerate(amounts)]
 
 
 def rows(file: Path) -> int:
@@ -44,7 +44,7 @@ def test_a_watch_goes_on_with_what_earlier_ones_have_read_of_the_same_processes(
         watch = WatchHistory(address, "watch[1]", pytest.fail)
         watch.add(read(1, 2, since=since))
         later = HeldKey(os.getpid(), own_key().started + 1, "threads", "")
-        watch.add([Reading(later, "another", Point(since, 3))])
+        watch.add([HeldReading(later, "another", Point(since, 3))])
         watch.close()
     again = WatchHistory(address, "watch[1]", pytest.fail)
     assert again.earlier([os.getpid(), 1]) == {

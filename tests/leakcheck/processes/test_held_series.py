@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from lowtide.leakcheck.processes.held_levels import HeldSource
-from lowtide.leakcheck.processes.held_series import GrownLevel, HeldKey, HeldSeries, Point, Reading
+from lowtide.leakcheck.processes.held_series import GrownLevel, HeldKey, HeldReading, HeldSeries, Point
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, stat
 from lowtide.reports.schema import ResourceName
@@ -100,7 +100,7 @@ def test_tensors_on_a_card_that_become_more_are_found(source: HeldSource) -> Non
 
 
 def test_what_was_read_before_the_server_had_started_is_forgotten(source: HeldSource) -> None:
-    kept: list[Reading] = []
+    kept: list[HeldReading] = []
     series = HeldSeries(source, {}, kept.extend, is_judged=True)
     series.look(has_begun=True)
     assert {course.key.resource for course in series.courses()} >= {"host-memory", "tensors", "threads"}
@@ -110,7 +110,7 @@ def test_what_was_read_before_the_server_had_started_is_forgotten(source: HeldSo
 
 
 def test_what_was_read_is_kept_once_it_is_known_to_be_after_the_start(source: HeldSource) -> None:
-    kept: list[Reading] = []
+    kept: list[HeldReading] = []
     series = HeldSeries(source, {}, kept.extend, is_judged=True)
     series.look(has_begun=True)
     assert kept == []

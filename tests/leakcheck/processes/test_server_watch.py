@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.leakcheck.processes import server_watch
 from lowtide.leakcheck.processes.held_levels import HeldSource
-from lowtide.leakcheck.processes.held_series import HeldKey, HeldSeries, Point, Reading
+from lowtide.leakcheck.processes.held_series import HeldKey, HeldReading, HeldSeries, Point
 from lowtide.leakcheck.processes.server_watch import HANGS_S, SLOW_S, ServerWatch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host.process_files import anonymous_bytes_of, stat
@@ -213,7 +213,7 @@ def test_requests_that_fail_are_told_and_nothing_is_known_where_all_do() -> None
 def test_what_grows_over_the_readings_of_all_watches_is_found_where_no_window_shows_it() -> None:
     process = stat(OWN)
     assert process is not None
-    held, kept = anonymous_bytes_of(OWN), list[Reading]()
+    held, kept = anonymous_bytes_of(OWN), list[HeldReading]()
     earlier = [Point(1e9 + turn, held - (40 - turn) * (1 << 20)) for turn in range(40)]
     driver = find_driver()
     series = HeldSeries(
