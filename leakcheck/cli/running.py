@@ -656,7 +656,9 @@ class _Watching:
 
         kept = self._kept
         source = HeldSource(pids, self._driver, lambda: watched.tensors)
-        series = HeldSeries(source, self._earlier, len if kept is None else kept.add, is_judged=kept is not None)
+        series = None
+        if kept is not None or self._metrics is not None:
+            series = HeldSeries(source, self._earlier, len if kept is None else kept.add, is_judged=kept is not None)
         self._watching = watched = ServerWatch(
             begin,
             self._seconds,
@@ -669,7 +671,7 @@ class _Watching:
         self._export(watched, source, series)
         return watched
 
-    def _export(self, watch: ServerWatch, source: HeldSource, series: HeldSeries) -> None:
+    def _export(self, watch: ServerWatch, source: HeldSource, series: HeldSeries | None) -> None:
         """Serve metrics and the page, where somebody wants them."""
         sends = any(os.environ.get(name) for name in _OTLP)
         if self._metrics is None and not sends:
@@ -681,7 +683,8 @@ class _Watching:
 
         def page() -> str:
             grows = [finding.message for finding, _ in watch.rates]
-            return render_page(watches=[PastWatch(self._name, began, "", grows, series.courses())], reload_s=_RELOAD_S)
+            courses = [] if series is None else series.courses()
+            return render_page(watches=[PastWatch(self._name, began, "", grows, courses)], reload_s=_RELOAD_S)
 
         try:
             exported = ExportedMetrics(

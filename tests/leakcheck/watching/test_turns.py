@@ -127,7 +127,7 @@ def grown_with_tensors(*, seconds: float, bound: int) -> Grown:
 @pytest.mark.parametrize("others", [0, 600_000], ids=["alone", "in a large heap"])
 def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them(others: int) -> None:
     # Of these the first reading keeps a table that is larger than all that grows.
-    large = [[] for _ in range(others)]  # type: ignore[var-annotated]
+    large: list[list[int]] = [[] for _ in range(others)]
     grown = grown_with_tensors(seconds=1.0, bound=100)
     del large
     (finding,) = grown.containers
