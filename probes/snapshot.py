@@ -17,12 +17,12 @@ from lowtide.probes.device.torch_allocator import (
     read_allocators,
     read_pinned,
 )
-from lowtide.probes.heap.caches import CacheReading, bytes_held, read_caches
+from lowtide.probes.heap.caches import LRU_CACHE, CacheReading, bytes_held, read_caches
 from lowtide.probes.host.readings import HostReading, Resident, named_shared_memory, read_host, resident_in
 from lowtide.probes.memory.ranges import Range, without
-from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
+from lowtide.probes.memory.tensors import TensorReading, storage_classes, summarize, survey_storages
 from lowtide.probes.objects.collector import GcReading, read_gc
-from lowtide.probes.objects.listed import collector_paused
+from lowtide.probes.objects.listed import Census, all_instances, collector_paused
 from lowtide.probes.originals import time
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
@@ -144,8 +144,10 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pool_residency = _pool_residency(pools, swapped=swapped)
         drivers = tuple(driver.read(index) for index in devices)
         pinned = read_pinned()
-        survey = survey_storages()
-        caches = read_caches(max_in_all=_MOST_BEHIND_CACHES)
+        # One list of the heap for both.
+        found = Census(all_instances(*storage_classes(), LRU_CACHE))
+        survey = survey_storages(found)
+        caches = read_caches(found, max_in_all=_MOST_BEHIND_CACHES)
         tensors = summarize(survey, pools)
         pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]
         outside = without(tensors.on("cpu").ranges, pooled)

@@ -141,6 +141,13 @@ def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorRead
     return TensorReading(tuple(per_device), survey.unreadable)
 
 
+def storage_classes() -> tuple[type, ...]:
+    """Return the classes of which `survey_storages` looks for instances: none where torch is not loaded."""
+    torch = loaded("torch")
+    # It may be half way through its import.
+    return () if torch is None or not hasattr(torch, "Tensor") else (torch.UntypedStorage, torch.Tensor)
+
+
 def survey_storages(objects: Iterable[object] | Census | None = None) -> StorageSurvey:
     """Finds the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
 
@@ -149,12 +156,12 @@ def survey_storages(objects: Iterable[object] | Census | None = None) -> Storage
 
     Two storages at one address of one device are one.
     """
-    torch = loaded("torch")
-    if torch is None or not hasattr(torch, "Tensor"):  # not loaded, or half way through its import
+    torch, classes = loaded("torch"), storage_classes()
+    if torch is None or not classes:
         return StorageSurvey((), 0)
     with collector_paused(), plain_tensors(torch):
         if objects is None:
-            objects = all_instances(torch.UntypedStorage, torch.Tensor)
+            objects = all_instances(*classes)
         census = objects if isinstance(objects, Census) else Census(objects)
         found = _Found(torch)
         for storage in census.instances_of(torch.UntypedStorage):

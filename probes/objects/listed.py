@@ -284,6 +284,11 @@ def _running_frames() -> Iterator[FrameType]:
                 yield frame
 
 
+def running_locals() -> list[object]:
+    """Return the local variables of all functions that run, in any thread; those of inner functions come last."""
+    return [value for frame in [*_running_frames()][::-1] for value in frame_locals(frame)]
+
+
 def frame_locals(frame: FrameType, *, is_checkers: bool = False) -> list[object]:
     """The values of a frame's local variables, leaving nothing behind.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -202,3 +203,36 @@ def test_of_what_a_sleep_gives_back_at_once_or_keeps_nothing_is_said(kind: type[
     slept.begin("sleep")
     engine.sleep()
     assert slept.only_collected("sleep") == []
+
+
+OF_MODULE: list[Engine] = []
+
+
+def sleep_of_nothing() -> tuple[list[Finding], tuple[int, int] | None, int]:
+    """What is said of a sleep that gives nothing back, and how often the collector goes through the heap for that."""
+    slept = SleptTensors("cpu")
+    slept.begin("sleep")
+    before = gc.get_stats()[2]["collections"]
+    found, sizes = slept.only_collected("sleep"), slept.kept_asleep()
+    return found, sizes, gc.get_stats()[2]["collections"] - before
+
+
+def test_what_a_running_function_leads_to_is_held_and_nothing_is_collected_to_see_it() -> None:
+    gc.collect()
+    engine = [{"engine": Engine()}]
+    found, sizes, collections = sleep_of_nothing()
+    assert (found, collections) == ([], 0)
+    assert sizes is not None
+    assert min(sizes) >= 10 * MIB
+    del engine
+
+
+def test_what_no_running_function_leads_to_may_be_garbage_and_is_collected_for() -> None:
+    OF_MODULE.append(Engine())
+    try:
+        found, sizes, collections = sleep_of_nothing()
+    finally:
+        OF_MODULE.clear()
+    assert (found, collections > 0) == ([], True)
+    assert sizes is not None
+    assert min(sizes) >= 10 * MIB
