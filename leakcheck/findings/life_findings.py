@@ -347,6 +347,14 @@ def _advised(finding: Finding) -> Finding:
     return msgspec.structs.replace(finding, advice=f"let go of {finding.holder} before the engine sleeps")
 
 
+def largest_of_cause(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the largest finding of each fingerprint: what one sleep of a loop shows, all later ones show again."""
+    found: dict[str, Finding] = {}
+    for finding in sorted(findings, key=lambda each: each.bytes):
+        found[finding.fingerprint] = finding
+    return [finding for finding in findings if found[finding.fingerprint] is finding]
+
+
 def is_cached(finding: Finding) -> bool:
     """Return whether a finding is of what an `lru_cache` keeps."""
     return finding.cause == "lru-cache"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from lowtide.leakcheck.findings.life_findings import largest_of_cause
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages
@@ -286,7 +287,7 @@ class OtherProcesses:
         for pid in stayed:
             if pid not in owned:
                 self._found += self._left_in(pid, self._before[pid], now[pid])
-        found = (*self._found, *self._engine.findings_at_end(), *self._ended.findings())
+        found = (*largest_of_cause(self._found), *self._engine.findings_at_end(), *self._ended.findings())
         self._found = []
         return found
 

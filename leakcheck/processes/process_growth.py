@@ -296,15 +296,19 @@ def growth_on_card(process: ProcessName, device: str, series: TurnSeries, second
     return _finding(process, key, "intervals", size, said, count=turns, trend="growth", advice=advice)
 
 
-FILLING = ("create", "sleep", "wake", "reload", "shutdown")
-"""What the names of stages begin with after which the next inference may fill something once."""
+_FIRST = ("create", "reload", "shutdown")
+"""What the names of stages begin with after which the next inference is the first one of an engine, or as good as."""
+
+_FILLING = ("sleep", "wake")
+"""The same of stages that may leave something to be filled by the next inference, the first time that they come."""
 
 
 @dataclass
 class Turns:
     """Counts the turns of a stage, inferences or another's, and those by which growth is judged.
 
-    An inference is, where it came right after another one; an update of weights, where it is not the first.
+    An inference is, where it came right after another one, or after the same sleeps and wakes as one before it: a loop
+    that trains between two inferences has no others. An update of weights is, where it is not the first.
 
     Attributes:
         stage: its name.
@@ -316,24 +320,30 @@ class Turns:
     count: int = 0
     again: list[int] = field(default_factory=list)
     _had_one: bool = False
+    # What there has been since the last inference that may leave something to be filled, and before earlier ones.
+    _between: tuple[str, ...] = ()
+    _known: set[tuple[str, ...]] = field(default_factory=lambda: {()})
 
     @property
     def follows(self) -> bool:
-        """Return whether the last one came right after another one."""
+        """Return whether the last one followed another one."""
         return self.again[-1:] == [self.count]
 
     def after(self, stage: str) -> None:
         """Note that a stage has ended."""
         if stage == self.stage:
             self.count += 1
-            self.again += [self.count] if self._had_one else []
-            self._had_one = True
-        elif stage.startswith(FILLING if self.stage == "infer" else "create"):
+            self.again += [self.count] if self._had_one and self._between in self._known else []
+            self._known.add(self._between)
+            self._had_one, self._between = True, ()
+        elif stage.startswith(_FIRST if self.stage == "infer" else "create"):
             self.break_off()
+        elif self.stage == "infer" and stage.startswith(_FILLING):
+            self._between += (stage,)
 
     def break_off(self) -> None:
         """Note that the next one comes after no other."""
-        self._had_one = False
+        self._had_one, self._between, self._known = False, (), {()}
 
 
 Left = Sequence[tuple[Finding, Mapping[int, int]]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowtide.leakcheck.explaining.explain import explain
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
-from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, largest_of_cause, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
@@ -86,8 +86,8 @@ class SleepWatch:
 
     def take(self) -> tuple[Finding, ...]:
         """Return what was found since the last call."""
-        found, self._findings = tuple(self._findings), []
-        return found
+        found, self._findings = largest_of_cause(self._findings), []
+        return tuple(found)
 
     def take_unjudged(self) -> tuple[NotMeasured, ...]:
         """Return the sleeps since the last call that have given back nothing, where nobody says what they should."""

@@ -50,6 +50,12 @@ def remembers_some(size):
     KEPT.append(bytes(2000 + len(KEPT)))
     del KEPT[:-3]
 
+def keeps_natively(size):
+    import ctypes
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    ctypes.memset(malloc(size), 1, size)
+
 def gives_back(size):
     import torch
     return int(torch.ones(size, dtype=torch.uint8).sum())
@@ -111,6 +117,30 @@ def test_life():
                 pool.submit(worker.{function}, 8 << 20).result()
         with stage("sleep(1)"):
             pool.submit(worker.stops, 0).result()
+"""
+
+LOOP = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import worker
+from lowtide import stage
+
+@pytest.mark.parametrize("call", ["keeps_tensor", "keeps_the_last", "keeps_natively"])
+def test_loop(call):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with stage("create"):
+            pool.submit(worker.gives_back, 1 << 20).result()
+        for _ in range(6):
+            with stage("infer"):
+                pool.submit(getattr(worker, call), 8 << 20).result()
+            with stage("sleep(1)"):
+                pool.submit(worker.stops, 0).result()
+            with stage("train"):
+                pass
+            with stage("wake"):
+                pool.submit(worker.stops, 0).result()
 """
 
 IN_A_LIFE = """
@@ -263,6 +293,18 @@ def test_a_test_that_marks_its_stages_is_judged_as_a_life(run_inner: RunInner, f
     (finding,) = run.subject("test_it.py::test_life").findings
     assert (finding.resource, finding.stage, finding.bytes) == ("tensors", "infer", 32 << 20)
     assert finding.holder == "worker.KEPT"
+
+
+def test_an_engine_that_sleeps_between_all_its_inferences_is_judged_by_the_turns_of_the_loop(run_inner: RunInner) -> None:
+    run = run_inner({"worker.py": WORKER, "test_inner.py": LOOP})
+    (tensors,) = run.subject("test_inner.py::test_loop[keeps_tensor]").findings
+    assert (tensors.resource, tensors.holder) == ("tensors", "worker.KEPT")
+    assert tensors.bytes >= 6 * (8 << 20)
+    (native,) = run.subject("test_inner.py::test_loop[keeps_natively]").findings
+    assert (native.resource, native.trend, native.count) == ("host-memory", "growth", 4)
+    assert native.bytes == pytest.approx(4 * (8 << 20), rel=0.05)
+    twin = run.subject("test_inner.py::test_loop[keeps_the_last]")
+    assert [each.message for each in twin.findings if each.resource != "tensors"] == []
 
 
 def test_without_agents_it_is_not_judged(run_inner: RunInner) -> None:

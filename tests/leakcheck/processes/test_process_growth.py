@@ -326,6 +326,18 @@ def test_inferences_of_a_loop_with_updates_between_them_are_judged() -> None:
     assert inferences.again == [2, 3]
 
 
+def test_inferences_of_a_loop_that_sleeps_between_them_are_judged_from_its_second_turn_on() -> None:
+    inferences = Turns()
+    turn = ("infer", "sleep(1)", "train", "wake", "update_weights")
+    for stage in ("create", *3 * turn, "infer", "sleep(2)", "wake", "infer", "sleep(1)", "wake", "infer"):
+        inferences.after(stage)
+    # Of the other level of sleep it is the first one.
+    assert inferences.again == [3, 4, 6]
+    for stage in ("shutdown", "create", *2 * turn):
+        inferences.after(stage)
+    assert (inferences.count, inferences.again) == (8, [3, 4, 6])
+
+
 @pytest.mark.parametrize(
     ("levels", "resources"),
     [
