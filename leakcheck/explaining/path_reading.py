@@ -118,7 +118,12 @@ def holder_name(path: Path, first: int) -> str:
         variable = path.steps[0].edge.removeprefix("f_locals[").removeprefix("f_globals[").removesuffix("]")
         sort = "local" if path.steps[0].kind == "frame-local" else "global"
         frame = f"{sort} {variable} of {function}() in {place}"
-        return f"thread '{path.thread}', {frame}" if path.thread else frame
+        frame = f"thread '{path.thread}', {frame}" if path.thread else frame
+        # A loop's `self` leads to everything: what has a name behind it says more.
+        named = max((turn for turn, step in enumerate(path.steps) if step.edge.startswith(".")), default=0)
+        code = CodeOfPath(path)
+        way = code(named + 1)[len(code(1)) :] if named else ""
+        return f"{_shortened(way)} of {frame}" if way else frame
     if path.root_kind in ("thread", "context"):
         return path.root
     if path.root_kind == "native":

@@ -226,9 +226,12 @@ def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
 
 
 def _name_of(explanation: Explanation) -> str:
-    """Return the container's name: the holder alone names a variable's function, or a thread."""
+    """Return the container's name: the holder alone names a thread, or a variable's last attribute."""
     root, *hops = explanation.path
-    unsaid = {"frame": hops[1:], "thread": hops}.get(root.type, ())
+    unsaid = hops if root.type == "thread" else []
+    if root.type == "frame":
+        while hops[1:] and not hops[-1].edge.startswith("."):
+            unsaid.insert(0, hops.pop())
     below = "".join(hop.edge for hop in unsaid)
     return f"{below} of {explanation.holder}" if below else explanation.holder
 

@@ -295,7 +295,9 @@ def test_a_test_that_marks_its_stages_is_judged_as_a_life(run_inner: RunInner, f
     assert finding.holder == "worker.KEPT"
 
 
-def test_an_engine_that_sleeps_between_all_its_inferences_is_judged_by_the_turns_of_the_loop(run_inner: RunInner) -> None:
+def test_an_engine_that_sleeps_between_all_its_inferences_is_judged_by_the_turns_of_the_loop(
+    run_inner: RunInner,
+) -> None:
     run = run_inner({"worker.py": WORKER, "test_inner.py": LOOP})
     (tensors,) = run.subject("test_inner.py::test_loop[keeps_tensor]").findings
     assert (tensors.resource, tensors.holder) == ("tensors", "worker.KEPT")

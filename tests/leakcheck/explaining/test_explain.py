@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -254,6 +255,18 @@ def test_the_local_of_a_running_function_names_the_function() -> None:
     function = "test_the_local_of_a_running_function_names_the_function"
     assert explanation.cause == "frame"
     assert explanation.holder == f"local 'tensor' of {function}() in test_explain.py:{line}"
+
+
+def test_what_a_local_leads_to_is_named_from_it_up_to_its_last_attribute() -> None:
+    def serve() -> Explanation:
+        loop = {"engine": types.SimpleNamespace(worker=types.SimpleNamespace(sent=[torch.zeros(2)]))}
+        [explanation] = explain([*loop["engine"].worker.sent])
+        return explanation
+
+    explanation = serve()
+    assert explanation.holder is not None
+    assert explanation.holder.startswith("['engine'].worker.sent of local 'loop' of ")
+    assert re.search(r"serve\(\) in test_explain\.py:[0-9]+$", explanation.holder)
 
 
 def test_a_global_of_code_that_is_no_module_names_the_code() -> None:

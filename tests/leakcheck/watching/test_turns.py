@@ -50,8 +50,10 @@ def test_what_each_turn_adds_is_told_with_its_container() -> None:
             check.turn()
     found = {finding.holder: finding.message for finding in findings(check)}
     assert len(found) == 2
-    (holder,) = (holder for holder in found if holder is not None and holder.startswith("local 'server' of test_what"))
-    assert found[holder].startswith(f".replies of {holder} takes 1 item (2.0 KiB) in each of 18 turns")
+    (holder,) = (
+        holder for holder in found if holder is not None and ".replies of local 'server' of test_what" in holder
+    )
+    assert found[holder].startswith(f"{holder} takes 1 item (2.0 KiB) in each of 18 turns")
     module = __name__
     assert found[f"{module}.REQUESTS"] == (
         f"{module}.REQUESTS takes 1 item (2.1 KiB) in each of 18 turns, 36.9 KiB in all: 20 of bytes"
