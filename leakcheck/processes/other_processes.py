@@ -406,8 +406,14 @@ class OtherProcesses:
             if known is None or known.turns[-1:] != [self._turn]:
                 continue
             for pid in family & now.keys():
-                levels = known.levels.setdefault(pid, ProcessTurns())
-                levels.note(self._turn, now[pid].private, now[pid].cards)
+                seen = now[pid]
+                if pid not in known.levels:
+                    # What is free since its imports would go with what is trimmed at the end, and hide as much growth.
+                    if self._has_torch(pid) and self._engine.trim(pid) is not None:
+                        seen = self._outside().get(pid, seen)
+                    known.levels[pid] = ProcessTurns()
+                levels = known.levels[pid]
+                levels.note(self._turn, seen.private, seen.cards)
                 if levels.can_show_growth:
                     self._judged.add(pid)
         return owned
