@@ -501,7 +501,11 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object]) -> 
     is_thing, itself = holder.identity == id(item), found.get(holder.identity)
     ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
     advice = ended(name, ending)
-    if root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
+    exception = _exception_on(_way_of(path, holder))
+    if exception:
+        # What the functions had in hand when it was raised is no part of it, and ends where they do.
+        advice = f"set {exception}.__traceback__ to None where it is kept: it keeps the variables of all its functions"
+    elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
         # itself is the program's to end where it was made.
         advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
@@ -511,9 +515,20 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object]) -> 
     return CommonCause(holder.identity, name, path, advice, holder.cause, ending, is_thing, holder.through)
 
 
+def _way_of(path: tuple[Hop, ...], holder: Holder) -> tuple[Hop, ...]:
+    """Return the whole way to what is held, of which a path is the beginning."""
+    return holder.way if holder.way[: len(path)] == path else path
+
+
+def _exception_on(way: Sequence[Hop]) -> str:
+    """Return the first exception of which a way goes on through the traceback, as code; empty where there is none."""
+    traceback = next((turn for turn, hop in enumerate(way) if hop.edge == ".__traceback__"), 0)
+    return way_text(way[:traceback])
+
+
 def _ended_within(path: tuple[Hop, ...], holder: Holder) -> str:
     """Return the advice to end the first part of a holder that can be ended, which holds the rest; empty for none."""
-    way = holder.way if holder.way[: len(path)] == path else path
+    way = _way_of(path, holder)
     for turn in range(len(path), len(way)):
         if way[turn].edge.startswith("._") and is_library(way[turn - 1].type):
             break

@@ -78,6 +78,27 @@ def test_terminal_that_is_closed():
         os.close(number)
 
 
+def fails_to_read(path):
+    connection = open(path)
+    raise RuntimeError("no header")
+
+
+def test_error_that_is_kept(tmp_path):
+    (tmp_path / "rows").touch()
+    try:
+        fails_to_read(tmp_path / "rows")
+    except RuntimeError as error:
+        KEPT["error"] = error
+
+
+def test_error_that_is_kept_without_its_traceback(tmp_path):
+    (tmp_path / "rows").touch()
+    try:
+        fails_to_read(tmp_path / "rows")
+    except RuntimeError as error:
+        KEPT["said"] = error.with_traceback(None)
+
+
 def test_ends_what_others_left():
     KEPT["client"].loop.close()
     KEPT["manager"].shutdown()
@@ -97,6 +118,9 @@ def run(run_inner: RunInner) -> InnerRun:
 ADVICE = {
     "test_client": "call test_inner.KEPT['client'].loop.close() in teardown",
     "test_manager": "call test_inner.KEPT['manager'].shutdown() in teardown",
+    "test_error_that_is_kept": (
+        "set test_inner.KEPT['error'].__traceback__ to None where it is kept: it keeps the variables of all its functions"
+    ),
     "test_array_over_a_file": "let go of test_inner.KEPT['array'] in teardown",
     "test_dropped_program": "call terminate() of the subprocess.Popen in teardown",
     "test_fork": "have what starts it end it, and wait for it: os.kill({0}, signal.SIGTERM); os.waitpid({0}, 0)",
@@ -128,6 +152,7 @@ def test_where_a_fork_or_a_terminal_was_made_is_said(run: InnerRun, test: str, p
         "test_array_over_a_file_that_is_dropped",
         "test_fork_that_is_waited_for",
         "test_terminal_that_is_closed",
+        "test_error_that_is_kept_without_its_traceback",
     ],
 )
 def test_what_is_ended_is_no_leak(run: InnerRun, test: str) -> None:
