@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: pip install vllm")
+
 import loop
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's workers do with weights that a trainer sends: loaded by vLLM into each worker, by `worker_extension_cls`."""
+"""What vLLM's workers do with weights that a trainer sends: vLLM makes it part of each by `worker_extension_cls`."""
 
 from __future__ import annotations
 

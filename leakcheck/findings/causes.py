@@ -504,7 +504,7 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object]) -> 
     exception = _exception_on(_way_of(path, holder))
     if exception:
         # What the functions had in hand when it was raised is no part of it, and ends where they do.
-        advice = f"set {exception}.__traceback__ to None where it is kept: it keeps the variables of all its functions"
+        advice = f"set {exception}.__traceback__ to None: it keeps what its functions had in hand"
     elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
         # itself is the program's to end where it was made.

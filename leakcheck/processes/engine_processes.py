@@ -251,11 +251,11 @@ class EngineProcesses:
             self._note_unwatched()
             for pid, now in self._now.items():
                 # After the question, whose own memory is in the first level then, too.
-                levels = self._collected(now)
+                after = self._collected(now)
                 # What is free since before would go with what is trimmed later, and hide as much growth.
                 if pid not in self._growth.noted and self.trim(pid) is not None:
-                    levels = self._one(pid, messages.Read()) or levels
-                self._growth.note(now.process, self._levels(pid, levels), again=self._inferences.follows)
+                    after = self._one(pid, messages.Read()) or after
+                self._growth.note(now.process, self._levels(pid, after), again=self._inferences.follows)
             self._find_holders()
             self._turn += 1
             if self._readings.is_read(self._turn):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SUITES = ("engine_fixture", "module_cache", "rl_loop", "transformers_pipeline", "vllm_life")
+SUITES = ("engine_fixture", "module_cache", "rl_loop", "transformers_pipeline", "vllm_life", "vllm_rl_loop")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def test_a_patch_is_one(patch: Path) -> None:
     assert f"`{patch.name}`" in (ROOT / "docs" / "peer-checks.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [name for name in SUITES if name != "vllm_life"])
+@pytest.mark.parametrize("name", [name for name in SUITES if not name.startswith("vllm_")])
 def test_the_clean_file_is_clean(name: str) -> None:
     judged = run(name).subjects(leaking=False)
     assert judged

@@ -119,7 +119,7 @@ ADVICE = {
     "test_client": "call test_inner.KEPT['client'].loop.close() in teardown",
     "test_manager": "call test_inner.KEPT['manager'].shutdown() in teardown",
     "test_error_that_is_kept": (
-        "set test_inner.KEPT['error'].__traceback__ to None where it is kept: it keeps the variables of all its functions"
+        "set test_inner.KEPT['error'].__traceback__ to None: it keeps what its functions had in hand"
     ),
     "test_array_over_a_file": "let go of test_inner.KEPT['array'] in teardown",
     "test_dropped_program": "call terminate() of the subprocess.Popen in teardown",
