@@ -217,7 +217,8 @@ def _may_grow_for_ever(cache: Any) -> bool:
 
 def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
     """Whether the program holds it: a test runner keeps what it has to report, and libraries a lot."""
-    if not explanation.holder or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
+    # In a frozen heap there is no way to what only C holds.
+    if not explanation.path or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
         return False
     root = explanation.path[0]
     if root.type == "frame":

@@ -52,8 +52,8 @@ class HeldArray:
     @property
     def turn(self) -> int:
         """Its place in a list; 0 elsewhere."""
-        index = _INDEX.search(self.explanation.path[-1].edge)
-        return int(index[1]) if index is not None else 0
+        indices = [_INDEX.search(hop.edge) for hop in self.explanation.path[-1:]]
+        return next((int(index[1]) for index in indices if index is not None), 0)
 
 
 def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:

@@ -95,12 +95,20 @@ def _work(
             pass_for_the_process(frames, threads)
             said = b"=" + work()
         except BaseException as error:  # noqa: BLE001 - there is nobody else to say it to
-            said = f"!{type(error).__name__}: {error}".encode(errors="replace")
+            said = f"!{type(error).__name__}: {error} ({_place_of(error)})".encode(errors="replace")
         view = memoryview(len(said).to_bytes(_LENGTH, "little") + said)
         while view:
             view = view[os.write(writing, view) :]
     finally:
         os._exit(0)
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f"{trace.tb_frame.f_code.co_name}, line {trace.tb_lineno}"
 
 
 def _go_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import gc
 from collections.abc import Callable, Collection, Iterator
 from unittest.mock import MagicMock
@@ -134,3 +135,21 @@ def test_nor_does_another_one_that_grows_or_that_is_made_anew() -> None:
         LATEST[:] = [list(SEEN)]  # type: ignore[list-item]
 
     assert {finding.holder for finding in found_after(serve)} == {f"{__name__}.SEEN", f"{__name__}.TABLE"}
+
+
+def test_a_list_that_c_alone_holds_in_a_frozen_heap_is_passed_over() -> None:
+    held: list[Block] = []
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    address = id(held)
+    del held
+
+    def turn(number: int) -> None:
+        ctypes.cast(address, ctypes.py_object).value.append(Block(number))
+        SEEN.append(Block(number))
+        if number == 1:
+            gc.freeze()
+
+    try:
+        assert [finding.holder for finding in found_after(turn)] == [f"{__name__}.SEEN"]
+    finally:
+        ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
