@@ -21,7 +21,7 @@ import machine
 from lowtide.leakcheck.gate.calibration import MUST_SEE, NULL_LIVES, NullLives, live_null_lives
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
-from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.resources.resource import Rung
 
 GATES, PLANTED, CELLS = 200, 20, 8
@@ -31,16 +31,15 @@ CYCLES = (2, 4, 8)
 Level = Mapping[str, int]
 
 
-def metrics(tolerances: Level) -> list[Metric[Level]]:
-    return [
-        Metric("host-memory", "", lambda level, key=key: level.get(key, 0), tolerance=tolerance, what=key, key=key)
-        for key, tolerance in tolerances.items()
-    ]
+def metrics(tolerances: Level) -> list[Metric]:
+    return [Metric("host-memory", "", key, tolerance=tolerance, what=key) for key, tolerance in tolerances.items()]
 
 
-def above(judged: Sequence[Metric[Level]], before: Level, after: Level) -> list[str]:
+def above(judged: Sequence[Metric], before: Level, after: Level) -> list[str]:
     """The metrics that a judgement reports, by key."""
-    return list(judge(judged, before, [LadderStep(Rung.RAW, after, 0.0)], stage="shutdown", cycle=1).keys)
+    steps = [LadderStep(Rung.RAW, Reading(amounts=after), 0.0)]
+    found = judge(judged, Reading(amounts=before), steps, stage="shutdown", cycle=1)
+    return [metric.key for metric in found.metrics]
 
 
 def findings(run: NullLives, cycles: int, tolerances: Level, leak: Level) -> set[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
-from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
+from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric, Reading
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.originals import time
@@ -100,8 +99,6 @@ HOLDER_OF_RUNG: dict[Rung, str] = {
     Rung.CLEAR_HOST_CACHE: "torch's cache of pinned memory",
 }
 
-R = TypeVar("R")
-
 Level = tuple[str, str, str, str]
 """What a metric without names counts: its resource, device, unit, and how a finding calls it."""
 
@@ -110,7 +107,7 @@ Level = tuple[str, str, str, str]
 class Excess:
     """How far one metric is above its baseline, in the metric's unit; None where it could not be read."""
 
-    metric: Metric[Any]
+    metric: Metric
     above: int | None
 
     @property
@@ -119,12 +116,12 @@ class Excess:
         return self.above is not None and self.above <= self.metric.tolerance
 
 
-def excesses(metrics: Iterable[Metric[R]], baseline: R, now: R) -> tuple[Excess, ...]:
+def excesses(metrics: Iterable[Metric], baseline: Reading, now: Reading) -> tuple[Excess, ...]:
     """Return how far each metric is above its baseline."""
     return tuple(Excess(metric, metric.above(baseline, now)) for metric in metrics)
 
 
-def missing(metrics: Iterable[Metric[R]], baseline: R, now: R) -> list[Excess]:
+def missing(metrics: Iterable[Metric], baseline: Reading, now: Reading) -> list[Excess]:
     """Return what is above its baseline, of what can be read."""
     return [item for item in excesses(metrics, baseline, now) if item.above is not None and not item.is_back]
 
@@ -143,13 +140,13 @@ class Judgement:
     findings: tuple[Finding, ...]
     returns: tuple[Return, ...]
     not_measured: tuple[NotMeasured, ...]
-    metrics: tuple[Metric[Any], ...] = ()
+    metrics: tuple[Metric, ...] = ()
 
 
 def judge(
-    metrics: Sequence[Metric[R]],
-    baseline: R,
-    steps: Sequence[LadderStep[R]],
+    metrics: Sequence[Metric],
+    baseline: Reading,
+    steps: Sequence[LadderStep[Reading]],
     *,
     stage: str,
     cycle: int,
@@ -200,9 +197,9 @@ def judge(
 
 
 def _finding(
-    metric: Metric[R],
-    baseline: R,
-    steps: Sequence[LadderStep[R]],
+    metric: Metric,
+    baseline: Reading,
+    steps: Sequence[LadderStep[Reading]],
     above: Sequence[int],
     back: int | None,
     stage: str,
@@ -257,7 +254,7 @@ def _finding(
     )
 
 
-def _fingerprints(metric: Metric[Any], stage: str, cause: Cause, new: Sequence[str]) -> tuple[str, str]:
+def _fingerprints(metric: Metric, stage: str, cause: Cause, new: Sequence[str]) -> tuple[str, str]:
     """Return a finding's fingerprint, and the one without the names of its items."""
     mark = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
     former = fingerprint(
@@ -275,17 +272,17 @@ def _fingerprints(metric: Metric[Any], stage: str, cause: Cause, new: Sequence[s
     return mark, former
 
 
-def named_amount(metric: Metric[Any], amount: int) -> str:
+def named_amount(metric: Metric, amount: int) -> str:
     """Say how much of what a metric counts: `4.0 MiB of driver on cuda:0`, `3 threads`."""
     text = format_amount(amount, metric.unit)
     return f"{text} of {_name(metric)}" if metric.unit == "bytes" else text
 
 
-def _bytes(metric: Metric[Any], amount: int) -> int:
+def _bytes(metric: Metric, amount: int) -> int:
     return amount if metric.unit == "bytes" else 0
 
 
-def _name(metric: Metric[Any]) -> str:
+def _name(metric: Metric) -> str:
     where = f" on {metric.device}" if metric.device else ""
     return f"{metric.what or metric.resource}{where}"
 

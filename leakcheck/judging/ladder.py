@@ -41,14 +41,15 @@ ACTIONS = {
 """What each rung does, as code that a user could run; `raw` and `settle` do nothing but look and wait."""
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class LadderStep(Generic[T]):
+class LadderStep(Generic[T_co]):
     """A reading, taken after a rung; `seconds` is what the rung took, waiting included."""
 
     rung: Rung
-    reading: T
+    reading: T_co
     seconds: float
 
 

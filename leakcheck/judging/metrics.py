@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test
-from lowtide.leakcheck.resources.resource import Bound, Rule, Rung
+from lowtide.leakcheck.resources.resource import Bound, Items, Rule, Rung
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os
@@ -21,99 +20,104 @@ from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
 from lowtide.reports.schema import Cause, Finding, ResourceName, Verdict
 
-R = TypeVar("R")
-
 NOT_OF_PYTHON: tuple[Verdict, ...] = ("native-held", "in-flight")
 """The verdicts on tensors' memory that has no tensor object any more, or never had one."""
 
 
 @dataclass(frozen=True)
-class Metric(Generic[R]):
+class Reading:
+    """What a test, a fixture or a life is judged by at one moment.
+
+    Attributes:
+        items: per metric's key, what is its own and still there, by name, with bytes or 1 each.
+        amounts: per metric's key a level of the whole process; None if it cannot be read.
+    """
+
+    items: Mapping[str, Items] = field(default_factory=dict)
+    amounts: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metric:
     """Something that must come back.
 
     Attributes:
         resource: the word that findings use.
         device: "cpu", "cuda:0", or "" where the reading belongs to the process.
-        read: bytes or a count, from a reading (`R`: a snapshot, or a plain test's); None where this machine cannot say.
-        tolerance: how far above the baseline still counts as back; unit of `read`.
+        key: of the row of the table, with the device: what it is called in a reading.
+        is_named: whether it counts what is new by name: one thing that went away must not hide another that stayed.
+        tolerance: how far above the baseline still counts as back; bytes or a count.
         rung: where on the ladder it must be back: what comes back later is somebody else's work.
         unit: "bytes" or the plural of what is counted.
         first_use: whether libraries move it when they are first used in a process (kernels that load, threads that
             start), so that the first life says nothing about it.
         settles: whether it comes back in the driver's own time, so that waiting is worth while.
-        items: what is there by name, with bytes or 1 each. Where given, what counts is what is new by name: one thing
-            that went away must not hide another that stayed.
         what: how a finding calls it, if not by the resource.
         cause: what a finding says when no rung brings it back.
         verdict: likewise.
-        key: of the row of the table, with the device.
+        excused: what does not count, as the counters call it.
     """
 
     resource: ResourceName
     device: str
-    read: Callable[[R], int | None]
+    key: str = ""
+    is_named: bool = False
     tolerance: int = 0
     rung: Rung = Rung.COLLECT
     unit: str = "bytes"
     first_use: bool = False
     settles: bool = False
-    items: Callable[[R], Mapping[str, int]] | None = None
     what: str = ""
     cause: Cause = "unknown"
     verdict: Verdict | None = None
-    key: str = ""
+    excused: Collection[str] = ()
 
-    def above(self, baseline: R, now: R) -> int | None:
+    def read(self, reading: Reading) -> int | None:
+        """Return the bytes or the count in a reading; None where this machine cannot say."""
+        return sum(self.items(reading).values()) if self.is_named else reading.amounts.get(self.key, 0)
+
+    def items(self, reading: Reading) -> Items:
+        """Return what there is by name, with bytes or 1 each; nothing of what is a level."""
+        found = reading.items.get(self.key, {})
+        if not self.excused:
+            return found
+        return {name: size for name, size in found.items() if as_counted(self.resource, name) not in self.excused}
+
+    def above(self, baseline: Reading, now: Reading) -> int | None:
         """Return how far `now` is above `baseline`; None where one of them cannot say."""
-        if self.items is not None:
+        if self.is_named:
             return sum(self.new_items(baseline, now).values())
         before, after = self.read(baseline), self.read(now)
         return None if before is None or after is None else after - before
 
-    def new_items(self, baseline: R, now: R) -> dict[str, int]:
+    def new_items(self, baseline: Reading, now: Reading) -> dict[str, int]:
         """Return what is there now, by name, and was not at the baseline."""
-        if self.items is None:
-            return {}
-        known = self.items(baseline)
+        known = baseline.items.get(self.key, {})
         return {name: amount for name, amount in self.items(now).items() if name not in known}
 
 
-def metric_of(
-    rule: Rule,
-    bound: Bound,
-    device: str,
-    read: Callable[[R], int | None],
-    items: Callable[[R], Mapping[str, int]] | None,
-    tolerance: int,
-) -> Metric[R]:
-    """Return the metric of one row of the table, with how it is read.
-
-    Args:
-        rule: the row.
-        bound: its column.
-        device: where it is judged; "" for the process.
-        read: see `Metric`.
-        items: likewise.
-        tolerance: likewise.
-    """
+def _metric_of(rule: Rule, bound: Bound, device: str, tolerance: int, *, is_named: bool) -> Metric:
     return Metric(
         rule.resource,
         device,
-        read,
+        _key_of(rule, device),
+        is_named=is_named,
         tolerance=tolerance,
         rung=bound.rung,
         unit=rule.unit,
         first_use=bound.first_use,
         settles=bound.settles,
-        items=items,
         what=bound.what,
         cause=bound.cause,
         verdict=rule.verdict,
-        key=rule.key_on(device if rule.place != "process" else ""),
     )
 
 
-def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
+def _key_of(rule: Rule, device: str) -> str:
+    return rule.key_on(device if rule.place != "process" else "")
+
+
+def shutdown_metrics(device: str) -> tuple[Metric, ...]:
     """Return what must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
 
     `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.life_record` compares them.
@@ -121,12 +125,31 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
     Args:
         device: where the engine ran.
     """
+    card = device != "cpu"
     return tuple(
-        _of_snapshots(rule, rule.life, where, card=device != "cpu")
-        for rule in RULES
-        if rule.life is not None and rule.key in _FROM_SNAPSHOT
-        for where in _places(rule, device)
+        _metric_of(rule, rule.life, where, rule.life.allowed(card=card), is_named=rule.key in _ITEMS_OF_SNAPSHOT)
+        for rule, where in _rows_of_lives(device)
+        if rule.life is not None
     )
+
+
+def reading_of(snapshot: Snapshot, device: str) -> Reading:
+    """Return what the life of an engine on a device is judged by, at the moment of a snapshot."""
+    items: dict[str, Items] = {}
+    amounts: dict[str, int | None] = {}
+    for rule, where in _rows_of_lives(device):
+        key = _key_of(rule, where)
+        if rule.key in _ITEMS_OF_SNAPSHOT:
+            items[key] = _ITEMS_OF_SNAPSHOT[rule.key](snapshot, where)
+        else:
+            amounts[key] = _LEVELS_OF_SNAPSHOT[rule.key](snapshot, where)
+    return Reading(items, amounts)
+
+
+def _rows_of_lives(device: str) -> list[tuple[Rule, str]]:
+    """Return the rows that are read from snapshots, each with where it is judged in a life on a device."""
+    read = _ITEMS_OF_SNAPSHOT.keys() | _LEVELS_OF_SNAPSHOT.keys()
+    return [(rule, where) for rule in RULES if rule.life and rule.key in read for where in _places(rule, device)]
 
 
 def _places(rule: Rule, device: str) -> Sequence[str]:
@@ -141,32 +164,15 @@ def _places(rule: Rule, device: str) -> Sequence[str]:
     return ("cpu", device) if rule.key == "tensors" else (device,)
 
 
-def _of_snapshots(rule: Rule, bound: Bound, device: str, *, card: bool) -> Metric[Snapshot]:
-    reading = _FROM_SNAPSHOT[rule.key](device)
-    return metric_of(rule, bound, device, reading.read, reading.items, bound.allowed(card=card))
-
-
-@dataclass(frozen=True)
-class _FromSnapshot:
-    """How a row is read from a snapshot: as one figure, and by name if it has names."""
-
-    read: Callable[[Snapshot], int | None]
-    items: Callable[[Snapshot], Mapping[str, int]] | None = None
-
-
-def _by_name(items: Callable[[Snapshot], Mapping[str, int]]) -> _FromSnapshot:
-    return _FromSnapshot(lambda snapshot: sum(items(snapshot).values()), items)
-
-
-def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> _FromSnapshot:
+def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> Callable[[Snapshot, str], Items]:
     """Return the reading of things that are counted and have names, without what is there to stay."""
 
-    def left(snapshot: Snapshot) -> dict[str, int]:
+    def left(snapshot: Snapshot, _: str) -> Items:
         by_item = {as_counted(resource, name): name for name in names(snapshot)}
         stays = exempt(resource, by_item, as_read=True)
         return {name: 1 for item, name in by_item.items() if item not in stays}
 
-    return _by_name(left)
+    return left
 
 
 def as_counted(resource: str, name: str) -> str:
@@ -189,16 +195,6 @@ def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
     }
     stays = exempt("shared-memory", own, as_read=True)
     return {name: size for name, size in own.items() if name not in stays}
-
-
-def host_pools(snapshot: Snapshot) -> dict[str, int]:
-    """Return the bytes of announced host memory that is not page-locked, by name."""
-    return _pools(snapshot, "host")
-
-
-def pinned_pools(snapshot: Snapshot) -> dict[str, int]:
-    """Return the bytes of announced host memory that is page-locked, by name."""
-    return _pools(snapshot, "pinned")
 
 
 def _pools(snapshot: Snapshot, kind: PoolKind) -> dict[str, int]:
@@ -298,28 +294,32 @@ def unaccounted_host_memory(snapshot: Snapshot) -> int:
     return private + max(0, snapshot.host.shared - named)
 
 
-_FROM_SNAPSHOT: Mapping[str, Callable[[str], _FromSnapshot]] = {
-    "tensors": lambda device: _FromSnapshot(lambda snapshot: snapshot.tensors.bytes_on(device)),
-    "unreadable": lambda _: _FromSnapshot(lambda snapshot: snapshot.tensors.unreadable),
-    "native": lambda device: _FromSnapshot(lambda snapshot: native_held(snapshot, device)),
-    "in-flight": lambda device: _FromSnapshot(lambda snapshot: awaiting_a_stream(snapshot, device)),
-    "cuda-ipc": lambda device: _by_name(lambda snapshot: exported_memory(snapshot, device)),
-    "arena": lambda device: _FromSnapshot(lambda snapshot: arena_without_tensors(snapshot, device)),
-    "empty-segments": lambda device: _FromSnapshot(lambda snapshot: empty_segments(snapshot, device)),
-    "reserved": lambda device: _by_name(lambda snapshot: empty_private_pools(snapshot, device)),
-    "driver": lambda device: _FromSnapshot(lambda snapshot: unaccounted_driver_memory(snapshot, device)),
-    "pinned-cache": lambda _: _FromSnapshot(lambda snapshot: snapshot.pinned.torch_reserved),
-    "pinned": lambda _: _by_name(pinned_pools),
-    "host-pools": lambda _: _by_name(host_pools),
-    "host-memory": lambda _: _FromSnapshot(unaccounted_host_memory),
-    "gc-frozen": lambda _: _FromSnapshot(lambda snapshot: frozen_by_program(snapshot.gc.frozen)),
-    "threads": lambda _: _counted("threads", lambda snapshot: snapshot.host.threads),
-    "processes": lambda _: _counted("processes", lambda snapshot: snapshot.host.children),
-    "file-descriptors": lambda _: _counted("file-descriptors", lambda snapshot: snapshot.host.descriptors),
-    "shared-memory": lambda _: _by_name(own_shared_memory),
-    "temporary-files": lambda _: _counted("temporary-files", lambda snapshot: snapshot.host.temporary_files),
+_LEVELS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], int | None]] = {
+    "tensors": lambda snapshot, device: snapshot.tensors.bytes_on(device),
+    "unreadable": lambda snapshot, _: snapshot.tensors.unreadable,
+    "native": native_held,
+    "in-flight": awaiting_a_stream,
+    "arena": arena_without_tensors,
+    "empty-segments": empty_segments,
+    "driver": unaccounted_driver_memory,
+    "pinned-cache": lambda snapshot, _: snapshot.pinned.torch_reserved,
+    "host-memory": lambda snapshot, _: unaccounted_host_memory(snapshot),
+    "gc-frozen": lambda snapshot, _: frozen_by_program(snapshot.gc.frozen),
 }
-"""How each row of the table is read from a snapshot on a device, by the row's key."""
+"""How a row of the table is read from a snapshot on a device, by the row's key, where it is one figure."""
+
+_ITEMS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], Items]] = {
+    "cuda-ipc": exported_memory,
+    "reserved": empty_private_pools,
+    "pinned": lambda snapshot, _: _pools(snapshot, "pinned"),
+    "host-pools": lambda snapshot, _: _pools(snapshot, "host"),
+    "threads": _counted("threads", lambda snapshot: snapshot.host.threads),
+    "processes": _counted("processes", lambda snapshot: snapshot.host.children),
+    "file-descriptors": _counted("file-descriptors", lambda snapshot: snapshot.host.descriptors),
+    "shared-memory": lambda snapshot, _: own_shared_memory(snapshot),
+    "temporary-files": _counted("temporary-files", lambda snapshot: snapshot.host.temporary_files),
+}
+"""How the others are read: by name."""
 
 
 HOST_MEMORY_TOLERANCE = bound_of_test("host-memory").allowed(card=False)
@@ -338,19 +338,6 @@ _LEVELS = ("pinned", "gc-frozen", "host-memory", "driver")
 """The keys of what a test's reading has as one figure, without names."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one test, or one fixture, is judged by at one moment.
-
-    Attributes:
-        items: per metric's key, what is its own and still there, by name, with bytes or 1 each.
-        amounts: per metric's key a level of the whole process; None if it cannot be read.
-    """
-
-    items: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    amounts: Mapping[str, int | None] = field(default_factory=dict)
-
-
 def host_memory_tolerance(devices: Collection[str]) -> int:
     """Return the bytes of the process's own memory that may stay, by the devices that it uses."""
     return HOST_MEMORY_TOLERANCE if set(devices) <= {"cpu"} else HOST_MEMORY_TOLERANCE_WITH_CARD
@@ -361,7 +348,7 @@ def may_be_of_libraries(finding: Finding, devices: Collection[str]) -> bool:
     return finding.resource == "host-memory" and finding.bytes <= host_memory_tolerance(devices)
 
 
-def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[Reading], ...]:
+def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric, ...]:
     """Return what a plain test is judged by; a metric's key is that of its row and its device, as `tensors cuda:0`.
 
     Args:
@@ -371,28 +358,18 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[
     """
     card = not set(devices) <= {"cpu"}
     tested = [(rule, rule.test) for rule in RULES if rule.test is not None]
-    metrics = [_of_readings(rule, bound, "", tolerance, card=card) for rule, bound in tested if rule.place == "process"]
+    metrics = [_of_tests(rule, bound, "", tolerance, card=card) for rule, bound in tested if rule.place == "process"]
     for device in devices:
         places = ("device",) if device == "cpu" else ("device", "card")
         metrics += [
-            _of_readings(rule, bound, device, tolerance, card=card) for rule, bound in tested if rule.place in places
+            _of_tests(rule, bound, device, tolerance, card=card) for rule, bound in tested if rule.place in places
         ]
     return tuple(metrics)
 
 
-def _of_readings(rule: Rule, bound: Bound, device: str, tolerance: int, *, card: bool) -> Metric[Reading]:
-    key = rule.key_on(device)
+def _of_tests(rule: Rule, bound: Bound, device: str, tolerance: int, *, card: bool) -> Metric:
     # What arrays explain has no more room in a process that uses a card: see `may_be_of_libraries`.
     allowed = bound.allowed(card=card and rule.key != "host-memory")
     if rule.unit == "bytes":
         allowed = max(allowed, tolerance)
-    if rule.key in _LEVELS:
-        return metric_of(rule, bound, device, lambda reading: reading.amounts.get(key, 0), None, allowed)
-    return metric_of(
-        rule,
-        bound,
-        device,
-        lambda reading: sum(reading.items.get(key, {}).values()),
-        lambda reading: reading.items.get(key, {}),
-        allowed,
-    )
+    return _metric_of(rule, bound, device, allowed, is_named=rule.key not in _LEVELS)

@@ -23,16 +23,11 @@ from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, 
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import (
-    DRIVER_PATIENCE,
-    LadderStep,
-    SettlePolicy,
-    climb,
     release,
     trim_heap,
-    wait_for_release,
 )
-from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived, ProcessState
+from lowtide.leakcheck.lives.life_reader import LifeReader
+from lowtide.leakcheck.lives.life_record import LifeRecord, Lived
 from lowtide.leakcheck.lives.script import (
     SCRIPT,
     UPDATES,
@@ -46,19 +41,17 @@ from lowtide.leakcheck.lives.script import (
     version_of,
     was_interrupted,
 )
-from lowtide.leakcheck.lives.shutdown_judgement import LifeMetrics, ShutdownJudgement
+from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
 from lowtide.leakcheck.processes.process_levels import explain_kept
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
-from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
-from lowtide.probes.host.counters import child_processes
-from lowtide.probes.originals import gc, threading, time
-from lowtide.probes.snapshot import Snapshot, take_snapshot
+from lowtide.probes.originals import gc, time
+from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import UPDATE, announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
@@ -134,7 +127,6 @@ class LifecycleRun:
         self._turns, self._until_decided = turns, until_decided
         self._calls = call_recorder(wanted=native)
         self._device = device
-        self._driver = driver
         self._cycles = cycles
         self._listener = listener
         self._script = tuple(script)
@@ -142,34 +134,18 @@ class LifecycleRun:
         self._emptying = emptying
         self._tenant = tenant
         self._snapshots = snapshots
-        self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._record = LifeRecord(name, device, cycles)
         self._sent = SentWeights(device)
         self._leftovers = LeftoverTensors(card=device != "cpu")
-        self._probes = LifeProbes(lambda: self._driver, card=device != "cpu")
-        self._process = ProcessState(self._driver_bytes, self._probes.counters.read, self._probes.environment)
-        self._imports = ImportWatch(self._importing, self._import_done)
-        self._imported = Imported(self._probes.counters.read)
-        self._metrics = LifeMetrics(device, self._probes.makers, self._imported, self._leftovers)
-        self._judgement = ShutdownJudgement(
-            cycles,
-            self._record,
-            self._metrics,
-            self._leftovers,
-            self._process,
-            self._climb,
-            self._snapshot_at_end,
-            self._probes,
-            tolerances,
-            heap,
-        )
-        self._processes = self._probes.engine_processes(device)
+        self._reader = LifeReader(device, driver, self._leftovers)
+        self._judgement = ShutdownJudgement(cycles, self._record, self._reader, self._leftovers, tolerances or {}, heap)
+        self._processes = self._reader.processes
         self._processes.asks_turns = turns > 0
         self._preserved_state = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._own_growth = OwnGrowth(self._leftovers)
         self._update_growth = OwnGrowth(self._leftovers, UPDATE)
-        self._named_growth = NamedGrowth(UPDATE, lambda: self._probes.counters.read().items)
+        self._named_growth = NamedGrowth(UPDATE, lambda: self._reader.counters.read().items)
         self._of_turns: dict[str, Finding] = {}
         self._said_of_turns = ""
         self._cycle = 0
@@ -186,10 +162,7 @@ class LifecycleRun:
         """Live all lives; an error or Ctrl-C ends the run early, with the engine shut down and what there is kept."""
         try:
             self._open_device()
-            self._leftovers.open()
-            self._imports.install()
-            self._imports.active = True
-            self._probes.start()
+            self._reader.start()
             with listening(self._growth), listening(self._leftovers.out_of_memory), Interrupts() as interrupts:
                 # One that got lost while libraries were loaded.
                 interrupts.raise_if_heard()
@@ -204,9 +177,7 @@ class LifecycleRun:
             # Outside the engine's own stages: it is shut down already, or was never made.
             self._interrupt()
         finally:
-            self._imports.remove()
-            self._leftovers.close()
-            self._probes.stop()
+            self._reader.stop()
         self._record.findings += self._processes.findings_at_end()
         if not self._judgement.is_concluded:
             self._record.findings += self._leftovers.earlier
@@ -215,10 +186,10 @@ class LifecycleRun:
         # A container of tensors is told by these.
         holders = {finding.holder for finding in self._record.findings}
         self._record.findings += [each for each in self._of_turns.values() if each.holder not in holders]
-        compared = self._judgement.not_compared(self._emptying if self._indices else ())
-        more = (*compared, *self._metrics.once_so_far, *self._unseen())
+        compared = self._judgement.not_compared(self._emptying if self._reader.cards else ())
+        more = (*compared, *self._reader.once_so_far, *self._unseen())
         more += () if self._heap is None else self._heap.not_measured
-        subject = self._record.subject(self._failure, more, self._metrics.used_before)
+        subject = self._record.subject(self._failure, more, self._reader.used_before)
         if self._heap is not None and not subject.findings:
             self._heap.drop()
         if subject.outcome != "clean" or subject.reason:
@@ -228,7 +199,7 @@ class LifecycleRun:
     def _unseen(self) -> tuple[NotMeasured, ...]:
         """Return what other processes and the tenant could not be judged by."""
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
-        unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
+        unseen = largest_of_each(self._reader.unseen.besides(self._processes.judged, self._processes.answering))
         return (*unseen, *untaken, *self._processes.not_measured.values(), *self._processes.not_judged)
 
     def _open_device(self) -> None:
@@ -242,13 +213,12 @@ class LifecycleRun:
 
     def _live(self, cycle: int) -> None:
         self._cycle = cycle
-        self._process.mark()
+        self._reader.process.mark()
         if cycle > 1:
             # What an earlier life left to the collector would hide as much that this one keeps.
             release(Rung.COLLECT)
         release(Rung.EMPTY_CACHE)
-        baseline = self._snapshot(f"before cycle {cycle}")
-        self._judgement.begin(cycle, baseline)
+        baseline = self._judgement.begin(cycle)
         self._record.note_baseline(cycle, baseline)
         life = None
         try:
@@ -300,10 +270,10 @@ class LifecycleRun:
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
                 self._failed(cycle, called, error)
                 return
-            self._probes.look()
+            self._reader.look()
             if name.startswith("sleep"):
                 self._wait_for_driver(name, cycle, before)
-            after = self._snapshot(f"cycle {cycle}, after {name}")
+            after = self._reader.snapshot(f"cycle {cycle}, after {name}")
             # What a level 1 sleep, and the wake from it, have to move.
             moved = 0
             if name == "sleep(1)":
@@ -382,7 +352,7 @@ class LifecycleRun:
         if sizes is None:
             return collected
         # On a card each sleep gives up what it keeps on the host.
-        if not self._indices and stage not in self._emptying:
+        if not self._reader.cards and stage not in self._emptying:
             missing = not_judged(stage, sizes, slept.kind)
             self._record.not_measured[missing.what] = missing
             return collected
@@ -429,7 +399,7 @@ class LifecycleRun:
         except Exception as error:
             if name != "wake":
                 raise
-            after = self._snapshot(f"cycle {cycle}, after a {name} that failed")
+            after = self._reader.snapshot(f"cycle {cycle}, after a {name} that failed")
             self._record.findings += contract.after_failed_wake(name, self._device, before, after)
             self._record.findings += self._processes.after_failed_wake(name)
             if not is_out_of_memory(error):
@@ -463,17 +433,17 @@ class LifecycleRun:
         except Exception as error:  # noqa: BLE001 - whatever an engine's shutdown raises is a finding
             self._record.findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
-        self._probes.look()
+        self._reader.look()
         try:
-            steps = self._judgement.settle(cycle, baseline, failed=bool(self._failure))
+            after = self._judgement.settle(failed=bool(self._failure))
         except KeyboardInterrupt:
             # The report ends with what a shutdown left; whoever asks a second time does not wait for it.
             self._interrupt()
-            steps = self._judgement.settle(cycle, baseline, failed=True)
-        self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves(cycle, baseline, steps))
-        self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
+            after = self._judgement.settle(failed=True)
+        self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves_any)
+        self._record.stages.append(Lived("shutdown", cycle, seconds, before, after))
         self._announce(cycle, len(self._script))
-        self._judgement(getattr(life, "engine", life), cycle, baseline, steps, failed=bool(self._failure))
+        self._judgement(getattr(life, "engine", life), failed=bool(self._failure))
         self._record.findings += self._processes.ended.findings()
         self._record.whole += not self._failure
         if self.keep is not None and cycle < self._cycles and not self._failure:
@@ -496,55 +466,12 @@ class LifecycleRun:
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 
-    def _climb(
-        self,
-        missing: Callable[[Snapshot], Sequence[Excess]],
-        rungs: Sequence[Rung],
-        climbed: Sequence[LadderStep[Snapshot]],
-    ) -> list[LadderStep[Snapshot]]:
-        """Climb the ladder, with readings of the whole process, and a driver's patience where there is a card."""
-
-        def waiting(now: Snapshot) -> list[int | None]:
-            return [item.above for item in missing(now) if item.metric.settles]
-
-        return climb(
-            self._snapshot_at_end,
-            lambda now: not missing(now),
-            still_waiting=lambda now: bool(waiting(now)),
-            moved=lambda then, now: waiting(then) != waiting(now),
-            rungs=rungs,
-            climbed=climbed,
-            policy=DRIVER_PATIENCE if self._indices else SettlePolicy(),
-            peek=lambda: (
-                self._driver_bytes(),
-                threading.active_count(),
-                len(child_processes()),
-                self._probes.tree.orphans(),
-            ),
-        )
-
-    def _importing(self, owner: Owner) -> None:
-        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
-        self._imported.begin(owner)
-        self._leftovers.importing(owner)
-
-    def _import_done(self) -> None:
-        self._leftovers.imported()
-        self._process.adopt(self._imported.end())
-        # A library may have come with it that binds sockets in C.
-        self._probes.makers.start()
-
     def _announce(self, cycle: int, turn: int) -> None:
         self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
-        """Wait until the driver counts as much less as the arenas dropped since `before`, or does not move any more."""
-        held = before.driver_bytes(self._device) if self._indices else None
-        if held is None:
-            return
-        arenas = [pool for pool in announced_pools() if pool.kind == "arena" and pool.device == self._device]
-        dropped = before.arena_mapped(device=self._device) - sum(pool.mapped for pool in arenas)
-        late = wait_for_release(self._driver_bytes, held, dropped, DRIVER_PATIENCE)
+        """Note what the driver gives back late of what a sleep has given up."""
+        late = self._reader.wait_for_driver(before)
         if late is not None:
             self._record.returns.append(
                 Return(
@@ -557,18 +484,6 @@ class LifecycleRun:
                     seconds=late.seconds,
                 )
             )
-
-    def _driver_bytes(self) -> int:
-        """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
-        return sum(self._driver.read(index).process_bytes or 0 for index in self._indices)
-
-    def _snapshot(self, label: str) -> Snapshot:
-        snapshot = take_snapshot(label, driver=self._driver, devices=self._indices)
-        self._metrics.note_imports(snapshot)
-        return self._probes.judged(snapshot)
-
-    def _snapshot_at_end(self) -> Snapshot:
-        return self._snapshot("after shutdown")
 
 
 class SentWeights:

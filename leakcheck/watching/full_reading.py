@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_pa
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
 from lowtide.leakcheck.judging.device_memory import allocation_name
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
-from lowtide.leakcheck.judging.metrics import Metric, Reading
+from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.owners import Claims, Owner, Subject
 from lowtide.leakcheck.judging.storages import HeapReading, Key, is_storage, is_tensor, thaw
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted, unheld_threads
@@ -449,7 +449,7 @@ class FullReadings:
     def climb(
         self,
         case: Case,
-        above: Callable[[Deep], Sequence[Metric[Reading]]],
+        above: Callable[[Deep], Sequence[Metric]],
         give_back: Callable[[Rung], bool],
         walk: SharedWalk,
     ) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:

@@ -240,7 +240,7 @@ class WatchJudge:
     def _verdict(
         self,
         case: Case,
-        metrics: Sequence[Metric[Reading]],
+        metrics: Sequence[Metric],
         steps: Sequence[LadderStep[Deep]],
         frozen: frozenset[Key],
         context: Context,
@@ -346,7 +346,7 @@ class WatchJudge:
         self,
         case: Case,
         turn: int,
-        metrics: Sequence[Metric[Reading]],
+        metrics: Sequence[Metric],
         steps: Sequence[LadderStep[Deep]],
         explained: Explained,
         context: Context,
@@ -422,13 +422,13 @@ class WatchJudge:
         return frames(self._watched.stacks.stacks_at(device, [largest]).get(largest, ()))
 
 
-def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Reading]]:
+def _above(metrics: Sequence[Metric], deep: Deep) -> list[Metric]:
     """Return the metrics of a reading that are not back."""
     nothing = Reading()
     return [item.metric for reading in deep.readings for item in missing(metrics, nothing, reading)]
 
 
-def _suffices(known: SharedWalk, case: Case, above: Sequence[Metric[Reading]], deep: Deep) -> bool:
+def _suffices(known: SharedWalk, case: Case, above: Sequence[Metric], deep: Deep) -> bool:
     """Return whether what is left is nothing but what a case is of, or tensors and things in a walk of known ways."""
     left = {
         metric.key: {*deep.readings[0].items.get(metric.key, ())} for metric in above if metric.resource != "tensors"

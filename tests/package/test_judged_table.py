@@ -46,7 +46,7 @@ def test_each_row_has_its_own_key_and_is_judged_somewhere() -> None:
     assert [rule.key for rule in RULES if rule.test is None and rule.life is None] == []
 
 
-def figures(metric: Metric[Any]) -> tuple[object, ...]:
+def figures(metric: Metric) -> tuple[object, ...]:
     return metric.rung, metric.settles, metric.first_use, metric.what, metric.cause
 
 

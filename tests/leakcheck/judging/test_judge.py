@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,21 +15,32 @@ from lowtide.leakcheck.resources.resource import Rung
 from lowtide.reports.schema import Finding, Remedy
 from tests.waiting import SleptClock
 
-Levels = Mapping[str, int | None]
+
+def metric(resource: Any = "tensors", **options: Any) -> Metric:
+    return Metric(resource, "cuda:0", **{"key": resource, **options})
 
 
-def metric(resource: Any = "tensors", **options: Any) -> Metric[Levels]:
-    return Metric(resource, "cuda:0", lambda reading: reading.get(resource), **options)
+def levels(**amounts: int | None) -> Reading:
+    return Reading(amounts=amounts)
 
 
-def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[LadderStep[Levels]]:
+def named(resource: Any, **options: Any) -> Metric:
+    return Metric(resource, "", resource, is_named=True, **options)
+
+
+def climbed_by_name(resource: str, *names: str) -> list[LadderStep[Reading]]:
+    reading = Reading({resource: dict.fromkeys(names, 1)})
+    return [LadderStep(rung, reading, 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+
+
+def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[LadderStep[Reading]]:
     """One step of a second per reading, `raw` first."""
-    return [LadderStep(rung, {resource: now}, seconds) for rung, now in zip(Rung, readings, strict=False)]
+    return [LadderStep(rung, levels(**{resource: now}), seconds) for rung, now in zip(Rung, readings, strict=False)]
 
 
-def judged(known: Metric[Levels], *readings: int | None, baseline: int | None = 0) -> Any:
+def judged(known: Metric, *readings: int | None, baseline: int | None = 0) -> Any:
     steps = climbed(*readings, resource=known.resource)
-    return judge([known], {known.resource: baseline}, steps, stage="shutdown", cycle=2)
+    return judge([known], levels(**{known.resource: baseline}), steps, stage="shutdown", cycle=2)
 
 
 RAW, SETTLE, COLLECT, UNFREEZE, IPC_COLLECT, EMPTY_CACHE = 0, 1, 2, 3, 4, 5
@@ -134,26 +144,24 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
     assert found.holder == "the driver or native code"
     assert found.advice is not None
     assert found.advice.endswith("what the driver keeps by itself ends with the process")
-    named = Metric[Any]("pinned", "", lambda r: len(r), cause="native", items=lambda r: dict.fromkeys(r, 1))
-    steps = [LadderStep(rung, ("ring at 0x10",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
-    (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
+    steps = climbed_by_name("pinned", "ring at 0x10")
+    (found,) = judge([named("pinned", cause="native")], Reading(), steps, stage="shutdown", cycle=1).findings
     assert found.advice == "release or deregister it before shutdown ends"
 
 
 @pytest.mark.parametrize("cause", ["cuda-graph", "library-workspace", "unknown"])
 def test_of_other_causes_nothing_is_advised(cause: Any) -> None:
-    named = Metric[Any]("pinned", "", lambda r: len(r), cause=cause, items=lambda r: dict.fromkeys(r, 1))
-    steps = [LadderStep(rung, ("ring",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
-    (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
+    steps = climbed_by_name("pinned", "ring")
+    (found,) = judge([named("pinned", cause=cause)], Reading(), steps, stage="shutdown", cycle=1).findings
     assert (found.holder, found.advice, found.remedy) == ("ring", None, None)
     (found,) = judged(metric("driver", cause=cause), 10, 10, 10).findings
     assert (found.holder, found.advice) == (None, None)
 
 
 def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
-    known = Metric[Any]("threads", "", lambda r: len(r), unit="threads", items=lambda r: dict.fromkeys(r, 1))
-    steps = [LadderStep(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
-    (found,) = judge([known], ("gone", "gone too"), steps, stage="call", cycle=1).findings
+    before = Reading({"threads": {"gone": 1, "gone too": 1}})
+    steps = climbed_by_name("threads", "b", "a")
+    (found,) = judge([named("threads", unit="threads")], before, steps, stage="call", cycle=1).findings
     assert (found.count, found.holder) == (2, "a, b")
     assert found.message == "2 threads still running after call: a, b"
 
@@ -169,30 +177,38 @@ def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
 def test_blocks_are_workspaces_only_if_clearing_those_gives_them_back(
     cause: Any, readings: list[int], holder: str
 ) -> None:
-    known = Metric[Any](
-        "tensors", "cuda:0", lambda r: r, items=lambda r: {"block at 0x10": r} if r else {}, cause=cause
-    )
-    steps = [LadderStep(rung, now, 0.0) for rung, now in zip(Rung, readings, strict=False)]
-    (found,) = judge([known], 0, steps, stage="call", cycle=1).findings
+    steps = [
+        LadderStep(rung, Reading({"tensors": {"block at 0x10": now} if now else {}}), 0.0)
+        for rung, now in zip(Rung, readings, strict=False)
+    ]
+    known = metric(is_named=True, cause=cause)
+    (found,) = judge([known], Reading(), steps, stage="call", cycle=1).findings
     assert found.holder == holder
 
 
 def test_each_metric_is_judged_by_its_own_readings() -> None:
     late, unknown = metric("reserved", rung=Rung.EMPTY_CACHE), metric("arena")
     metrics = [unknown, late, metric("pinned"), metric("tensors")]
-    steps = [LadderStep(rung, {"pinned": 0, "tensors": 5, "reserved": 7}, 1.0) for rung in list(Rung)[: COLLECT + 1]]
-    steps += [
-        LadderStep(rung, {"pinned": 0, "tensors": 5, "reserved": 0}, 1.0) for rung in (Rung.UNFREEZE, Rung.EMPTY_CACHE)
+    steps = [
+        LadderStep(rung, levels(pinned=0, tensors=5, reserved=7, arena=None), 1.0) for rung in list(Rung)[: COLLECT + 1]
     ]
-    judgement = judge(metrics, {"pinned": 0, "tensors": 0, "reserved": 0}, steps, stage="call", cycle=1)
+    steps += [
+        LadderStep(rung, levels(pinned=0, tensors=5, reserved=0, arena=None), 1.0)
+        for rung in (Rung.UNFREEZE, Rung.EMPTY_CACHE)
+    ]
+    judgement = judge(metrics, levels(pinned=0, tensors=0, reserved=0), steps, stage="call", cycle=1)
     assert [(found.resource, found.bytes) for found in judgement.findings] == [("tensors", 5)]
     assert [(back.resource, back.bytes) for back in judgement.returns] == [("reserved", 7)]
 
 
 def test_the_fingerprint_tells_resource_device_stage_and_cause_and_not_how_much() -> None:
-    def mark(known: Metric[Levels], amount: int, stage: str = "call") -> str:
+    def mark(known: Metric, amount: int, stage: str = "call") -> str:
         (found,) = judge(
-            [known], {known.resource: 0}, climbed(*[amount] * 3, resource=known.resource), stage=stage, cycle=1
+            [known],
+            levels(**{known.resource: 0}),
+            climbed(*[amount] * 3, resource=known.resource),
+            stage=stage,
+            cycle=1,
         ).findings
         return found.fingerprint
 
@@ -236,15 +252,15 @@ def test_findings_about_one_level_are_one_and_what_has_names_stays_apart() -> No
 
 def test_missing_is_what_is_above_its_baseline_and_can_be_read() -> None:
     metrics = [metric("tensors"), metric("reserved"), metric("pinned"), metric("arena", tolerance=4)]
-    now = {"tensors": 5, "reserved": 3, "pinned": None, "arena": 4}
-    found = missing(metrics, {"tensors": 0, "reserved": 3, "pinned": 0, "arena": 0}, now)
+    now = levels(tensors=5, reserved=3, pinned=None, arena=4)
+    found = missing(metrics, levels(tensors=0, reserved=3, pinned=0, arena=0), now)
     assert [(item.metric.resource, item.above) for item in found] == [("tensors", 5)]
 
 
 def test_each_finding_has_its_metric_and_the_metrics_key() -> None:
     metrics = [metric("tensors", key="a"), metric("reserved", key="b"), metric("arena", key="c")]
-    steps = [LadderStep(rung, {"tensors": 1, "reserved": 0, "arena": 2}, 1.0) for rung in Rung]
-    judgement = judge(metrics, {"tensors": 0, "reserved": 0, "arena": 0}, steps, stage="shutdown", cycle=1)
+    steps = [LadderStep(rung, levels(a=1, b=0, c=2), 1.0) for rung in Rung]
+    judgement = judge(metrics, levels(a=0, b=0, c=0), steps, stage="shutdown", cycle=1)
     assert [metric.key for metric in judgement.metrics] == ["a", "c"]
     assert judgement.metrics == (metrics[0], metrics[2])
 

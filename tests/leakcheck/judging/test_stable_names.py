@@ -83,7 +83,7 @@ def found_by_the_judge(key: str, item: str | None) -> Finding:
     ]
     if item is None:
         reading = Reading(amounts={key: 1 << 40})
-        metrics = [metric for metric in metrics if metric.items is None]
+        metrics = [metric for metric in metrics if not metric.is_named]
     else:
         reading = Reading(items={metric: {item: 1 << 20} for metric in (key, key.replace("driver", "allocations"))})
     steps = [LadderStep(Rung.RAW, reading, 0.0)]

@@ -14,7 +14,7 @@ from lowtide.leakcheck.findings import empty_pools
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import release
-from lowtide.leakcheck.lives import lifecycle
+from lowtide.leakcheck.lives import life_reader
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.device.driver import DriverReading, NoDriver
@@ -75,7 +75,7 @@ class FakeCard:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
     fake = FakeCard()
-    monkeypatch.setattr(lifecycle, "take_snapshot", fake.snapshot)
+    monkeypatch.setattr(life_reader, "take_snapshot", fake.snapshot)
     monkeypatch.setattr(LifecycleRun, "_open_device", lambda run: None)
     monkeypatch.setattr(torch.cuda, "MemPool", FakePool)
     yield fake

@@ -30,8 +30,9 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.judge import excesses
 from lowtide.leakcheck.judging.ladder import ACTIONS, SettlePolicy
-from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
-from lowtide.leakcheck.lives import lifecycle, shutdown_judgement
+from lowtide.leakcheck.judging.metrics import Metric, Reading, reading_of, shutdown_metrics, unaccounted_host_memory
+from lowtide.leakcheck.lives import life_reader
+from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
 from lowtide.leakcheck.resources.resource import Rung
@@ -202,15 +203,15 @@ def test_a_stage_begins_where_the_one_before_it_ended() -> None:
 
 def test_without_a_card_nobody_waits_for_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     policies: list[SettlePolicy] = []
-    real = lifecycle.climb
+    real = life_reader.climb
 
     def watched(*args: Any, **settings: Any) -> Any:
         policies.append(settings["policy"])
         return real(*args, **settings)
 
-    monkeypatch.setattr(lifecycle, "climb", watched)
+    monkeypatch.setattr(life_reader, "climb", watched)
     found(SmallLife)
-    assert set(policies) == {SettlePolicy()} != {lifecycle.DRIVER_PATIENCE}
+    assert set(policies) == {SettlePolicy()} != {life_reader.DRIVER_PATIENCE}
 
 
 def test_each_stage_is_announced_before_it_starts() -> None:
@@ -751,16 +752,22 @@ def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stay
             pinned=PinnedReading(0, 0),
         )
 
-    (metric,) = [item for item in shutdown_metrics(device) if item.read is unaccounted_host_memory]
-    before = read(1 << 30)
+    def level(anonymous: int) -> Reading:
+        return Reading(amounts={"host-memory": unaccounted_host_memory(read(anonymous))})
+
+    (metric,) = [item for item in shutdown_metrics(device) if item.key == "host-memory"]
+    before = level(1 << 30)
     for left, is_back in ((stays, True), (stays + 1, False)):
-        (excess,) = excesses((metric,), before, read((1 << 30) + left))
+        (excess,) = excesses((metric,), before, level((1 << 30) + left))
         assert excess.is_back is is_back
 
 
 def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
-    def read(*children: str, descriptors: tuple[str, ...] = ()) -> Any:
-        return SimpleNamespace(host=SimpleNamespace(children=children, descriptors=descriptors))
+    nothing = take_snapshot(driver=NoDriver("a test"))
+
+    def read(*children: str, descriptors: tuple[str, ...] = ()) -> Reading:
+        host = dataclasses.replace(nothing.host, children=children, descriptors=descriptors)
+        return reading_of(dataclasses.replace(nothing, host=host), "cpu")
 
     metrics = {metric.resource: metric for metric in shutdown_metrics("cpu") if metric.resource != "tensors"}
     resource_tracker.ensure_running()
@@ -777,8 +784,15 @@ def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown: Metric[Any] = Metric("pinned", "cpu", lambda snapshot: None)
-    monkeypatch.setattr(shutdown_judgement, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
+    unknown = Metric("pinned", "cpu", "unknown")
+    monkeypatch.setattr(life_reader, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
+    real = life_reader.reading_of
+
+    def read(snapshot: Snapshot, device: str) -> Reading:
+        found = real(snapshot, device)
+        return dataclasses.replace(found, amounts={**found.amounts, "unknown": None})
+
+    monkeypatch.setattr(life_reader, "reading_of", read)
     subject, findings = found(SmallLife, cycles=2)
     assert findings == ()
     assert [item.what for item in subject.not_measured] == ["pinned on cpu"]
@@ -913,7 +927,7 @@ def test_a_level_that_comes_back_at_the_last_rung_is_reported_once(monkeypatch: 
             super().create()
             pinned[0] = 8 * MIB
 
-    monkeypatch.setattr(lifecycle, "take_snapshot", snapshot)
+    monkeypatch.setattr(life_reader, "take_snapshot", snapshot)
     monkeypatch.setattr(ladder, "trim_heap", trim)
     _, (finding,) = found(PinsOnce, cycles=2)
     assert (finding.resource, finding.cause, finding.bytes) == ("pinned", "allocator-cache", 8 * MIB)
@@ -1189,14 +1203,14 @@ def test_the_shutdown_of_a_life_that_did_not_come_about_begins_where_the_life_be
 
 @pytest.mark.parametrize("label", ["before cycle 2", "after shutdown"])
 def test_ctrl_c_while_reading_keeps_what_there_is(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LifecycleRun._snapshot
+    original = LifeReader.snapshot
 
-    def interrupted(self: LifecycleRun, text: str) -> Any:
+    def interrupted(self: LifeReader, text: str) -> Any:
         if text == label:
             raise KeyboardInterrupt
         return original(self, text)
 
-    monkeypatch.setattr(LifecycleRun, "_snapshot", interrupted)
+    monkeypatch.setattr(LifeReader, "snapshot", interrupted)
     run = live(SmallLife, cycles=2)
     subject = run.run()
     assert run.interrupted
@@ -1205,16 +1219,16 @@ def test_ctrl_c_while_reading_keeps_what_there_is(label: str, monkeypatch: pytes
 
 
 def test_one_ctrl_c_while_reading_after_shutdown_does_not_lose_that_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LifecycleRun._snapshot
+    original = LifeReader.snapshot
     interrupts = iter([KeyboardInterrupt])
 
-    def interrupted(self: LifecycleRun, text: str) -> Any:
+    def interrupted(self: LifeReader, text: str) -> Any:
         if text == "after shutdown":
             for interrupt in interrupts:
                 raise interrupt
         return original(self, text)
 
-    monkeypatch.setattr(LifecycleRun, "_snapshot", interrupted)
+    monkeypatch.setattr(LifeReader, "snapshot", interrupted)
     subject = live(SmallLife, cycles=2).run()
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(1, name) for name in SCRIPT]
     assert subject.reason == "interrupted in cycle 1"
@@ -1259,14 +1273,14 @@ def test_the_whole_lives_before_a_ctrl_c_are_judged(keeps: bool, monkeypatch: py
 
 
 def test_a_ctrl_c_between_two_lives_does_not_lose_what_the_first_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LifecycleRun._snapshot
+    original = LifeReader.snapshot
 
-    def interrupted(self: LifecycleRun, text: str) -> Any:
+    def interrupted(self: LifeReader, text: str) -> Any:
         if text == "before cycle 2":
             raise KeyboardInterrupt
         return original(self, text)
 
-    monkeypatch.setattr(LifecycleRun, "_snapshot", interrupted)
+    monkeypatch.setattr(LifeReader, "snapshot", interrupted)
     subject, findings = found(KeepsTensor, cycles=3)
     assert [finding.resource for finding in findings] == ["tensors"]
     assert subject.outcome == "leak"

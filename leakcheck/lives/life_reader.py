@@ -1,0 +1,290 @@
+"""Reads this process while an engine lives in it, and notices meanwhile what no snapshot could show afterwards.
+
+Children, segments, files, and who made what: from the first life to the last. What modules make that a life imports,
+and what a library keeps from its first use, is the process's, and is left out of what is judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowtide.leakcheck.findings.life_findings import LeftoverTensors
+from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.judging.judge import Excess
+from lowtide.leakcheck.judging.ladder import (
+    DRIVER_PATIENCE,
+    LadderStep,
+    Late,
+    SettlePolicy,
+    climb,
+    wait_for_release,
+)
+from lowtide.leakcheck.judging.metrics import Metric, Reading, as_counted, reading_of, shutdown_metrics
+from lowtide.leakcheck.judging.owners import Owner
+from lowtide.leakcheck.lives.life_record import ProcessState
+from lowtide.leakcheck.lives.tenant import context_sizes
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
+from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
+from lowtide.leakcheck.resources import read_items
+from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
+from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
+from lowtide.leakcheck.resources.resource import Rung
+from lowtide.leakcheck.resources.settings import EnvironmentSetters
+from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import read_card_holders
+from lowtide.probes.host.counters import CounterReader, Counters, child_processes
+from lowtide.probes.host.makers import Makers
+from lowtide.probes.host.process_files import name_of, stat
+from lowtide.probes.host.process_tree import ProcessEvents, ProcessTree
+from lowtide.probes.originals import threading
+from lowtide.probes.processes.agents import Agents
+from lowtide.probes.processes.outside_view import by_process
+from lowtide.probes.processes.shared_memory_files import read_shared_memory
+from lowtide.probes.snapshot import Snapshot, take_snapshot
+from lowtide.probes.stages import announced_pools
+from lowtide.reports.schema import Finding, NotMeasured
+
+
+@dataclass(frozen=True)
+class LifeReading(Reading):
+    """What a life is judged by at one moment, and the snapshot that its tables show."""
+
+    snapshot: Snapshot = field(kw_only=True)
+
+
+class LifeReader:
+    """Reads before, between and after the lives of one run.
+
+    Args:
+        device: "cpu" or "cuda:N", where the engine keeps its memory.
+        driver: whom to ask for the card's figures.
+        leftovers: knows the tensors that imported modules hold.
+
+    Attributes:
+        process: follows process groups and settings.
+        processes: asks the other processes of the engine.
+        left_running: the processes that are findings, since an earlier life has left them.
+        used_before: by resource, the lives that left some of what libraries had from their first use and that is more
+            since.
+        once_so_far: what to say of a first use as long as no life has followed.
+    """
+
+    def __init__(self, device: str, driver: Driver, leftovers: LeftoverTensors) -> None:
+        self.device = device
+        self.cards = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
+        self._driver = driver
+        self._leftovers = leftovers
+        self.left_running: set[int] = set()
+        self.tree = ProcessTree()
+        self.agents = Agents()
+        self.makers = Makers()
+        self._segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
+        self._orphaned_files = OrphanedFiles(self.tree, self._segments, self.makers, self.agents.began)
+        self.unseen = UnmeasuredProcesses(self.tree, self._ask_driver)
+        self._events = ProcessEvents(self.unseen.look, self._orphaned_files.note_ended)
+        self._environment = EnvironmentSetters()
+        self.counters = CounterReader(
+            self._ask_driver,
+            card=bool(self.cards),
+            orphans=self.tree.orphans,
+            temporary_files=self._orphaned_files.temporary_files,
+            resources=read_items,
+        )
+        self.process = ProcessState(self.driver_bytes, self.counters.read, self._environment)
+        self.processes = EngineProcesses(self.tree, self.agents, device, self._ask_driver)
+        self.processes.context = context_sizes(device, self._ask_driver, lambda pid: self.unseen.is_reported([pid]))
+        self.processes.passed_over = self.left_running
+        self._imports = ImportWatch(self._importing, self._import_done)
+        self._imported = Imported(self.counters.read)
+        self._library_items = LibraryItems(self.makers)
+        # By resource, what libraries have from their first use, with the life.
+        self._first_use: dict[str, dict[str, int]] = {}
+        self.used_before: dict[str, set[int]] = {}
+        self.once_so_far: tuple[NotMeasured, ...] = ()
+
+    def start(self) -> None:
+        """Begin to notice."""
+        self._leftovers.open()
+        self._imports.install()
+        self._imports.active = True
+        self.tree.start()
+        self.agents.start()
+        self._segments.start()
+        self.makers.start()
+        self._events.start()
+        self._environment.start()
+        self._orphaned_files.start()
+        self._orphaned_files.mark()
+        self.unseen.begin()
+
+    def stop(self) -> None:
+        """End it; legal without a start."""
+        self._imports.remove()
+        self._leftovers.close()
+        self._orphaned_files.stop()
+        self._segments.stop()
+        self._events.stop()
+        self._environment.stop()
+        self.makers.stop()
+        self.agents.stop()
+        self.tree.stop()
+
+    def look(self) -> None:
+        """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""
+        # A library may have come in another thread that binds sockets in C.
+        self.makers.start()
+        self.unseen.look(always=True)
+        self._orphaned_files.look()
+
+    def driver_bytes(self) -> int:
+        """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
+        return sum(self._driver.read(index).process_bytes or 0 for index in self.cards)
+
+    def snapshot(self, label: str) -> Snapshot:
+        """Take a snapshot, with those children, segments and files alone that are the program's to end."""
+        snapshot = take_snapshot(label, driver=self._driver, devices=self.cards)
+        # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
+        children = {name.partition(" ")[0]: name for name in snapshot.host.children}
+        children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.tree.orphans()}
+        stays = exempt("processes", children)
+        left = sorted(int(pid) for pid in children if pid not in stays)
+        segments = {entry.name for entry in snapshot.host.shared_memory}
+        remain = self._orphaned_files.shared_memory(segments) | self._segments.names
+        host = dataclasses.replace(
+            snapshot.host,
+            children=tuple(children[str(pid)] for pid in left),
+            shared_memory=tuple(
+                dataclasses.replace(entry, left_here=entry.name in remain) for entry in snapshot.host.shared_memory
+            ),
+            temporary_files=tuple(self._orphaned_files.temporary_files()),
+        )
+        return dataclasses.replace(snapshot, host=host)
+
+    def read(self, label: str) -> LifeReading:
+        """Read what a life is judged by, less what modules took for themselves when a life imported them."""
+        snapshot = self.snapshot(label)
+        found = reading_of(snapshot, self.device)
+        amounts = dict(found.amounts)
+        of_imports = self._leftovers.imported_bytes()
+        # Tensors are counted by themselves.
+        host = max(0, self._imported.growth("host-memory") - of_imports.get("cpu", 0))
+        driver = f"driver {self.device}"
+        taken = {f"tensors {device}": size for device, size in of_imports.items()}
+        taken |= {"host-memory": host, driver: self._imported.growth(driver)}
+        for key, size in taken.items():
+            if (level := amounts.get(key)) is not None:
+                amounts[key] = level - size
+        return LifeReading(found.items, amounts, snapshot=snapshot)
+
+    def read_after_shutdown(self) -> LifeReading:
+        """Read when a life is over."""
+        return self.read("after shutdown")
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return all that is judged, without what libraries have from their first use and what imports left."""
+        return tuple(map(self._without_first_use, self._without_imports()))
+
+    def _without_imports(self) -> list[Metric]:
+        return [
+            dataclasses.replace(metric, excused=self._imported.names(metric.resource)) if metric.is_named else metric
+            for metric in shutdown_metrics(self.device)
+        ]
+
+    def _without_first_use(self, metric: Metric) -> Metric:
+        known = self._first_use.get(metric.resource) if metric.is_named else None
+        return dataclasses.replace(metric, excused={*metric.excused, *known}) if known else metric
+
+    def note_first_use(self, cycle: int, baseline: Reading, now: LifeReading) -> None:
+        """Tell apart what a library made and keeps: it is a leak once a later life makes more of it."""
+        new: dict[str, dict[str, int]] = {}
+        there: dict[str, dict[str, int]] = {}
+        for metric in self._without_imports():
+            key: str = metric.resource
+            if key in JUDGED and metric.is_named:
+                new[key] = {as_counted(key, name): size for name, size in metric.new_items(baseline, now).items()}
+                there[key] = {as_counted(key, name): size for name, size in metric.items(now).items()}
+        tensors = now.snapshot.tensors.on("cpu").ranges
+        found = self._library_items.sort(new, Counters(there, {}, {}), f"cycle {cycle}", tensors)
+        for key in JUDGED:
+            known = self._first_use.setdefault(key, {})
+            for name in found.excused.get(key, ()):
+                known.setdefault(name, cycle)
+            for name in {name for names in found.earlier.get(key, {}).values() for name in names if name in known}:
+                self.used_before.setdefault(key, set()).add(known.pop(name))
+        self.once_so_far = found.listed
+
+    def climb(
+        self,
+        missing: Callable[[Reading], Sequence[Excess]],
+        rungs: Sequence[Rung],
+        climbed: Sequence[LadderStep[LifeReading]] = (),
+    ) -> list[LadderStep[LifeReading]]:
+        """Climb some rungs after some steps as long as something is missing, with a driver's patience on a card."""
+
+        def waiting(now: Reading) -> list[int | None]:
+            return [item.above for item in missing(now) if item.metric.settles]
+
+        return climb(
+            self.read_after_shutdown,
+            lambda now: not missing(now),
+            still_waiting=lambda now: bool(waiting(now)),
+            moved=lambda then, now: waiting(then) != waiting(now),
+            rungs=rungs,
+            climbed=climbed,
+            policy=DRIVER_PATIENCE if self.cards else SettlePolicy(),
+            peek=lambda: (
+                self.driver_bytes(),
+                threading.active_count(),
+                len(child_processes()),
+                self.tree.orphans(),
+            ),
+        )
+
+    def wait_for_driver(self, before: Snapshot) -> Late | None:
+        """Wait until the driver counts as much less as the arenas dropped since `before`, or does not move any more."""
+        held = before.driver_bytes(self.device) if self.cards else None
+        if held is None:
+            return None
+        arenas = [pool for pool in announced_pools() if pool.kind == "arena" and pool.device == self.device]
+        dropped = before.arena_mapped(device=self.device) - sum(pool.mapped for pool in arenas)
+        return wait_for_release(self.driver_bytes, held, dropped, DRIVER_PATIENCE)
+
+    def explained(self, finding: Finding, names: Collection[str]) -> Finding:
+        """Complete a finding about what a shutdown left outside of this process by what it holds and what ends it.
+
+        Args:
+            finding: about any resource; of another one it stays as it is.
+            names: what is there and should not be, as a snapshot has it.
+        """
+        if finding.resource == "processes":
+            pids = sorted(int(name.partition(" ")[0]) for name in names)
+            self.left_running.update(pids)
+            self.unseen.is_reported(pids)
+            cards = by_process(read_card_holders(self._driver)) if self.cards else {}
+            living = [pid for pid in pids if stat(pid) is not None]
+            return with_running(finding, [read_running(pid, self.agents, cards.get(pid, {})) for pid in living])
+        if finding.resource == "shared-memory":
+            dead = read_shared_memory().dead
+            return with_dead_files(finding, [file for file in dead if Path(file.path).name in names])
+        return finding
+
+    def _ask_driver(self) -> Driver:
+        return self._driver
+
+    def _importing(self, owner: Owner) -> None:
+        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
+        self._imported.begin(owner)
+        self._leftovers.importing(owner)
+
+    def _import_done(self) -> None:
+        self._leftovers.imported()
+        self.process.adopt(self._imported.end())
+        # A library may have come with it that binds sockets in C.
+        self.makers.start()
