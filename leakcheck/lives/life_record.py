@@ -14,7 +14,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
 from lowtide.leakcheck.findings.remedies import actions_for, try_actions
-from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint_of_items
 from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, listed, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
@@ -38,7 +38,7 @@ from lowtide.reports.outcomes import judged_as
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, OutOfMemory, Return, Stage, Subject, TypeGrowth
 from lowtide.reports.sizes import format_amount
-from lowtide.reports.statement import StatedFinding, Statement, restated
+from lowtide.reports.statement import Statement, restated
 
 
 @dataclass(frozen=True)
@@ -382,25 +382,23 @@ def _leak(rule: Rule, names: Mapping[str, int], stage: str) -> ItemLeak:
     resource, cause = rule.resource, rule.life.cause
     kind = resource_of(rule.key)
     holder = listed(resource, names)
-    # Groups are numbered through the process's life; settings have names of their own.
-    suspects = tuple(names) if resource == "globals" else ()
-    former = fingerprint(resource=resource, device="", stage=stage, suspects=(*suspects, cause))
-    mark = former
-    if resource != "globals":
-        mark = fingerprint_of_items(resource, names, resource=resource, device="", stage=stage, suspects=(cause,))
-    finding = StatedFinding(
-        resource=resource,
+    finding = finding_of(
+        resource,
         cause=cause,
-        bytes=0,
         count=len(names),
         device="",
         stage=stage,
+        # Groups are numbered through the process's life; settings have names of their own.
+        suspects=(*(names if resource == "globals" else ()), cause),
         statement=Statement(unit=rule.unit, things=(holder,) if holder else ()),
-        fingerprint=mark,
-        former_fingerprint=former if former != mark else "",
         holder=holder,
         advice=(kind.advice(names) or None) if kind is not None else None,
     )
+    if resource != "globals":
+        former, suspects = finding.fingerprint, (cause,)
+        mark = fingerprint_of_items(resource, names, resource=resource, device="", stage=stage, suspects=suspects)
+        former = former if former != mark else ""
+        finding = msgspec.structs.replace(finding, fingerprint=mark, former_fingerprint=former)
     return ItemLeak(finding, resource, names, 0)
 
 

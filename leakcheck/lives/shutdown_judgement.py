@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -48,6 +48,10 @@ _OF_PRIVATE_POOLS = "reserved "
 
 _OF_GROUPS = ("driver", "file-descriptors", "threads")
 """What a process group holds besides itself."""
+
+
+_Row = tuple[Finding, Metric]
+"""A finding, and the metric that it is about."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,12 @@ class ShutdownJudgement:
             of_tensors = self._leftovers.explain(engine, cycle, devices)
             self._climb(Rung.EMPTY_CACHE)
         explained = {finding.device for finding in of_tensors}
-        for start in self._baselines:
-            judgement = self._judged(engine, start, actions)
+        with sharing_walk() as walk:
+            context = dataclasses.replace(
+                self._leftovers.context(engine), made_at=self._reader.makers.place_of, walk=walk
+            )
+            judgements = [(start, self._judged(start, actions, context)) for start in self._baselines]
+        for start, judgement in judgements:
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
             found = [finding for finding in judgement.findings if not is_reported(finding, explained)]
@@ -189,22 +197,20 @@ class ShutdownJudgement:
         left += [f"the driver's level on {self._reader.device} in {name}" for name in slept]
         return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]
 
-    def _judged(self, engine: object, start: _Baseline, actions: Mapping[Rung, str]) -> Judgement:
-        """Judge what is left since one baseline, with its holders."""
+    def _judged(self, start: _Baseline, actions: Mapping[Rung, str], context: Context) -> Judgement:
+        """Judge what is left since one baseline, and say who holds it and what ends it."""
         then, now = start.reading, self._steps[-1].reading
         cycle = len(self._starts)
         judgement = judge(start.metrics, then, self._steps, stage="shutdown", cycle=cycle, actions=actions)
-        judgement = with_pools(judgement, then, now, lambda: self._leftovers.context(engine))
-        named = [
-            self._reader.explained(finding, metric.new_items(then, now).keys())
-            for finding, metric in zip(judgement.findings, judgement.metrics, strict=True)
-        ]
-        judgement = dataclasses.replace(judgement, findings=tuple(named))
-        if not self._is_last:
-            return judgement
-        context = dataclasses.replace(self._leftovers.context(engine), made_at=self._reader.makers.place_of)
-        judgement = _with_holders(judgement, then, now, context)
-        return with_arrays(judgement, context)
+        rows = _with_pools(list(zip(judgement.findings, judgement.metrics, strict=True)), then, now, context)
+        findings = []
+        for finding, metric in rows:
+            names = metric.new_items(then, now)
+            finding = self._reader.explained(finding, names.keys())
+            leak = ItemLeak(finding, metric.key, names, 0)
+            findings.append(_with_holder(leak, context) if self._is_last else finding)
+        metrics = tuple(metric for _, metric in rows)
+        return dataclasses.replace(judgement, findings=tuple(findings), metrics=metrics)
 
     def _conclude(self, engine: object, devices: set[str], actions: dict[Rung, str]) -> list[Finding]:
         """Climb on after the last life, single holders before whole caches; add to `actions` what lets go of these."""
@@ -299,52 +305,31 @@ class ShutdownJudgement:
         self._steps = self._reader.climb(self._missing, rungs, self._steps)
 
 
-def with_pools(judgement: Judgement, start: Reading, now: Reading, context: Callable[[], Context]) -> Judgement:
+def _with_pools(rows: list[_Row], start: Reading, now: Reading, context: Context) -> list[_Row]:
     """Add who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
-    rows = list(zip(judgement.findings, judgement.metrics, strict=True))
     for pools in [each for each in rows if each[1].key.startswith(_OF_PRIVATE_POOLS)]:
         finding, metric = pools
         others = [each for each in rows if each is not pools and _is_cached_like(each[0], finding)]
         if left := metric.new_items(start, now):
             place = rows.index(pools)
-            rows[place : place + 1] = [(each, metric) for each in of_empty_pools(finding, metric.key, left, context())]
+            rows[place : place + 1] = [(each, metric) for each in of_empty_pools(finding, metric.key, left, context)]
         elif finding.cause == "allocator-cache" and others:
             rows.remove(pools)
             rows[rows.index(others[0])] = (of_cached_pools(finding, others[0][0]), others[0][1])
         elif finding.cause == "allocator-cache":
             rows[rows.index(pools)] = (of_cached_pools(finding, None), metric)
-    findings, metrics = zip(*rows, strict=True) if rows else ((), ())
-    return dataclasses.replace(judgement, findings=findings, metrics=metrics)
+    return rows
 
 
-def _with_holders(judgement: Judgement, start: Reading, now: Reading, context: Context) -> Judgement:
-    """Add who holds the threads, processes, descriptors and the like that are left."""
-    rows = list(zip(judgement.findings, judgement.metrics, strict=True))
-    if not any(metric.key in BELONGING for _, metric in rows):
-        return judgement
-    with sharing_walk() as walk:
-        context = dataclasses.replace(context, walk=walk)
-        told = [
-            with_holders(ItemLeak(finding, metric.key, metric.new_items(start, now), 0), context)
-            if metric.key in BELONGING
-            else finding
-            for finding, metric in rows
-        ]
-    return dataclasses.replace(judgement, findings=tuple(told))
-
-
-def with_arrays(judgement: Judgement, context: Context) -> Judgement:
-    """Add who holds the arrays that the host memory is which nothing else explains."""
-    findings = []
-    for finding in judgement.findings:
-        if finding.resource == "host-memory" and finding.cause == "unknown":
-            named = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
-            # It stays the same leak as in the lives before, of which only the level is known.
-            mark, former = finding.fingerprint, finding.former_fingerprint
-            findings.append(msgspec.structs.replace(named, fingerprint=mark, former_fingerprint=former))
-        else:
-            findings.append(finding)
-    return dataclasses.replace(judgement, findings=tuple(findings))
+def _with_holder(leak: ItemLeak, context: Context) -> Finding:
+    """Add who holds threads, processes, descriptors and the like, or the arrays that unexplained host memory is."""
+    if leak.key in BELONGING:
+        return with_holders(leak, context)
+    if leak.key != "host-memory" or leak.finding.cause != "unknown":
+        return leak.finding
+    # It stays the same leak as in the lives before, of which only the level is known.
+    marks = {name: getattr(leak.finding, name) for name in ("fingerprint", "former_fingerprint")}
+    return msgspec.structs.replace(with_array_holder(leak, context).finding, **marks)
 
 
 def less(finding: Finding, rest: Finding) -> Finding:
