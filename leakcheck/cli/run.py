@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from lowtide.leakcheck.lives.script import Event
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
-    from lowtide.probes.device.driver import Driver
     from lowtide.reports.schema import Report
 
 _Cycles = Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")]
@@ -147,26 +146,20 @@ def run(
         active, config, vocab_size = configure_engine(settings, defect, twin=twin)
         tolerances = load_tolerances(calibration, config.device)
 
-        def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
-            return LifecycleRun(
-                f"run[{config.model}]",
-                lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
-                device=config.device,
-                driver=driver,
-                cycles=cycles,
-                listener=show,
-                script=(*SCRIPT[:-1], *UPDATES, SCRIPT[-1]),
-                tenant=tenant_of(config.device) if tenant else None,
-                tolerances=tolerances,
-                snapshots=snapshots_in(report),
-                turns=turns,
-                until_decided=until_decided,
-                native=native,
-                heap=heap_in(report, f"run[{config.model}]", wanted=keep_heap),
-            )
-
+        make_run = partial(
+            LifecycleRun,
+            make=lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
+            device=config.device,
+            script=(*SCRIPT[:-1], *UPDATES, SCRIPT[-1]),
+            tenant=tenant_of(config.device) if tenant else None,
+            tolerances=tolerances,
+            cycles=cycles,
+            turns=turns,
+            until_decided=until_decided,
+            native=native,
+        )
         with _switched_on(active, twin=twin):
-            code = live(make_run, report, known, wide=wide)
+            code = live(f"run[{config.model}]", make_run, report, known, keep_heap=keep_heap, wide=wide)
     raise typer.Exit(code)
 
 
@@ -272,18 +265,22 @@ def heap_in(report: Path | None, name: str, *, wanted: bool) -> HeapFile | None:
 
 
 def live(
-    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun],
+    name: str,
+    make_run: Callable[..., LifecycleRun],
     report: Path | None,
     suppressions: Suppressions,
     *,
+    keep_heap: bool,
     wide: bool,
 ) -> int:
     """Live all lives, on a terminal in view of its user, and show and write the verdict.
 
     Args:
-        make_run: makes the run, for a driver's figures and with whom hears of its stages.
+        name: of the subject in the report.
+        make_run: makes the run, with its name and the further options that are known here.
         report: folder of the report; None for none.
         suppressions: the leaks that may stay.
+        keep_heap: whether the heap is kept in which the last life leaves something.
         wide: whether all columns of the tables are shown.
 
     Returns:
@@ -300,7 +297,13 @@ def live(
         listeners = [stack.enter_context(shown_live(console))]
         if report is not None:
             listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
-        life = make_run(driver, partial(_tell, listeners))
+        life = make_run(
+            name,
+            driver=driver,
+            listener=partial(_tell, listeners),
+            snapshots=snapshots_in(report),
+            heap=heap_in(report, name, wanted=keep_heap),
+        )
         today = datetime.date.today()
         unfinished = stack.enter_context(begin_report(report, driver, "cycle"))
         if unfinished is not None:
@@ -420,25 +423,17 @@ def check(
         from lowtide.leakcheck.lives.lifecycle import check_run
 
         try:
-            factory = load_factory(target, arguments or ())
-
-            def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
-                return check_run(
-                    f"check[{target}]",
-                    factory,
-                    driver=driver,
-                    cycles=cycles,
-                    listener=show,
-                    tenant=tenant,
-                    tolerances_on=partial(load_tolerances, calibration),
-                    snapshots=snapshots_in(report),
-                    turns=turns,
-                    until_decided=until_decided,
-                    native=native,
-                    heap=heap_in(report, f"check[{target}]", wanted=keep_heap),
-                )
-
-            code = live(make_run, report, known, wide=wide)
+            make_run = partial(
+                check_run,
+                factory=load_factory(target, arguments or ()),
+                tenant=tenant,
+                tolerances_on=partial(load_tolerances, calibration),
+                cycles=cycles,
+                turns=turns,
+                until_decided=until_decided,
+                native=native,
+            )
+            code = live(f"check[{target}]", make_run, report, known, keep_heap=keep_heap, wide=wide)
         except TargetError as error:
             refuse(str(error))
     raise typer.Exit(code)

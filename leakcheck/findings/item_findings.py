@@ -287,12 +287,15 @@ class NamedGrowth:
         """Forget all turns: another engine follows."""
         self._brought, self._after = [], {}
 
-    def begin(self) -> None:
-        """Note what there is when the stage begins."""
-        self._before = self._now()
+    def begin(self, stage: str) -> None:
+        """Note what there is when the stage begins; nothing where it is another one."""
+        if stage == self._stage:
+            self._before = self._now()
 
-    def end(self) -> None:
+    def end(self, stage: str) -> None:
         """Note what it has brought."""
+        if stage != self._stage:
+            return
         self._after = self._now()
         self._brought.append({key: items.keys() - self._before[key].keys() for key, items in self._after.items()})
 

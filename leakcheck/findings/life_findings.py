@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -59,14 +59,6 @@ class _Turn:
     times: int
 
 
-@dataclass
-class _Found:
-    """What was left after a life, at each rung that was tried."""
-
-    rungs: list[Rung] = field(default_factory=list)
-    rows: list[tuple[HeldStorage, ...]] = field(default_factory=list)
-
-
 class LeftoverTensors:
     """Follows tensors through several lives, by identity.
 
@@ -85,7 +77,8 @@ class LeftoverTensors:
         self._stacks = AllocationStacks(card=card)
         self.out_of_memory = OutOfMemoryWatch(self._births, self._stacks.stacks_at, "before the first life")
         self._seen: frozenset[Key] = frozenset()
-        self._found = _Found()
+        # What was left of the last life, at each rung that was tried.
+        self._rows: dict[Rung, tuple[HeldStorage, ...]] = {}
         self._was_frozen = False
         self._behind_frozen: frozenset[Key] = frozenset()
         self._earlier: dict[str, Finding] = {}
@@ -148,23 +141,22 @@ class LeftoverTensors:
 
     def read(self, rung: Rung) -> None:
         """Take down what is left after a rung."""
-        self._found.rungs.append(rung)
         held = read_heap(self._births, Claims(()), (), self._seen).held
-        self._found.rows.append(tuple(storage for storage in held if not storage.stage.startswith(_IMPORT)))
+        self._rows[rung] = tuple(storage for storage in held if not storage.stage.startswith(_IMPORT))
 
     @property
     def left(self) -> frozenset[Key]:
         """Return the storages of the last reading."""
-        return frozenset(held.key for row in self._found.rows[-1:] for held in row)
+        return frozenset(held.key for row in [*self._rows.values()][-1:] for held in row)
 
     def thaw(self) -> bool:
         """Undo a freeze that a life did, and collect; False if there was none."""
         if self._was_frozen or not any_frozen():
             return False
-        context = self.context(None)
-        self._behind_frozen = behind_frozen_holders({held.key for held in self._found.rows[0]}, context)
-        hidden = thaw(self._births.froze_in or self._births.label, self._found.rows[0], self._seen)
-        self._found.rows[0] = (*self._found.rows[0], *hidden)
+        context, at_first = self.context(None), self._rows[Rung.RAW]
+        self._behind_frozen = behind_frozen_holders({held.key for held in at_first}, context)
+        hidden = thaw(self._births.froze_in or self._births.label, at_first, self._seen)
+        self._rows[Rung.RAW] = (*at_first, *hidden)
         self.read(Rung.UNFREEZE)
         return True
 
@@ -172,9 +164,9 @@ class LeftoverTensors:
         """Say of what a life that is not the last left on some devices who holds it, and changes nothing."""
         if not devices:
             return []
-        findings = [leak.finding for leak in self._left_now(self.context(engine), devices, only=cycle)]
-        self._earlier.update((finding.fingerprint, finding) for finding in findings)
-        return findings
+        leaks = self._left_now(self.context(engine), cycle, lambda held: held.key[0] in devices)
+        self._earlier.update((leak.finding.fingerprint, leak.finding) for leak in leaks)
+        return [leak.finding for leak in leaks]
 
     def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
         """Say of what an engine still has on its device from inferring, while it sleeps, who holds it.
@@ -183,36 +175,23 @@ class LeftoverTensors:
             engine: the one that sleeps.
             cycle: which life this is.
             device: where it keeps its memory.
-            pools: those that were announced before it slept or are now: what lies in them is judged by them.
+            pools: those that were announced before it slept, besides those of now: what lies in them is judged by them.
         """
-        is_pooled = within(pools)
-        leaks = self._left_now(
-            replace(self.context(engine), living=True),
-            {device},
-            only=cycle,
-            where=lambda held: held.stage == "infer" and not is_pooled(held.key[1]),
-        )
+        leaks = self._alive(engine, cycle, lambda held: held.stage == "infer" and held.key[0] == device, pools)
         return [_advised(leak.finding) for leak in leaks]
 
-    def explain_awake(self, stage: str, cycle: int, kind: str, pools: Sequence[PoolReading]) -> list[Finding]:
+    def explain_awake(self, stage: str, cycle: int, kind: str) -> list[Finding]:
         """Say who holds what a sleep and its wake have made, and is there when that has ended, in no pool.
 
         Args:
             stage: the wake.
             cycle: which life this is.
             kind: of the engine's device.
-            pools: those that are announced: what lies in them is judged by them.
         """
-        is_pooled = within(pools)
-        leaks = self._left_now(
-            replace(self.context(None), living=True),
+        leaks = self._alive(
             None,
-            only=cycle,
-            where=lambda held: (
-                held.key[0].partition(":")[0] == kind
-                and held.stage.startswith(("sleep", "wake"))
-                and not is_pooled(held.key[1])
-            ),
+            cycle,
+            lambda held: held.key[0].partition(":")[0] == kind and held.stage.startswith(("sleep", "wake")),
         )
         found = [leak.finding for leak in leaks]
         more = sum(finding.bytes for finding in found)
@@ -220,60 +199,54 @@ class LeftoverTensors:
         return [_more_awake(found, stage, kind, size=more, count=count)] if more >= LEAST else []
 
     def explain_turns(
-        self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
+        self, cycle: int | None, stage: str, engine: object = None
     ) -> list[tuple[Finding, dict[int, int]]]:
         """Say of what appeared in one life, or in any, and is there, who holds it; with its bytes by when it appeared.
 
         Args:
             cycle: which life; None: any.
             stage: in which stage, whose beginnings are counted, from 1; empty: in any, and the lives are counted.
-            pools: those that are announced: what lies in them is judged by them.
             engine: the one that lives, where this process has it.
         """
-        leaks, turns, _ = self._leaks_of_turns(cycle, stage, pools, engine)
-        counted = {key: turn.times if stage else turn.cycle for key, turn in turns.items()}
-        return [(leak.finding, leak.sizes_by(counted)) for leak in leaks]
+        counted: dict[Key, int] = {}
 
-    def clear_caches(self, holders: Collection[str], pools: Sequence[PoolReading]) -> list[Finding]:
+        def is_asked(held: HeldStorage) -> bool:
+            turn = self._turn_of(held)
+            counted[held.key] = turn.times if stage else turn.cycle
+            return stage in ("", turn.stage)
+
+        return [(leak.finding, leak.sizes_by(counted)) for leak in self._alive(engine, cycle, is_asked)]
+
+    def clear_caches(self, holders: Collection[str]) -> list[Finding]:
         """Return the findings of some `lru_cache` holders of what appeared in any turn, each cleared and measured.
 
         Clearing one is the only remedy that no program notices but by its time: the process goes on.
 
         Args:
             holders: as the findings name them.
-            pools: as for `explain_turns`.
         """
-        leaks, _, context = self._leaks_of_turns(None, "", pools)
-        return prove([each for each in leaks if is_cached(each.finding) and each.finding.holder in holders], context)
+        leaks = [leak for leak in self._alive(None, None) if is_cached(leak.finding) and leak.finding.holder in holders]
+        return prove(leaks, replace(self.context(None), living=True))
 
-    def _leaks_of_turns(
-        self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
-    ) -> tuple[list[TensorLeak], dict[Key, _Turn], Context]:
-        """Return what is there, as `explain_turns` does, and when each storage appeared."""
-        is_pooled = within(pools)
-        turns: dict[Key, _Turn] = {}
-
-        def is_asked(held: HeldStorage) -> bool:
-            turn = turns[held.key] = self._turn_of(held)
-            return not is_pooled(held.key[1]) and stage in ("", turn.stage)
-
-        context = replace(self.context(engine), living=True)
-        return self._left_now(context, None, only=cycle, where=is_asked), turns, context
-
-    def _left_now(
+    def _alive(
         self,
-        context: Context,
-        devices: Collection[str] | None,
-        *,
-        only: int | None,
+        engine: object,
+        cycle: int | None,
         where: Callable[[HeldStorage], bool] = lambda held: True,
+        pools: Sequence[PoolReading] = (),
     ) -> list[TensorLeak]:
-        """Explain what is there now, of some devices or of all, and let go of the reading."""
+        """Explain what is there now while an engine lives, in no pool: what lies in these is judged by them."""
+        is_pooled = within([*pools, *announced_pools()])
+        return self._left_now(
+            replace(self.context(engine), living=True), cycle, lambda held: where(held) and not is_pooled(held.key[1])
+        )
+
+    def _left_now(self, context: Context, cycle: int | None, where: Callable[[HeldStorage], bool]) -> list[TensorLeak]:
+        """Explain what is there now of one life or of all, and let go of the reading."""
         self.read(Rung.RAW)
-        self._found.rows = [tuple(filter(where, row)) for row in self._found.rows]
-        found = {held.key[0] for row in self._found.rows for held in row}
-        leaks = self._leaks(context, found if devices is None else devices, only=only)
-        self._found = _Found()
+        self._rows = {rung: tuple(filter(where, row)) for rung, row in self._rows.items()}
+        leaks = self._leaks(context, {held.key[0] for row in self._rows.values() for held in row}, only=cycle)
+        self._rows = {}
         return leaks
 
     def _turn_of(self, held: HeldStorage) -> _Turn:
@@ -289,7 +262,8 @@ class LeftoverTensors:
             devices: where tensors did not come back, besides those that a freeze had hidden.
         """
         context = self.context(engine, lives=cycle)
-        hidden = {held.key[0] for row in self._found.rows[1:2] for held in self._found.rows[0] if held not in row}
+        at_first, *thawed = self._rows.values()
+        hidden = {held.key[0] for row in thawed for held in at_first if held not in row}
         findings = prove(self._leaks(context, {*devices, *hidden}), context)
         now = {finding.fingerprint for finding in findings}
         # What an earlier life left and a later one gave back does not add up.
@@ -310,7 +284,7 @@ class LeftoverTensors:
                 for cycle in [self._turn_of(held).cycle]
                 if held.key[0] in devices and only in (None, cycle)
             ]
-            for row in self._found.rows
+            for row in self._rows.values()
         ]
         if not rows or not rows[0]:
             return []
@@ -320,7 +294,7 @@ class LeftoverTensors:
             of_device: Sequence[Sequence[HeldStorage]] = [
                 [held for held in row if held.key[0] == device] for row in rows
             ]
-            leaks += tensor_leaks(of_device, self._found.rungs, explained, context)
+            leaks += tensor_leaks(of_device, list(self._rows), explained, context)
         return leaks
 
     def context(self, engine: object, lives: int = 1) -> Context:
@@ -366,6 +340,12 @@ KEPT_PART = 0.5
 LEAST = 1 << 20
 """Bytes at work below which nothing is an engine's, and by which a wake may leave more: it may fill what is filled
 once."""
+
+
+def has_slept(held: int, stays: int) -> bool:
+    """Return whether who held so many bytes at work has given back its part of them, or had none to give."""
+    return held < LEAST or stays <= held * KEPT_PART
+
 
 _Storages = dict[Key, StorageReading]
 
@@ -455,12 +435,12 @@ class SleptTensors:
     def kept_asleep(self) -> tuple[int, int] | None:
         """Return the bytes held when the sleep began, and those of them that stay; None where most came back."""
         self.end()
-        if self._at_work < LEAST or self._stays() <= self._at_work * KEPT_PART:
+        if has_slept(self._at_work, self._stays()):
             return None
         if self._unproven() < LEAST:
             return self._at_work, self._stays()
         self._collect()
-        return (self._at_work, self._stays()) if self._stays() > self._at_work * KEPT_PART else None
+        return None if has_slept(self._at_work, self._stays()) else (self._at_work, self._stays())
 
     def explain_kept(self, stage: str, context: Context) -> list[Finding]:
         """Say who holds what was there when the sleep began, and is there still."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,12 +21,9 @@ from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
-from lowtide.leakcheck.judging.growth import FEWEST_TURNS, GrowthWatch
+from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import (
-    release,
-    trim_heap,
-)
+from lowtide.leakcheck.judging.ladder import release, trim_heap
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.life_record import LifeRecord, Lived
 from lowtide.leakcheck.lives.script import (
@@ -52,14 +50,13 @@ from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.originals import gc, time
 from lowtide.probes.snapshot import Snapshot
-from lowtide.probes.stages import UPDATE, announced_pools, listening
+from lowtide.probes.stages import UPDATE, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.leakcheck.findings.allocating_calls import CallRecorder
     from lowtide.probes.device.driver import Driver
 
 
@@ -74,14 +71,11 @@ _MOST_TIMES = 10
 """How many times as many turns as were asked for there are at most until it is known what grows."""
 
 
+@dataclass(eq=False)
 class LifecycleRun:
     """One run of `cycles` lives, one after the other in this process; keeps what it has when it is interrupted.
 
     Attributes:
-        keep: hears what is known after each whole life that others follow, with the stages of that life alone.
-        interrupted: whether Ctrl-C has ended it.
-
-    Args:
         name: of the subject in the report.
         make: makes the engine of one life; takes no memory yet.
         device: "cpu" or "cuda:N", where the engine keeps its memory.
@@ -100,58 +94,52 @@ class LifecycleRun:
         until_decided: whether more of them follow, up to ten times as many, until it is known what grows.
         native: whether the calls are recorded in them that allocate, while host memory seems to grow.
         heap: where the heap is kept in which something is left of the last life; None: nowhere.
+        keep: hears what is known after each whole life that others follow, with the stages of that life alone.
+        interrupted: whether Ctrl-C has ended it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Life],
-        *,
-        device: str,
-        driver: Driver,
-        cycles: int,
-        listener: Callable[[Event], None] = lambda event: None,
-        script: Sequence[str] = SCRIPT,
-        preserving: Collection[str] | None = None,
-        emptying: Collection[str] = ("sleep(2)",),
-        tolerances: Mapping[str, int] | None = None,
-        tenant: Tenant | None = None,
-        snapshots: AllocatorSnapshots | None = None,
-        turns: int = 0,
-        until_decided: bool = False,
-        native: bool = False,
-        heap: HeapFile | None = None,
-    ) -> None:
-        self._heap = heap
-        self._make = make
-        self._turns, self._until_decided = turns, until_decided
-        self._calls = call_recorder(wanted=native)
-        self._device = device
-        self._cycles = cycles
-        self._listener = listener
-        self._script = tuple(script)
-        self._preserving = self._script if preserving is None else preserving
-        self._emptying = emptying
-        self._tenant = tenant
-        self._snapshots = snapshots
-        self._record = LifeRecord(name, device, cycles)
-        self._sent = SentWeights(device)
-        self._leftovers = LeftoverTensors(card=device != "cpu")
-        self._reader = LifeReader(device, driver, self._leftovers)
-        self._judgement = ShutdownJudgement(cycles, self._record, self._reader, self._leftovers, tolerances or {}, heap)
+    name: str
+    make: Callable[[], Life]
+    _: KW_ONLY
+    device: str
+    driver: Driver
+    cycles: int
+    listener: Callable[[Event], None] = lambda event: None
+    script: Sequence[str] = SCRIPT
+    preserving: Collection[str] | None = None
+    emptying: Collection[str] = ("sleep(2)",)
+    tolerances: Mapping[str, int] = field(default_factory=dict)
+    tenant: Tenant | None = None
+    snapshots: AllocatorSnapshots | None = None
+    turns: int = 0
+    until_decided: bool = False
+    native: bool = False
+    heap: HeapFile | None = None
+    keep: Callable[[Subject], None] | None = None
+    interrupted: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Make what follows the lives; nothing is read yet."""
+        self._calls = call_recorder(wanted=self.native)
+        self._record = LifeRecord(self.name, self.device, self.cycles)
+        self._sent = SentWeights(self.device)
+        self._leftovers = LeftoverTensors(card=self.device != "cpu")
+        self._reader = LifeReader(self.device, self.driver, self._leftovers)
+        self._judgement = ShutdownJudgement(
+            self.cycles, self._record, self._reader, self._leftovers, self.tolerances, self.heap
+        )
         self._processes = self._reader.processes
-        self._processes.asks_turns = turns > 0
-        self._preserved_state = PreservedState(device)
-        self._growth = GrowthWatch(device)
-        self._own_growth = OwnGrowth(self._leftovers)
-        self._update_growth = OwnGrowth(self._leftovers, UPDATE)
+        self._processes.asks_turns = self.turns > 0
+        self._preserved_state = PreservedState(self.device)
+        self._growth = GrowthWatch(self.device)
+        self._turns_of = {stage: Turns(stage) for stage in ("infer", UPDATE)}
         self._named_growth = NamedGrowth(UPDATE, lambda: self._reader.counters.read().items)
+        # What has grown in the last life: tensors under the engine, by stage, and with `turns` the rest.
+        self._grown: dict[str, list[Finding]] = {}
         self._of_turns: dict[str, Finding] = {}
         self._said_of_turns = ""
         self._cycle = 0
         self._failure = ""
-        self.keep: Callable[[Subject], None] | None = None
-        self.interrupted = False
 
     @property
     def excesses(self) -> tuple[tuple[Excess, ...], ...]:
@@ -166,7 +154,7 @@ class LifecycleRun:
             with listening(self._growth), listening(self._leftovers.out_of_memory), Interrupts() as interrupts:
                 # One that got lost while libraries were loaded.
                 interrupts.raise_if_heard()
-                for cycle in range(1, self._cycles + 1):
+                for cycle in range(1, self.cycles + 1):
                     self._live(cycle)
                     if interrupts.heard:
                         # If nobody has seen it since: it hit a finalizer, where Python drops it.
@@ -181,24 +169,23 @@ class LifecycleRun:
         self._record.findings += self._processes.findings_at_end()
         if not self._judgement.is_concluded:
             self._record.findings += self._leftovers.earlier
-        for growth in (self._own_growth, self._update_growth):
-            self._record.findings += growth.findings(self._record.findings)
-        # A container of tensors is told by these.
-        holders = {finding.holder for finding in self._record.findings}
-        self._record.findings += [each for each in self._of_turns.values() if each.holder not in holders]
-        compared = self._judgement.not_compared(self._emptying if self._reader.cards else ())
+        # What the engine has kept asleep, or left, is no growth besides; nor is a container of tensors that grow.
+        for grown in (*self._grown.values(), list(self._of_turns.values())):
+            holders = {finding.holder for finding in self._record.findings}
+            self._record.findings += [finding for finding in grown if finding.holder not in holders]
+        compared = self._judgement.not_compared(self.emptying if self._reader.cards else ())
         more = (*compared, *self._reader.once_so_far, *self._unseen())
-        more += () if self._heap is None else self._heap.not_measured
+        more += () if self.heap is None else self.heap.not_measured
         subject = self._record.subject(self._failure, more, self._reader.used_before)
-        if self._heap is not None and not subject.findings:
-            self._heap.drop()
+        if self.heap is not None and not subject.findings:
+            self.heap.drop()
         if subject.outcome != "clean" or subject.reason:
             return subject
         return msgspec.structs.replace(subject, reason=self._said_of_turns)
 
     def _unseen(self) -> tuple[NotMeasured, ...]:
         """Return what other processes and the tenant could not be judged by."""
-        untaken = () if self._tenant is None else self._tenant.not_measured.values()
+        untaken = () if self.tenant is None else self.tenant.not_measured.values()
         unseen = largest_of_each(self._reader.unseen.besides(self._processes.judged, self._processes.answering))
         return (*unseen, *untaken, *self._processes.not_measured.values(), *self._processes.not_judged)
 
@@ -207,9 +194,9 @@ class LifecycleRun:
         torch = sys.modules.get("torch")
         if torch is None:
             return
-        if self._device != "cpu":
-            torch.cuda.synchronize(self._device)
-        self._preserved_state.warm_up({"a few words": torch.zeros(8, dtype=torch.int64, device=self._device)})
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+        self._preserved_state.warm_up({"a few words": torch.zeros(8, dtype=torch.int64, device=self.device)})
 
     def _live(self, cycle: int) -> None:
         self._cycle = cycle
@@ -222,7 +209,7 @@ class LifecycleRun:
         self._record.note_baseline(cycle, baseline)
         life = None
         try:
-            life = self._make()
+            life = self.make()
             self._walk(life, cycle, baseline)
         except KeyboardInterrupt:
             self._interrupt()
@@ -236,7 +223,7 @@ class LifecycleRun:
     def _failed(self, cycle: int, what: str, error: Exception) -> None:
         """Note what an engine has raised, and who had the memory where that was not enough."""
         self._failure = f"cycle {cycle}: {what} raised {type(error).__name__}: {error}"
-        self._record.out_of_memory = self._leftovers.out_of_memory.read(error, self._snapshots, f"cycle {cycle}")
+        self._record.out_of_memory = self._leftovers.out_of_memory.read(error, self.snapshots, f"cycle {cycle}")
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -247,21 +234,22 @@ class LifecycleRun:
         before = at_work = before_sleep = baseline
         engine = getattr(life, "engine", life)
         may_grow = False
-        self._own_growth.begin_life()
-        self._update_growth.begin_life()
+        self._grown.clear()
+        for turns in self._turns_of.values():
+            turns.again.clear()
         self._named_growth.forget()
         self._sent.begin_life()
-        slept = SleptTensors(self._device.partition(":")[0], self._leftovers.of_process)
-        for turn, called in enumerate(self._script[:-1]):
+        slept = SleptTensors(self.device.partition(":")[0], self._leftovers.of_process)
+        for turn, called in enumerate(self.script[:-1]):
             version = version_of(called)
             name = called if version is None else UPDATE
             self._announce(cycle, turn)
             if version is not None:
                 self._sent.begin(life)
-                self._named_growth.begin()
+            self._named_growth.begin(name)
             self._leftovers.stage(name, cycle)
             self._processes.begin_stage(name, cycle)
-            if name in self._preserving and name.startswith("sleep"):
+            if name.startswith("sleep") and (self.preserving is None or name in self.preserving):
                 preserved = self._record.note_preserved(life, elsewhere=self._processes.before_sleep())
                 self._preserved_state.before_sleep(preserved)
             slept.begin(name)
@@ -277,12 +265,12 @@ class LifecycleRun:
             # What a level 1 sleep, and the wake from it, have to move.
             moved = 0
             if name == "sleep(1)":
-                moved = before.arena_mapped("weights", self._device)
-            elif name == "wake" and self._script[turn - 1] == "sleep(1)":
-                moved = after.arena_mapped("weights", self._device)
+                moved = before.arena_mapped("weights", self.device)
+            elif name == "wake" and self.script[turn - 1] == "sleep(1)":
+                moved = after.arena_mapped("weights", self.device)
             self._processes.end_stage(name)
-            self._own_growth.after(name)
-            self._update_growth.after(name)
+            for turns in self._turns_of.values():
+                turns.after(name)
             may_grow = leaves_more(before, after) if name == "infer" else may_grow
             others = self._processes.readings
             self._record.stages.append(Lived(name, cycle, seconds, before, after, sum(map(len, tokens)), moved, others))
@@ -291,19 +279,18 @@ class LifecycleRun:
                 at_work = before if before_sleep is baseline else at_work
                 before_sleep = before
                 known = len(self._record.findings)
-                pools = (*before.pools, *after.pools)
-                self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
-                self._record.findings += contract.after_sleep(name, self._device, baseline, after)
-                self._record.findings += self._processes.after_sleep(name, cycle, empties=name in self._emptying)
-                if self._tenant is not None:
-                    self._record.findings += self._tenant.after_sleep(name, freed_between(before, after, self._device))
-                if name in self._emptying and cycle > 1:
-                    self._record.findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
+                self._record.findings += self._leftovers.explain_asleep(engine, cycle, self.device, before.pools)
+                self._record.findings += contract.after_sleep(name, self.device, baseline, after)
+                self._record.findings += self._processes.after_sleep(name, cycle, empties=name in self.emptying)
+                if self.tenant is not None:
+                    self._record.findings += self.tenant.after_sleep(name, freed_between(before, after, self.device))
+                if name in self.emptying and cycle > 1:
+                    self._record.findings += contract.after_deep_sleep(name, self.device, baseline, at_work, after)
                 if len(self._record.findings) == known:
                     self._record.findings += self._kept_asleep(slept, name, engine)
                 self._keep_snapshot(cycle, name, leaves=len(self._record.findings) > known)
             elif name == "wake":
-                self._record.findings += contract.after_wake(name, self._device, before_sleep, after)
+                self._record.findings += contract.after_wake(name, self.device, before_sleep, after)
                 self._record.findings += slept.more_awake(name, lambda: self._leftovers.context(engine))
                 self._record.findings += self._processes.more_awake(name)
                 lost = self._processes.after_wake(name)
@@ -315,7 +302,7 @@ class LifecycleRun:
                     # What it would compute with is not there: it could read anywhere.
                     return
             elif version is not None:
-                self._named_growth.end()
+                self._named_growth.end(name)
                 self._record.findings += self._sent.end(version, life)
             elif name == "infer":
                 self._record.findings += self._sent.judge(name, tokens)
@@ -324,26 +311,9 @@ class LifecycleRun:
                 self._record.findings += [] if grown is None else [grown]
             before = after
         # Of an engine in this process one life shows it.
-        is_looked_at = may_grow and cycle == self._cycles and self._own_growth.keeps_any(cycle, engine)
-        wanted = MORE_INFERENCES if self._processes.has_answered else 0
-        turns = InferenceTurns(
-            self._turns,
-            engine,
-            self._processes.look_at_turns,
-            until_decided=self._until_decided,
-            calls=self._calls,
-        )
-        with closing(turns):
-            self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0), turns)
-            if is_looked_at:
-                self._own_growth.look(cycle, engine)
-            if turns.are_read:
-                found, missing = turns.end(self._own_growth.bytes)
-                self._said_of_turns = turns.said
-                self._of_turns |= {finding.fingerprint: finding for finding in found}
-                self._record.not_measured |= {each.what: each for each in missing}
-        if self._update_growth.has_turns and cycle == self._cycles:
-            self._update_again(life, cycle, engine)
+        self._infer_again(life, engine, is_looked_at=may_grow and cycle == self.cycles)
+        if self._turns_of[UPDATE].again and cycle == self.cycles:
+            self._update_again(life, engine)
 
     def _kept_asleep(self, slept: SleptTensors, stage: str, engine: object) -> list[Finding]:
         """Report what an engine of this process holds asleep, if most of what it held; note it if nobody forbids it."""
@@ -352,44 +322,91 @@ class LifecycleRun:
         if sizes is None:
             return collected
         # On a card each sleep gives up what it keeps on the host.
-        if not self._reader.cards and stage not in self._emptying:
+        if not self._reader.cards and stage not in self.emptying:
             missing = not_judged(stage, sizes, slept.kind)
             self._record.not_measured[missing.what] = missing
             return collected
         holders = slept.explain_kept(stage, self._leftovers.context(engine))
-        return [*collected, explain_kept(stage, self._device, sizes, None, {}, holders)]
+        return [*collected, explain_kept(stage, self.device, sizes, None, {}, holders)]
 
-    def _infer_again(self, life: Life, cycle: int, times: int, turns: InferenceTurns) -> None:
-        """Infer some times more, for growth, which takes several inferences in a row to show."""
-        while turns.count < times or turns.go_on:
-            self._leftovers.stage("infer", cycle)
-            self._processes.begin_stage("infer", cycle)
-            try:
-                perform(life, "infer")
-            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                self._failed(cycle, "infer, made again,", error)
+    def _infer_again(self, life: Life, engine: object, *, is_looked_at: bool) -> None:
+        """Infer some times more, for growth, which takes several inferences in a row to show, and look for it.
+
+        Args:
+            life: who infers.
+            engine: which paths begin at.
+            is_looked_at: whether tensors that inferences have left are looked for under it.
+        """
+        own = self._turns_of["infer"]
+        is_looked_at = is_looked_at and any(is_under(ENGINE, finding) for finding, _ in self._left(own, engine))
+        least = MORE_INFERENCES if self._processes.has_answered else 0
+        least = max(least, own.missing) if is_looked_at else least
+        count, wanted, elsewhere = 0, self.turns, 0
+        most = wanted * _MOST_TIMES if self.until_decided else wanted
+        readings = OpenEnd()
+        growth = TurnGrowth(
+            INFERENCES, lambda: [(ENGINE, engine)], asked=True, calls=self._calls, native_option="--native"
+        )
+        with closing(growth):
+            while count < max(least, wanted) and self._again(life, "infer", "infer"):
+                count += 1
+                if not wanted:
+                    continue
+                growth.note(INFERENCES)
+                is_last = count == wanted
+                if readings.is_read(count) or is_last:
+                    growth.read(count, begins=readings.begins)
+                if is_last:
+                    elsewhere = self._processes.look_at_turns()
+                    wanted = min(count + max(growth.undecided(INFERENCES), elsewhere), most)
+            if is_looked_at:
+                self._grown[own.stage] = grown_under(ENGINE, self._left(own, engine), own)
+            if not (wanted and count):
                 return
-            self._processes.end_stage("infer")
-            self._own_growth.after("infer")
-            turns.after()
+            more, said = growth.undecided(INFERENCES), growth.said(INFERENCES)
+            known = sum(finding.bytes for finding in self._grown.get("infer", ()) if finding.device == "cpu")
+            grown = growth.end(INFERENCES, "", lambda: known)
+        found = [*grown.containers, *([] if grown.host is None else [grown.host])]
+        self._of_turns |= {finding.fingerprint: finding for finding in found}
+        self._said_of_turns = ""
+        if more and not found:
+            missing = not_decided(count, more)
+            self._record.not_measured[missing.what] = missing
+        elif not (found or elsewhere):
+            self._said_of_turns = f"nothing grows over {count} inferences in a row: {said}"
 
-    def _update_again(self, life: Life, cycle: int, engine: object) -> None:
+    def _update_again(self, life: Life, engine: object) -> None:
         """Update the weights some times more, for growth, and look for it."""
         for turn in range(MORE_UPDATES):
-            self._leftovers.stage(UPDATE, cycle)
-            self._processes.begin_stage(UPDATE, cycle)
-            self._named_growth.begin()
-            try:
-                perform(life, f"{UPDATE}({(turn + 1) % 2})")
-            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                self._failed(cycle, f"{UPDATE}, made again,", error)
+            if not self._again(life, UPDATE, f"{UPDATE}({(turn + 1) % 2})"):
                 return
-            self._named_growth.end()
-            self._processes.end_stage(UPDATE)
-            self._update_growth.after(UPDATE)
-        if self._update_growth.keeps_any(cycle, engine):
-            self._update_growth.look(cycle, engine)
+        own = self._turns_of[UPDATE]
+        self._grown[UPDATE] = grown_under(ENGINE, self._left(own, engine), own)
         self._record.findings += self._named_growth.findings()
+
+    def _again(self, life: Life, stage: str, called: str) -> bool:
+        """Go through a stage once more, for growth; return whether it has worked."""
+        self._leftovers.stage(stage, self._cycle)
+        self._processes.begin_stage(stage, self._cycle)
+        self._named_growth.begin(stage)
+        try:
+            perform(life, called)
+        except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
+            self._failed(self._cycle, f"{stage}, made again,", error)
+            return False
+        self._named_growth.end(stage)
+        self._processes.end_stage(stage)
+        self._turns_of[stage].after(stage)
+        return True
+
+    def _left(self, turns: Turns, engine: object) -> Left:
+        """Return who holds what the turns of a stage have made in this life, of an engine that is about to end."""
+        # Garbage that waits for the collector looks like what is kept.
+        gc.collect()
+        left = self._leftovers.explain_turns(self._cycle, turns.stage, engine)
+        # What the walk has taken is free, and none of the engine's.
+        trim_heap()
+        return left
 
     def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
         """Perform a stage; return its tokens and its seconds. A wake that finds no memory is made again."""
@@ -400,7 +417,7 @@ class LifecycleRun:
             if name != "wake":
                 raise
             after = self._reader.snapshot(f"cycle {cycle}, after a {name} that failed")
-            self._record.findings += contract.after_failed_wake(name, self._device, before, after)
+            self._record.findings += contract.after_failed_wake(name, self.device, before, after)
             self._record.findings += self._processes.after_failed_wake(name)
             if not is_out_of_memory(error):
                 raise
@@ -419,11 +436,11 @@ class LifecycleRun:
         if held and step is not None:
             step()
             after = asked(life, "kv_blocks_held") or {}
-        return contract.after_idle(stage, self._device, held, after)
+        return contract.after_idle(stage, self.device, held, after)
 
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         """Shut down and judge; the engine object is held meanwhile, as whoever called shutdown holds it."""
-        self._announce(cycle, len(self._script) - 1)
+        self._announce(cycle, len(self.script) - 1)
         self._leftovers.stage("shutdown", cycle)
         last = self._record.stages[-1] if self._record.stages else None
         before = last.after if last is not None and last.cycle == cycle else baseline
@@ -442,16 +459,16 @@ class LifecycleRun:
             after = self._judgement.settle(failed=True)
         self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves_any)
         self._record.stages.append(Lived("shutdown", cycle, seconds, before, after))
-        self._announce(cycle, len(self._script))
+        self._announce(cycle, len(self.script))
         self._judgement(getattr(life, "engine", life), failed=bool(self._failure))
         self._record.findings += self._processes.ended.findings()
         self._record.whole += not self._failure
-        if self.keep is not None and cycle < self._cycles and not self._failure:
+        if self.keep is not None and cycle < self.cycles and not self._failure:
             self.keep(self._record.subject_of_latest(self._leftovers.earlier, self._unseen()))
 
     def _keep_snapshot(self, cycle: int, stage: str, *, leaves: bool) -> None:
         """Before anything is done about what stays: after the remedies it would not be in it."""
-        why = self._snapshots.keep(f"cycle {cycle} {stage}") if leaves and self._snapshots is not None else ""
+        why = self.snapshots.keep(f"cycle {cycle} {stage}") if leaves and self.snapshots is not None else ""
         if why:
             self._record.not_measured[stage] = NotMeasured(what=f"torch's snapshot after {stage}", why=why)
 
@@ -467,7 +484,7 @@ class LifecycleRun:
             life.shutdown()
 
     def _announce(self, cycle: int, turn: int) -> None:
-        self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record))
+        self.listener(Event.at(turn, self.script, cycle, self.cycles, self._record))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
         """Note what the driver gives back late of what a sleep has given up."""
@@ -476,7 +493,7 @@ class LifecycleRun:
             self._record.returns.append(
                 Return(
                     resource="driver",
-                    device=self._device,
+                    device=self.device,
                     stage=stage,
                     cycle=cycle,
                     bytes=late.bytes,
@@ -538,137 +555,6 @@ class SentWeights:
         return found or (contract.says_the_same(stage, tokens, self._expected[0]) if self._version else [])
 
 
-class OwnGrowth:
-    """Follows the engine of one life.
-
-    Args:
-        leftovers: knows what appeared in which turn.
-        stage: whose turns are followed.
-    """
-
-    def __init__(self, leftovers: LeftoverTensors, stage: str = "infer") -> None:
-        self._leftovers = leftovers
-        self._turns = Turns(stage)
-        self._found: list[Finding] = []
-
-    def begin_life(self) -> None:
-        """Begin another life, and forget what is known of the one before it: each shows the same."""
-        self._turns.again, self._found = [], []
-
-    def after(self, stage: str) -> None:
-        """Note that a stage has ended."""
-        self._turns.after(stage)
-
-    @property
-    def missing(self) -> int:
-        """How many turns in a row would show growth, at the end of this life."""
-        return max(0, FEWEST_TURNS - len(self._turns.again))
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether the stage has been gone through more than once in this life."""
-        return bool(self._turns.again)
-
-    def keeps_any(self, cycle: int, engine: object) -> bool:
-        """Return whether an engine keeps anything that it has made in a turn of this life."""
-        return any(is_under(ENGINE, finding) for finding, _ in self._left(cycle, engine))
-
-    def look(self, cycle: int, engine: object) -> None:
-        """Look for what an engine keeps that is about to be shut down."""
-        self._found = grown_under(ENGINE, self._left(cycle, engine), self._turns)
-
-    def _left(self, cycle: int, engine: object) -> Left:
-        # Garbage that waits for the collector looks like what is kept.
-        gc.collect()
-        left = self._leftovers.explain_turns(cycle, self._turns.stage, announced_pools(), engine)
-        # What the walk has taken is free, and none of the engine's.
-        trim_heap()
-        return left
-
-    @property
-    def bytes(self) -> int:
-        """Bytes in this process that were found to have grown."""
-        return sum(finding.bytes for finding in self._found if finding.device == "cpu")
-
-    def findings(self, known: Sequence[Finding]) -> list[Finding]:
-        """Return what has grown under the engine, and is not known as what it has kept asleep or left."""
-        holders = {finding.holder for finding in known}
-        return [finding for finding in self._found if finding.holder not in holders]
-
-
-class InferenceTurns:
-    """Follows what grows in this process with each of the inferences in a row that end a life.
-
-    Args:
-        wanted: how many were asked for; 0: nothing is read.
-        engine: which paths begin at.
-        elsewhere: looks for the same in other processes; gives how many more turns may tell there.
-        until_decided: whether there are more, until it is known what grows.
-        calls: see `TurnGrowth`.
-
-    Attributes:
-        count: how many there were.
-    """
-
-    def __init__(
-        self,
-        wanted: int,
-        engine: object,
-        elsewhere: Callable[[], int],
-        *,
-        until_decided: bool,
-        calls: CallRecorder | None,
-    ) -> None:
-        self._growth = TurnGrowth(
-            INFERENCES, lambda: [(ENGINE, engine)], asked=True, calls=calls, native_option="--native"
-        )
-        self._wanted, self._most = wanted, wanted * _MOST_TIMES if until_decided else wanted
-        self._readings = OpenEnd()
-        self._elsewhere, self._more_elsewhere = elsewhere, 0
-        self.count, self.said = 0, ""
-
-    def close(self) -> None:
-        """No inference follows."""
-        self._growth.close()
-
-    @property
-    def are_read(self) -> bool:
-        """Whether it is read after any of them what there is."""
-        return bool(self._wanted and self.count)
-
-    @property
-    def go_on(self) -> bool:
-        """Whether another one is to follow."""
-        return self.count < self._wanted
-
-    def after(self) -> None:
-        """Read what there is after one of them."""
-        self.count += 1
-        if not self._wanted:
-            return
-        self._growth.note(INFERENCES)
-        is_last = self.count == self._wanted
-        if self._readings.is_read(self.count) or is_last:
-            self._growth.read(self.count, begins=self._readings.begins)
-        if is_last:
-            self._more_elsewhere = self._elsewhere()
-            more = max(self._growth.undecided(INFERENCES), self._more_elsewhere)
-            self._wanted = min(self.count + more, self._most)
-
-    def end(self, explained: int) -> tuple[list[Finding], list[NotMeasured]]:
-        """Return what grows, and whether that is not known.
-
-        Args:
-            explained: bytes of what else is known to have grown.
-        """
-        more, said = self._growth.undecided(INFERENCES), self._growth.said(INFERENCES)
-        grown = self._growth.end(INFERENCES, "", lambda: explained)
-        found = [*grown.containers, *([] if grown.host is None else [grown.host])]
-        if not (more or found or self._more_elsewhere):
-            self.said = f"nothing grows over {self.count} inferences in a row: {said}"
-        return found, [not_decided(self.count, more)] if more and not found else []
-
-
 def leaves_more(before: Snapshot, after: Snapshot) -> bool:
     """Return whether there is more under tensors outside pools, on any device."""
     then, now = (outside_pools(each.tensors, each.pools) for each in (before, after))
@@ -691,32 +577,18 @@ def check_run(
     name: str,
     factory: TargetFactory,
     *,
-    driver: Driver,
-    cycles: int,
-    listener: Callable[[Event], None] = lambda event: None,
     tenant: bool = False,
     tolerances_on: Callable[[str], Mapping[str, int]] = lambda device: {},
-    snapshots: AllocatorSnapshots | None = None,
-    turns: int = 0,
-    until_decided: bool = False,
-    native: bool = False,
-    heap: HeapFile | None = None,
+    **options: Any,
 ) -> LifecycleRun:
-    """Return the run of `cycles` fixed lives of a factory's targets.
+    """Return the run of fixed lives of a factory's targets.
 
     Args:
         name: of the subject in the report.
         factory: makes a target; one for each life.
-        driver: whom to ask for a card's figures.
-        cycles: how many lives.
-        listener: hears of each stage before it starts, and of the judgement after each shutdown.
         tenant: whether a second process takes what each sleep has freed on a card.
         tolerances_on: gives what one life on a device may leave in place of the table's tolerances.
-        snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
-        turns: inferences in a row by which it is judged what grows, as those of `LifecycleRun`.
-        until_decided: whether more of them follow until that is known.
-        native: as that of `LifecycleRun`.
-        heap: as that of `LifecycleRun`.
+        options: as those of `LifecycleRun`.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -729,19 +601,12 @@ def check_run(
         name,
         lambda: TargetLife(factory),
         device=able.device,
-        driver=driver,
-        cycles=cycles,
         script=script_of(able),
         preserving={f"sleep({level})" for level in able.preserving_levels},
         emptying={f"sleep({level})" for level in able.emptying_levels},
         tenant=tenant_of(able.device) if tenant else None,
         tolerances=tolerances_on(able.device),
-        listener=listener,
-        snapshots=snapshots,
-        turns=turns,
-        until_decided=until_decided,
-        native=native,
-        heap=heap,
+        **options,
     )
 
 

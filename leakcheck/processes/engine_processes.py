@@ -11,14 +11,13 @@ from typing import TypeVar
 
 import msgspec
 
-from lowtide.leakcheck.findings.life_findings import KEPT_PART, LEAST, is_cached, not_judged
+from lowtide.leakcheck.findings.life_findings import LEAST, has_slept, is_cached, not_judged
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, not_decided
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
     SHARED,
     ProcessGrowth,
-    Turns,
     growing_holder,
     held_by,
     levels_of,
@@ -85,10 +84,8 @@ class EngineProcesses:
     _after_infer: dict[int, Mapping[str, int]] = field(default_factory=dict)
     # The names of processes that have slept with tensors of their inferences, and who held these.
     _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
-    _inferences: Turns = field(default_factory=Turns)
     # The same for updates of weights: what each leaves, of all stages at whose end the engine is awake.
     _update_growth: ProcessGrowth = field(default_factory=lambda: ProcessGrowth(UPDATE))
-    _updates: Turns = field(default_factory=lambda: Turns(UPDATE))
     _preserving: list[int] = field(default_factory=list)
     # Those that followed their tensors when the last inference began.
     _watched_inference: Collection[int] = ()
@@ -245,8 +242,8 @@ class EngineProcesses:
             self._before_sleep = self._at_work
         else:
             self._at_work = self._now
-        self._inferences.after(stage)
-        self._updates.after(stage)
+        for growth in self._growths:
+            growth.turns.after(stage)
         if stage == "infer":
             self._note_unwatched()
             for pid, now in self._now.items():
@@ -255,12 +252,12 @@ class EngineProcesses:
                 # What is free since before would go with what is trimmed later, and hide as much growth.
                 if pid not in self._growth.noted and self.trim(pid) is not None:
                     after = self._one(pid, messages.Read()) or after
-                self._growth.note(now.process, self._levels(pid, after), again=self._inferences.follows)
+                self._growth.note(now.process, self._levels(pid, after), again=self._growth.turns.follows)
             self._find_holders()
             self._turn += 1
             if self._readings.is_read(self._turn):
                 self._read_turn(begins=self._readings.begins)
-        if self._updates.count and not stage.startswith("sleep"):
+        if self._update_growth.turns.count and not stage.startswith("sleep"):
             self._note_update(stage)
 
     def leave_stage(self, path: Sequence[str], cycle: int, *, failed: bool, outside: str) -> list[Finding]:
@@ -285,7 +282,7 @@ class EngineProcesses:
     def pass_over(self, count: int) -> None:
         """Count inferences after which nothing is read: what they add is none of the next one's."""
         self._turn += count
-        self._inferences.break_off()
+        self._growth.turns.break_off()
 
     def look_at_turns(self) -> int:
         """Look after the last inference for what has grown with each; return how many more may tell, at most."""
@@ -329,7 +326,7 @@ class EngineProcesses:
                 self._growth.note(now.process, levels, again=False)
             shared = shared_bytes(pid)
             levels |= {} if shared is None else {SHARED: shared}
-            self._update_growth.note(now.process, levels, again=is_update and self._updates.follows)
+            self._update_growth.note(now.process, levels, again=is_update and self._update_growth.turns.follows)
         if is_update:
             self._find_holders()
 
@@ -441,7 +438,9 @@ class EngineProcesses:
             # On a card each sleep gives up what it keeps on the host.
             if empties or self.kind == "cuda":
                 reported_pids.add(pid)
-                found.append(self._explain_kept(stage, sizes, now))
+                largest, device = self._largest_in(pid, stage), self.device or self.kind
+                arenas = now.arenas(self.kind)
+                found.append(process_levels.explain_kept(stage, device, sizes, now.process, arenas, largest))
             else:
                 role = process_levels.role_of(now.process.name)
                 self._undeclared[role, stage] = not_judged(stage, sizes, self.kind, now.process.text)
@@ -486,12 +485,7 @@ class EngineProcesses:
     ) -> tuple[int, int] | None:
         """Return what `_asked_and_kept` says of a process that has not given back its part; None where it has."""
         sizes = self._asked_and_kept(before, now, left)
-        return None if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART else sizes
-
-    def _explain_kept(self, stage: str, sizes: tuple[int, int], now: process_levels.ProcessLevels) -> Finding:
-        """Return what one process has kept, with the holders of the largest."""
-        holders, device = self._largest_in(now.process.pid, stage), self.device or self.kind
-        return process_levels.explain_kept(stage, device, sizes, now.process, now.arenas(self.kind), holders)
+        return None if sizes is None or has_slept(*sizes) else sizes
 
     def _largest_in(self, pid: int, stage: str) -> Sequence[Finding]:
         """Ask a process who holds its largest tensors."""

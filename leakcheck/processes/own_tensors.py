@@ -98,12 +98,12 @@ class OwnTensors:
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
         """Return who holds what is left of inferring; the sleep has ended."""
         self._slept.end()
-        leftovers, pools = self._leftovers, announced_pools()
+        leftovers = self._leftovers
         if leftovers is None:
             return []
 
         def explained() -> list[Finding]:
-            by_device = [leftovers.explain_asleep(None, cycle, device, pools) for device in _devices(kind)]
+            by_device = [leftovers.explain_asleep(None, cycle, device, ()) for device in _devices(kind)]
             return written(finding for found in by_device for finding in found)
 
         return self._apart(explained, list[Finding])
@@ -123,7 +123,7 @@ class OwnTensors:
 
         def explained() -> list[Finding]:
             if self._slept.looks_away:
-                return written(leftovers.explain_awake(stage, self._cycle, kind, announced_pools()))
+                return written(leftovers.explain_awake(stage, self._cycle, kind))
             return written(self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True)))
 
         return self._apart(explained, list[Finding])
@@ -147,7 +147,7 @@ class OwnTensors:
     def _left(self, cycle: int | None, stage: str) -> Left:
         assert self._leftovers is not None
         found = []
-        for finding, sizes in self._leftovers.explain_turns(cycle, stage, announced_pools()):
+        for finding, sizes in self._leftovers.explain_turns(cycle, stage):
             # A stage alone is asked for where something grows: that is no import's.
             imported_in = None if stage else self._imported_in(finding)
             left = {turn: size for turn, size in sizes.items() if turn != imported_in}
@@ -196,7 +196,7 @@ class OwnTensors:
 
     def clear_caches(self, holders: Collection[str]) -> list[Finding]:
         """Return what some `lru_cache`s hold of what appeared, each cleared, with what that gave back."""
-        return [] if self._leftovers is None else self._leftovers.clear_caches(holders, announced_pools())
+        return [] if self._leftovers is None else self._leftovers.clear_caches(holders)
 
     def _note_imports(self) -> None:
         """Note that what is new among the modules was imported in the cycle that goes on."""

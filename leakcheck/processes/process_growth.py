@@ -56,6 +56,61 @@ ALLOWED = 4 << 20
 """Bytes of host memory that an inference may add for good: allocators take memory in pieces of this order."""
 
 
+_FIRST = ("create", "reload", "shutdown")
+"""What the names of stages begin with after which the next inference is the first one of an engine, or as good as."""
+
+_FILLING = ("sleep", "wake")
+"""The same of stages that may leave something to be filled by the next inference, the first time that they come."""
+
+
+@dataclass
+class Turns:
+    """Counts the turns of a stage, inferences or another's, and those by which growth is judged.
+
+    An inference is, where it came right after another one, or after the same sleeps and wakes as one before it: a loop
+    that trains between two inferences has no others. An update of weights is, where it is not the first.
+
+    Attributes:
+        stage: its name.
+        count: how many there were.
+        again: the numbers, from 1, of those that followed another one.
+    """
+
+    stage: str = "infer"
+    count: int = 0
+    again: list[int] = field(default_factory=list)
+    _had_one: bool = False
+    # What there has been since the last inference that may leave something to be filled, and before earlier ones.
+    _between: tuple[str, ...] = ()
+    _known: set[tuple[str, ...]] = field(default_factory=lambda: {()})
+
+    @property
+    def follows(self) -> bool:
+        """Return whether the last one followed another one."""
+        return self.again[-1:] == [self.count]
+
+    @property
+    def missing(self) -> int:
+        """Return how many more turns in a row would show growth."""
+        return max(0, FEWEST_TURNS - len(self.again))
+
+    def after(self, stage: str) -> None:
+        """Note that a stage has ended."""
+        if stage == self.stage:
+            self.count += 1
+            self.again += [self.count] if self._had_one and self._between in self._known else []
+            self._known.add(self._between)
+            self._had_one, self._between = True, ()
+        elif stage.startswith(_FIRST if self.stage == "infer" else "create"):
+            self.break_off()
+        elif self.stage == "infer" and stage.startswith(_FILLING):
+            self._between += (stage,)
+
+    def break_off(self) -> None:
+        """Note that the next one comes after no other."""
+        self._had_one, self._between, self._known = False, (), {()}
+
+
 class _Growing(NamedTuple):
     """A level of a process that grows.
 
@@ -90,7 +145,7 @@ class _Role:
     def steps(self) -> dict[ProcessName, list[int]]:
         """Return what each inference has added to a process for good that came right after another one.
 
-        Not one with a sleep before it: its host copy, or a cache of pinned memory, is there from then on, once.
+        Not one with a sleep before it for the first time: its host copy, or a cache of pinned memory, is there from then on, once.
         """
         found = {}
         for pid, levels in self.levels.items():
@@ -143,10 +198,13 @@ class ProcessGrowth:
 
     Args:
         stage: whose turns they are.
+
+    Attributes:
+        turns: those so far.
     """
 
     def __init__(self, stage: str = "infer") -> None:
-        self._stage = stage
+        self.turns = Turns(stage)
         # By the processes' name, and the level.
         self._roles: dict[tuple[str, str], _Role] = {}
 
@@ -202,7 +260,7 @@ class ProcessGrowth:
         """One for each name whose processes grow, and for each of their levels that does."""
         growing = {place: found for place, role in self._roles.items() if (found := role.growing()) is not None}
         return [
-            _of_turns(self._stage, key, *found)
+            _of_turns(self.turns.stage, key, *found)
             for (name, key), found in growing.items()
             if not any(
                 sum(growing[name, other].steps) * 2 > sum(found.steps)
@@ -294,56 +352,6 @@ def growth_on_card(process: ProcessName, device: str, series: TurnSeries, second
     advice = "look in that process for what keeps tensors of each request, in no list, dict, set or deque that grows"
     key = f"{_TENSORS}{device}"
     return _finding(process, key, "intervals", size, said, count=turns, trend="growth", advice=advice)
-
-
-_FIRST = ("create", "reload", "shutdown")
-"""What the names of stages begin with after which the next inference is the first one of an engine, or as good as."""
-
-_FILLING = ("sleep", "wake")
-"""The same of stages that may leave something to be filled by the next inference, the first time that they come."""
-
-
-@dataclass
-class Turns:
-    """Counts the turns of a stage, inferences or another's, and those by which growth is judged.
-
-    An inference is, where it came right after another one, or after the same sleeps and wakes as one before it: a loop
-    that trains between two inferences has no others. An update of weights is, where it is not the first.
-
-    Attributes:
-        stage: its name.
-        count: how many there were.
-        again: the numbers, from 1, of those that followed another one.
-    """
-
-    stage: str = "infer"
-    count: int = 0
-    again: list[int] = field(default_factory=list)
-    _had_one: bool = False
-    # What there has been since the last inference that may leave something to be filled, and before earlier ones.
-    _between: tuple[str, ...] = ()
-    _known: set[tuple[str, ...]] = field(default_factory=lambda: {()})
-
-    @property
-    def follows(self) -> bool:
-        """Return whether the last one followed another one."""
-        return self.again[-1:] == [self.count]
-
-    def after(self, stage: str) -> None:
-        """Note that a stage has ended."""
-        if stage == self.stage:
-            self.count += 1
-            self.again += [self.count] if self._had_one and self._between in self._known else []
-            self._known.add(self._between)
-            self._had_one, self._between = True, ()
-        elif stage.startswith(_FIRST if self.stage == "infer" else "create"):
-            self.break_off()
-        elif self.stage == "infer" and stage.startswith(_FILLING):
-            self._between += (stage,)
-
-    def break_off(self) -> None:
-        """Note that the next one comes after no other."""
-        self._had_one, self._between, self._known = False, (), {()}
 
 
 Left = Sequence[tuple[Finding, Mapping[int, int]]]

@@ -203,21 +203,29 @@ class EngineGrowth:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._stages = (_StageGrowth(watch, "infer"), _StageGrowth(watch, UPDATE))
         # One for all tests: what it may cost is that of the session.
         self._containers = TurnGrowth(INFERENCES, self._named_engine)
         self._engine: object = None
-        self._inferences, self._readings = 0, OpenEnd()
-        self._of_containers: tuple[Finding, ...] = ()
         counters = CounterReader(None, card=False, warnings_filters=False, resources=read_items)
         self._named = NamedGrowth(UPDATE, lambda: counters.read_in_part(settings="none").items)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a test: nothing is known of its engine."""
+        self._turns = [Turns("infer"), Turns(UPDATE)]
+        # By the stage: how the watch calls it, after how many turns is looked, and what was found.
+        self._labels = {turns.stage: "" for turns in self._turns}
+        self._next = dict.fromkeys(self._labels, FEWEST_TURNS)
+        self._found: dict[str, dict[str, Finding]] = {stage: {} for stage in self._labels}
+        self._inferences, self._readings = 0, OpenEnd()
+        self._of_containers: tuple[Finding, ...] = ()
 
     def before(self, stage: str, engine: object) -> None:
         """Look before a stage that may give back what has grown: a shutdown."""
-        for each in self._stages:
-            each.before(stage, engine)
-        if stage == UPDATE:
-            self._named.begin()
+        for turns in self._turns if stage == "shutdown" else ():
+            if not turns.missing:
+                self._look(turns, engine)
+        self._named.begin(stage)
 
     def after(self, stage: str, engine: object, label: str) -> None:
         """Note that a stage has ended.
@@ -227,12 +235,20 @@ class EngineGrowth:
             engine: whose.
             label: how the watch calls the stage.
         """
-        if stage == UPDATE:
-            self._named.end()
-        for each in self._stages:
-            each.after(stage, engine, label)
+        self._named.end(stage)
+        for turns in self._turns:
+            turns.after(stage)
+            if stage == turns.stage:
+                self._labels[stage] = label
+            if len(turns.again) >= self._next[turns.stage]:
+                self._look(turns, engine)
+                self._next[turns.stage] = 2 * len(turns.again)
         if stage == "infer":
             self._read_containers(engine)
+
+    def _look(self, turns: Turns, engine: object) -> None:
+        left = self._watch.kept_of(self._labels[turns.stage], ENGINE, engine)
+        self._found[turns.stage] |= {each.fingerprint: each for each in grown_under(ENGINE, left, turns)}
 
     def _read_containers(self, engine: object) -> None:
         self._inferences += 1
@@ -257,53 +273,13 @@ class EngineGrowth:
         """
         of_tensors = {finding.device for finding in known if finding.resource == "tensors"}
         of_items = {finding.resource for finding in known}
-        found = [each for growth in self._stages for each in growth.take() if each.device not in of_tensors]
+        grown = [each for found in self._found.values() for each in found.values()]
+        found = [each for each in grown if each.device not in of_tensors]
         found += [each for each in self._named.findings() if each.resource not in of_items]
         self._named.forget()
         # A container of tensors is told by these.
         holders = {finding.holder for finding in (*known, *found)}
         found += [each for each in self._of_containers if each.holder not in holders]
-        self._inferences, self._readings, self._of_containers = 0, OpenEnd(), ()
         self._containers.break_off()
+        self._begin()
         return tuple(found)
-
-
-class _StageGrowth:
-    """Looks at the engine of a test for one stage.
-
-    Args:
-        watch: knows what appeared in which turn.
-        stage: its name.
-    """
-
-    def __init__(self, watch: Watch, stage: str) -> None:
-        self._watch = watch
-        self._turns = Turns(stage)
-        self._label = ""
-        self._next = FEWEST_TURNS
-        self._found: dict[str, Finding] = {}
-
-    def before(self, stage: str, engine: object) -> None:
-        """Look before a shutdown."""
-        if stage == "shutdown" and len(self._turns.again) >= FEWEST_TURNS:
-            self._look(engine)
-
-    def after(self, stage: str, engine: object, label: str) -> None:
-        """Note that a stage has ended."""
-        self._turns.after(stage)
-        if stage == self._turns.stage:
-            self._label = label
-        if len(self._turns.again) >= self._next:
-            self._look(engine)
-            self._next = 2 * len(self._turns.again)
-
-    def take(self) -> list[Finding]:
-        """Return what was found since the last call."""
-        found = list(self._found.values())
-        self._turns, self._next, self._found = Turns(self._turns.stage), FEWEST_TURNS, {}
-        return found
-
-    def _look(self, engine: object) -> None:
-        left = self._watch.kept_of(self._label, ENGINE, engine)
-        for finding in grown_under(ENGINE, left, self._turns):
-            self._found[finding.fingerprint] = finding

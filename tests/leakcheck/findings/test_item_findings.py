@@ -17,9 +17,9 @@ def grown(turns: Sequence[Sequence[str]]) -> list[Finding]:
     now: list[str] = []
     growth = NamedGrowth("update_weights", lambda: {"file-descriptors": dict.fromkeys(now, 1)})
     for names in turns:
-        growth.begin()
+        growth.begin("update_weights")
         now = list(names)
-        growth.end()
+        growth.end("update_weights")
     return growth.findings()
 
 
@@ -55,9 +55,9 @@ def stranded(turns: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(item_findings, "stranded_segments", lambda: tuple(now))
     growth = NamedGrowth("update_weights", dict)
     for streams in turns:
-        growth.begin()
+        growth.begin("update_weights")
         now[:] = [StrandedSegment("cuda:0", stream, stream << 30, 64 << 20) for stream in streams]
-        growth.end()
+        growth.end("update_weights")
     return growth.findings()
 
 

@@ -306,7 +306,7 @@ def test_what_inferences_add_after_which_nothing_is_read_is_none_of_the_next_one
         if passed:
             processes.pass_over(passed)
         processes.end_stage("infer")
-    assert (processes._inferences.again, processes._turn) == ([2, 4], 12)
+    assert (processes._growth.turns.again, processes._turn) == ([2, 4], 12)
 
 
 def test_of_updates_count_all_but_the_first_with_whatever_between_two() -> None:
