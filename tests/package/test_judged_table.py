@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.judging import metrics
-from lowtide.leakcheck.judging.metrics import Metric, Reading, host_memory_tolerance, plain_metrics, shutdown_metrics
+from lowtide.leakcheck.judging.metrics import (
+    Metric,
+    Reading,
+    host_memory_tolerance,
+    plain_metrics,
+    reading_of,
+    shutdown_metrics,
+)
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test, rule_of
 from lowtide.leakcheck.resources import LISTED
 from lowtide.leakcheck.resources.resource import Bound, Rung
+from lowtide.probes.device.driver import NoDriver
+from lowtide.probes.snapshot import take_snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1 << 20
@@ -115,6 +124,13 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
             continue
         assert figures(judged[key]) == expected(rule.life)
         assert judged[key].tolerance == rule.life.allowed(card=True)
+
+
+def test_each_metric_of_a_life_has_its_place_in_a_reading() -> None:
+    reading = reading_of(take_snapshot(driver=NoDriver("a test")), "cpu")
+    judged = shutdown_metrics("cpu")
+    assert {metric.key for metric in judged if metric.is_named} == reading.items.keys()
+    assert {metric.key for metric in judged if not metric.is_named} == reading.amounts.keys()
 
 
 def test_a_tests_own_tolerance_counts_where_it_is_larger_and_only_for_bytes() -> None:

@@ -166,6 +166,14 @@ def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
     assert found.message == "2 threads still running after call: a, b"
 
 
+def test_what_is_excused_counts_nowhere_as_the_counters_call_it() -> None:
+    known = named("processes", unit="child processes", excused={"12"})
+    steps = climbed_by_name("processes", "12 server", "13 worker")
+    (found,) = judge([known], Reading(), steps, stage="shutdown", cycle=1).findings
+    assert (found.count, known.read(steps[0].reading)) == (1, 1)
+    assert [*known.new_items(Reading(), steps[0].reading)] == ["13 worker"]
+
+
 @pytest.mark.parametrize(
     ("cause", "readings", "holder"),
     [
