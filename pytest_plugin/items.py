@@ -477,13 +477,32 @@ def release_warnings() -> None:
     """The objects that recorded warnings are about: a ResourceWarning about an engine holds the engine.
 
     The recorder is a list whose `append` stands in for showing the warning, as `warnings.catch_warnings(record=True)`
-    arranges it.
+    arranges it. What it says of each warning stays: that is shown at the end.
     """
     recorded = getattr(getattr(warnings, "_showwarnmsg_impl", None), "__self__", None)
     if type(recorded) is list:
         for message in recorded:
             if isinstance(message, warnings.WarningMessage):
                 message.source = None
+                message.message = _as_text(message.message)
+
+
+def _as_text(warning: Warning | str) -> Warning | str:
+    """Return a warning that says the same and holds nothing else."""
+    if not isinstance(warning, Warning) or _holds_text_alone(warning):
+        return warning
+    kind, text = type(warning), str(warning)
+    # One that puts its text together from its attributes cannot do so without.
+    kind = kind if kind.__str__ is Warning.__str__ else UserWarning
+    said = Warning.__new__(kind, text)
+    said.args = (text,)
+    return said
+
+
+def _holds_text_alone(warning: Warning) -> bool:
+    behind = (warning.__cause__, warning.__context__, warning.__traceback__)
+    is_plain = all(type(arg) in (str, int, float, bool, type(None)) for arg in warning.args)
+    return is_plain and not vars(warning) and behind == (None, None, None)
 
 
 def hints(item: pytest.Item) -> Iterator[tuple[str, object]]:

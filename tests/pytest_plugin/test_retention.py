@@ -309,6 +309,40 @@ WARNINGS = """
         warnings.warn("engine was not closed", ResourceWarning, source=probe("warning source, failing"))
         assert 0
 
+    class Slow(UserWarning):
+        def __init__(self, text, batch):
+            super().__init__(text)
+            self.batch = batch
+
+    class Told(UserWarning):
+        def __init__(self, batch):
+            self.batch = batch
+
+        def __str__(self):
+            return f"told of {type(self.batch).__name__}"
+
+    @pytest.mark.filterwarnings("always")
+    def test_message_with_attribute():
+        warnings.warn(Slow("slow batch", probe("attribute of a warning")))
+
+    @pytest.mark.filterwarnings("always")
+    def test_message_with_argument():
+        warnings.warn(UserWarning("slow", [probe("argument of a warning, in a list")]))
+
+    @pytest.mark.filterwarnings("always")
+    def test_message_that_says_itself():
+        warnings.warn(Told(probe("attribute that a warning shows")))
+
+    @pytest.mark.filterwarnings("always")
+    def test_message_from_an_error():
+        try:
+            raise ValueError(probe("error behind a warning"))
+        except ValueError as error:
+            warning = UserWarning("from an error")
+            warning.__cause__ = error
+            warnings.warn(warning)
+            del warning
+
     def test_recwarn():
         with pytest.warns(ResourceWarning) as recorded:
             warnings.warn("engine was not closed", ResourceWarning, source=probe("recorded warning"))
@@ -724,7 +758,18 @@ def test_the_locals_of_a_failing_testcase_are_no_leak(run: InnerRun) -> None:
     assert held_back(run, "test_classes.py::TestUnit::test_failing") == "failed"
 
 
-@pytest.mark.parametrize("test", ["test_source", "test_source_in_teardown", "test_recwarn"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_source",
+        "test_source_in_teardown",
+        "test_recwarn",
+        "test_message_with_attribute",
+        "test_message_with_argument",
+        "test_message_that_says_itself",
+        "test_message_from_an_error",
+    ],
+)
 def test_what_a_warning_is_about_is_no_leak(run: InnerRun, test: str) -> None:
     assert held_back(run, f"test_warnings.py::{test}") == "passed"
 
@@ -735,6 +780,8 @@ def test_what_a_failing_tests_warning_is_about_is_no_leak(run: InnerRun) -> None
 
 def test_warnings_are_still_shown_at_the_end(run: InnerRun) -> None:
     assert run.out.count("ResourceWarning: engine was not closed") == 3
+    for text in ("Slow: slow batch", "Told: told of ", "UserWarning: from an error"):
+        assert run.out.count(text) == 1
 
 
 @pytest.mark.parametrize("test", ["test_setup", "test_call", "test_teardown", "test_with_exc_info", "test_caplog"])
