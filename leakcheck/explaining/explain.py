@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.cuts import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut, is_declared
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
+    is_installed,
 )
 from lowtide.leakcheck.judging.judge import HOLDER_OF_RUNG, Budget
 from lowtide.leakcheck.resources.resource import Rung
@@ -408,6 +409,8 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     # What came with a module, as it was imported, is a part of that.
     is_whole = names.older is not None and names.may_have_been_there(found.root(place))
     first = path_reading.first_registered(path.steps, blamed) if is_whole or is_declared_to_live else blamed
+    if first == blamed > 0 and names.older is not None and _was_put_there(found.link(place, blamed).owner, path):
+        first -= 1
     shown = path_reading.shown_from_landmark(path)
     # How the walk came to what the program knows by a name says nothing.
     cause = path_reading.telling_cause(shown.path) or path_reading.cause_of_edge(path, blamed)
@@ -460,6 +463,13 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     draft = _Draft(explanation, place, links, first, last, decided, shown.skipped)
     common = replace(shown.path, steps=shown.path.steps[: draft.end])
     return replace(draft, holder=path_reading.holder_name(common, begin))
+
+
+def _was_put_there(item: object, path: Path) -> bool:
+    """Return whether an installed library's module has a function that another package has made."""
+    if path.root_kind != "module" or type(item) is not FunctionType or type(item.__module__) is not str:
+        return False
+    return is_installed(path.root_name) and item.__module__.partition(".")[0] != path.root_name.partition(".")[0]
 
 
 def _with_declared(path: Path, links: Sequence[Link], names: Names) -> Path:

@@ -136,6 +136,24 @@ def finalizer_of_an_object():
     weakref.finalize(kept.LINEAR, Own(117).method)
 
 
+def replaced_method_of_an_installed_engine():
+    before, own = engine_of_others.Allocator.run, Own(118)
+    engine_of_others.Allocator.run = lambda self: (before(self), own)
+
+
+def replaced_method_of_an_engine_that_is_new():
+    import late_engine
+
+    before, own = late_engine.Late.run, Own(119)
+    late_engine.Late.run = lambda self: (before(self), own)
+
+
+def engine_that_is_new_and_keeps_it():
+    import late_engine
+
+    late_engine.add(Own(120))
+
+
 def test_leaks():
     for leak in (
         dispatch_table,
@@ -156,6 +174,9 @@ def test_leaks():
         entry_of_an_installed_engine,
         singleton_of_an_installed_engine,
         finalizer_of_an_object,
+        replaced_method_of_an_installed_engine,
+        replaced_method_of_an_engine_that_is_new,
+        engine_that_is_new_and_keeps_it,
     ):
         leak()
 """
@@ -180,10 +201,13 @@ SIZES = {
     "entry_of_an_installed_engine": 460,
     "singleton_of_an_installed_engine": 464,
     "finalizer_of_an_object": 468,
+    "replaced_method_of_an_installed_engine": 472,
+    "replaced_method_of_an_engine_that_is_new": 476,
+    "engine_that_is_new_and_keeps_it": 480,
 }
 """How many bytes each of them leaks."""
 
-CONFTEST = """
+CONFTEST = '''
 import json
 import multiprocessing
 import pathlib
@@ -193,7 +217,29 @@ import pytest
 
 SITE = pathlib.Path(__file__).with_name("site")
 (SITE / "engine_of_others-1.0.dist-info").mkdir(parents=True)
-(SITE / "engine_of_others.py").write_text("_BUFFERS = {}\\nclass Allocator:\\n    instance = None\\n")
+OF_OTHERS = """
+_BUFFERS = {}
+
+class Allocator:
+    instance = None
+
+    def run(self): ...
+"""
+LATE = """
+def _adding(kept):
+    def add(item):
+        kept.append(item)
+
+    return add
+
+add = _adding([])
+
+class Late:
+    def run(self): ...
+"""
+(SITE / "engine_of_others.py").write_text(OF_OTHERS)
+(SITE / "late_engine-1.0.dist-info").mkdir()
+(SITE / "late_engine.py").write_text(LATE)
 sys.path.insert(0, str(SITE))
 
 
@@ -227,7 +273,7 @@ def pytest_unconfigure(config):
         except BaseException as error:
             said[step.__name__] = repr(error)
     pathlib.Path(__file__).with_name("after.json").write_text(json.dumps(said))
-"""
+'''
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +325,24 @@ def test_where_it_offers_nothing_there_is_advice(run: InnerRun, leak: str, advic
     found = tensors_of(run, leak)
     assert found.remedy is None
     assert advice in (found.advice or "")
+
+
+@pytest.mark.parametrize(
+    ("leak", "advice"),
+    [
+        ("replaced_method_of_an_installed_engine", "put back what engine_of_others.Allocator.run was"),
+        ("replaced_method_of_an_engine_that_is_new", "put back what late_engine.Late.run was"),
+    ],
+)
+def test_what_took_the_place_of_a_librarys_method_gives_way_to_it(run: InnerRun, leak: str, advice: str) -> None:
+    found = tensors_of(run, leak)
+    assert found.remedy is None
+    assert advice in (found.advice or "")
+
+
+def test_a_new_librarys_own_function_does_not(run: InnerRun) -> None:
+    found = tensors_of(run, "engine_that_is_new_and_keeps_it")
+    assert "put back" not in f"{found.message} {found.advice}"
 
 
 def test_nothing_inside_a_library_was_tried(run: InnerRun) -> None:
