@@ -488,10 +488,12 @@ _ADVICE: Mapping[str, str] = {
     "torch's default hook for saved tensors": "leave saved_tensors_hooks again: use it in a with statement",
     "decimal.getcontext().traps": "change them in a with decimal.localcontext() block only",
     "os.environ[": "monkeypatch.setenv and monkeypatch.delenv put a variable back when the test ends",
+    "copyreg.dispatch_table entry ": "take it out of copyreg.dispatch_table when the test ends",
     "warnings filter ": "change the filters in a with warnings.catch_warnings() block only",
     "asyncio.get_event_loop_policy()": "keep the policy that was there, and set it again when the test ends",
     "gc.callbacks entry ": "remove it from gc.callbacks when the test ends",
 }
+_REDUCER = "copyreg.dispatch_table entry "
 _OTHERWISE = "keep what was there before, and put it back when the test ends (monkeypatch.setattr does)"
 
 
@@ -605,6 +607,9 @@ def _entry(change: SettingChange) -> str | None:
     for switch, usual in (("disabled", False), ("propagate", True)):
         if name.startswith(f"{switch} of "):
             return f"{name.removeprefix(f'{switch} of ')}.{switch} = {before or usual}"
+    if name.startswith(_REDUCER) and before == ABSENT:
+        cls = _expression(name.removeprefix(_REDUCER))
+        return None if cls is None else f"copyreg.dispatch_table.pop({cls})"
     for place in ("sys.meta_path", "sys.path_hooks", "gc.callbacks"):
         if name.startswith(f"{place} entry ") and before == ABSENT:
             return _removing_from(place, name.rpartition(" at ")[2])
@@ -613,6 +618,8 @@ def _entry(change: SettingChange) -> str | None:
 
 def _replaced(change: SettingChange) -> str | None:
     if change.first == NOTHING:
+        if not change.setting.startswith("sys.modules["):
+            return f"del {change.setting}"
         return change.setting.replace("sys.modules[", "sys.modules.pop(").removesuffix("]") + ")"
     if change.first == INHERITED:
         return f"del {change.setting}"

@@ -26,6 +26,7 @@ from lowtide.probes.host.settings import (
     LevelNames,
     Loggers,
     ModuleSearchPath,
+    Reducers,
     Signals,
     Timers,
     interpreter_values,
@@ -99,6 +100,7 @@ class SettingReader:
             Timers(),
             Loggers(),
             LevelNames(),
+            Reducers(),
             *((Filters(),) if warnings_filters else ()),
             Modes(),
         )

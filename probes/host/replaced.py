@@ -7,6 +7,7 @@ whoever has replaced it, and however often.
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import itertools
 import operator
@@ -28,7 +29,7 @@ from types import (
 from typing import Any
 
 from lowtide.probes import native
-from lowtide.probes.host.settings import REPLACED, is_loaded
+from lowtide.probes.host.settings import REPLACED, is_loaded, is_of_library
 from lowtide.probes.objects.described import (
     constant_text,
     identified,
@@ -107,7 +108,7 @@ class _Space:
         holder: the module or the class.
         attributes: its namespace.
         first: the functions, classes and plain values in it.
-        names: all names that there were, of a class.
+        names: all names that there were, of a class and of `builtins`, whose names every module sees.
     """
 
     holder: Any
@@ -124,7 +125,7 @@ class _Space:
             if (cls := type(value)) in _FUNCTIONS or (cls in _PLAIN and key[:2] != "__") or issubclass(cls, type)
             if is_class or not (key[:2] == "__" or key.endswith("hook") or name + key in _READ_ELSEWHERE)
         }
-        if is_class:
+        if is_class or self.holder is builtins:
             self.names = frozenset(self.attributes)
 
     @property
@@ -164,7 +165,7 @@ class _Space:
     def differing(self) -> Iterator[tuple[str, Any, Any, bool]]:
         """Give the name of each attribute that is another object than at first, with what was there and what is.
 
-        Of a class also those that it had inherited, and whether it had.
+        Of a class also those that it had inherited, and whether it had; of `builtins` also those that were added.
         """
         now = self.attributes
         # In C: a runner sets some attribute of `sys` before every test.
@@ -172,6 +173,11 @@ class _Space:
         for name in list(itertools.compress(self.first, others)):
             yield name, self.first[name], now.get(name, MISSING), False
         for name in now.keys() - self.names if self.names else ():
+            if self.holder is builtins:
+                # What is shown last is there as `_`.
+                if name != "_" and not _is_of_libraries(now.get(name)):
+                    yield name, MISSING, now.get(name, MISSING), False
+                continue
             found = (namespace_of(base).get(name, MISSING) for base in mro_of(self.holder)[1:])
             first = next((value for value in found if value is not MISSING), MISSING)
             if type(first) in _FUNCTIONS and now.get(name, first) is not first:
@@ -249,7 +255,7 @@ class FirstValues:
             if setting == _OF_A_COMPILER and now is False and _has_compiled():
                 space.first[name] = now
                 continue
-            if not is_inherited and self._is_state(space, name):
+            if name in space.first and not is_inherited and self._is_state(space, name):
                 del space.first[name]
                 continue
             self._objects[setting] = (space.holder, name, MISSING if is_inherited else first)
@@ -428,13 +434,21 @@ def _underlying(value: Any) -> Any:
     return value.__func__ if type(value) in (classmethod, staticmethod, MethodType) else value
 
 
+def _is_of_libraries(value: Any) -> bool:
+    """Return whether a value is an installed library's: one of Python's own types, as a number, is nobody's."""
+    is_bare = (
+        type(value) not in _FUNCTIONS and module_of_class(value if is_a(value, type) else type(value)) == "builtins"
+    )
+    return not is_bare and is_of_library(value)
+
+
 def _is_as_good(first: Any, now: Any) -> bool:
     """Whether what is there is as what was there first, or the library's own, made when it was first needed.
 
     Whoever puts back what `Class.method` gave puts back the bound method of a class method; and tools that run tests
     have their own reasons.
     """
-    if now is MISSING:
+    if now is MISSING or first is MISSING:
         return type(first) in _PLAIN
     if type(first) in _PLAIN and type(now) in _PLAIN:
         return type(first) is type(now) and bool(first == now or first != first)

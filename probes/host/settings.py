@@ -6,6 +6,7 @@ What is a setting at all is here, too: those of torch, and what stands in the pl
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import ctypes
 import faulthandler
 import functools
@@ -332,14 +333,14 @@ class Finders:
             f"{name} entry {identified(item)}": "there"
             for name, found in self._lists()
             for item in (found if type(found) is list else ())
-            if not _is_of_library(item)
+            if not is_of_library(item)
         }
 
     def _lists(self) -> list[tuple[str, Any]]:
         return [("sys.meta_path", sys.meta_path), ("sys.path_hooks", sys.path_hooks)]
 
 
-def _is_of_library(item: Any) -> bool:
+def is_of_library(item: Any) -> bool:
     """Whether a function, a class or an object is an installed library's, or a tool's that runs tests."""
     if is_librarys(item):
         return True
@@ -427,6 +428,24 @@ class LevelNames:
             f"name of logging level {level}": repr(name)
             for level, name in (names.items() if type(names) is dict else ())
             if type(level) is int and type(name) is str
+        }
+
+
+class Reducers:
+    """What `copyreg.pickle` has registered that is the program's own."""
+
+    def raw(self) -> object:
+        """The identities of the classes and of the functions."""
+        table = copyreg.dispatch_table
+        return (*map(id, table), *map(id, table.values())) if type(table) is dict else id(table)
+
+    def texts(self) -> dict[str, str]:
+        """Each by its class."""
+        table = copyreg.dispatch_table
+        return {
+            f"copyreg.dispatch_table entry {identified(cls)}": "there"
+            for cls, function in (table.items() if type(table) is dict else ())
+            if not is_of_library(function)
         }
 
 
@@ -685,6 +704,7 @@ _ENTRIES = (
     "handler ",
     "level of ",
     "name of logging level ",
+    "copyreg.dispatch_table entry ",
     "interval timer ",
     "disabled of ",
     "propagate of ",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import copyreg
 import ctypes
 import decimal
 import faulthandler
@@ -245,6 +247,20 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         call(lambda: logging.addLevelName(20, "NOTE"), lambda: logging.addLevelName(20, "INFO")),
         "logging.addLevelName(20, 'INFO')",
     ),
+    "copyreg.dispatch_table entry tests.probes.test_settings.FunctionMode": (
+        call(
+            lambda: copyreg.pickle(FunctionMode, lambda mode: (FunctionMode, ())),  # type: ignore[arg-type]
+            lambda: copyreg.dispatch_table.pop(FunctionMode, None),
+        ),
+        "copyreg.dispatch_table.pop(tests.probes.test_settings.FunctionMode)",
+    ),
+    "builtins.lowtide_tests_added": (
+        call(
+            lambda: vars(builtins).__setitem__("lowtide_tests_added", hook),
+            lambda: vars(builtins).pop("lowtide_tests_added", None),
+        ),
+        "del builtins.lowtide_tests_added",
+    ),
     "os.sched_getaffinity(0)": (
         call(
             lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1]),
@@ -444,6 +460,26 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
 }
 """Changes that end with the stack, by what each setting is called, and the code that undoes them; empty where a runner
 has a part in what stands there, or there is none."""
+
+
+LEFT_ALONE: Mapping[str, Callable[[], object]] = {
+    "a library's own": lambda: vars(builtins).__setitem__("lowtide_tests_added", logging.getLogger),
+    "an object of a library's class": lambda: vars(builtins).__setitem__("lowtide_tests_added", np.float32(1)),
+    "what was shown last": lambda: sys.displayhook(5),
+    "a library's reducer": lambda: copyreg.pickle(FunctionMode, copyreg.pickle_complex),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_what_libraries_put_into_tables_of_the_interpreter_is_no_change(name: str, reader: SettingReader) -> None:
+    before = reader.read()
+    LEFT_ALONE[name]()
+    try:
+        assert changes_between(before, reader.read()) == []
+    finally:
+        for added in ("lowtide_tests_added", "_"):
+            vars(builtins).pop(added, None)
+        copyreg.dispatch_table.pop(FunctionMode, None)
 
 
 @pytest.fixture
