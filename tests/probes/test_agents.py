@@ -614,6 +614,51 @@ def test_an_agent_locks_nothing_for_what_is_imported() -> None:
     assert not imp_lock_is_held()
 
 
+FORKS_MEANWHILE = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import lowtide_agent
+
+def forks():
+    for _ in range(5):
+        begun.set()
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+begun = threading.Event()
+forking = threading.Thread(target=forks)
+with lowtide_agent.Importing("no_such_module"):
+    forking.start()
+    begun.wait()
+    time.sleep(0.2)
+    import logging
+    logging.getLogger("of.what.is.imported")
+forking.join()
+
+def tries():
+    taken.append(logging._lock.acquire(blocking=False))
+    logging._lock.release()
+
+taken = []
+other = threading.Thread(target=tries)
+other.start()
+other.join()
+print(taken, sys.getswitchinterval())
+"""
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_fork_while_an_agent_imports_ends(logs: bool) -> None:
+    program = f"import logging\n{FORKS_MEANWHILE}" if logs else FORKS_MEANWHILE
+    folder = str(Path(str(module._agent().__file__)).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=HANG_S, check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("[True] 0.005\n", "")
+
+
 def imp_lock_is_held() -> bool:
     import _imp
 

@@ -56,6 +56,9 @@ LINGER_S = 0.2
 OTHER_IMPORT_S = 10.0
 """Seconds after which a program that is in an import is taken for one that runs in it for good."""
 
+_UNDISTURBED_S = 0.2
+"""Seconds for which no other thread runs, while a small module is imported."""
+
 # As they are now: the program may replace them, as gevent does.
 _start_new_thread = _thread.start_new_thread
 _allocate_lock = _thread.allocate_lock
@@ -292,7 +295,8 @@ class Importing:
 
     Python does not wait for a package that another thread is importing before it imports a module in it.  So the
     program's `import numpy.linalg` would find a numpy of which the agent has made half, and the other way round.  The
-    lock is the one that a fork takes, and that is held wherever an import begins.
+    lock is the one that a fork takes, and that is held wherever an import begins. A fork has taken that of `logging`
+    before it, which an import takes for its logger: each would wait for the other, so that is held as well.
 
     Args:
         name: a module that is imported in the block: nothing is locked where it is there.
@@ -309,11 +313,12 @@ class Importing:
 
     def __exit__(self, *_: object) -> None:
         if self._is_locked:
+            sys.modules["logging"]._lock.release()
             _imp.release_lock()
 
 
 def _is_alone_in_importing() -> bool:
-    """Take the lock once no other thread is in an import; false where one does not come out of it.
+    """Take the locks once no other thread is in an import; false where one does not come out of it.
 
     Whoever is in one may need the lock to end it, and so it is not waited for with the lock.
     """
@@ -322,11 +327,43 @@ def _is_alone_in_importing() -> bool:
     end = monotonic() + OTHER_IMPORT_S
     while monotonic() < end:
         _imp.acquire_lock()
-        if all(lock() is None for lock in list(_module_locks.values())):
+        if all(lock() is None for lock in list(_module_locks.values())) and _has_locked_logging():
             return True
         _imp.release_lock()
         sleep(0.01)
     return False
+
+
+def _has_locked_logging() -> bool:
+    """Take the lock of `logging`, which no fork may do while it comes into being; false where somebody has it."""
+    if "logging" not in sys.modules:
+        _import_logging()
+    locked: bool = sys.modules["logging"]._lock.acquire(blocking=False)
+    return locked
+
+
+def _import_logging() -> None:
+    """Import `logging` so that no other thread runs between its hook for forks and the end of it."""
+    import io
+    import re
+    import string
+    import traceback
+    import types
+    import warnings
+    import weakref
+    from time import sleep
+
+    del io, re, string, traceback, types, warnings, weakref
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(max(interval, _UNDISTURBED_S))
+    try:
+        # Who waits already goes by the old one.
+        sleep(2 * interval)
+        import logging
+
+        del logging
+    finally:
+        sys.setswitchinterval(interval)
 
 
 class _Socket:
