@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.findings.kept_bytes import kept_by, own_size
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.storages import is_tensor
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.memory.tensors import live_storages
-from lowtide.probes.objects.foreign import module_of_class, mro_of, type_name
+from lowtide.probes.objects.foreign import module_of_class, type_name
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, weakref
 from lowtide.reports.schema import Finding, ResourceName
@@ -29,18 +27,18 @@ LEAST_A_TURN = 1024
 """Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of."""
 
 _SAMPLE = 20
-"""Of so many of the last things the size is taken."""
+"""Of so many of the last things the size is taken,"""
+
+_TURNS = 3
+"""or of those of so many turns, where that is more,"""
+
+_MOST_SAMPLED = 200
+"""but of no more than these."""
 
 _MOST_PART = 0.9
 """The part of what a container has taken that must be there anyway, so that its growth is none of memory."""
 
-_MOST_BEHIND = 2000
-"""Objects behind one thing that are looked at."""
-
 _RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
-
-_SHARED: tuple[type, ...] = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType)
-"""What a thing refers to, and is not its own."""
 
 
 def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
@@ -56,63 +54,26 @@ def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
     entries = last_entries(container, _SAMPLE)
     if all(issubclass(type(item), weakref.ref) or _is_of_runner(item) for *_, item in entries):
         return False
-    return _bytes_a_turn(course, entries, tensors=tensors)[0] >= LEAST_A_TURN
+    return _bytes_a_turn(course, container, tensors=tensors)[0] >= LEAST_A_TURN
 
 
 def _is_of_runner(item: object) -> bool:
     return f"{module_of_class(type(item))}.".startswith(_RUNNERS)
 
 
-def _bytes_a_turn(course: Course, entries: Sequence[tuple[Any, ...]], *, tensors: bool) -> tuple[int, str]:
+def _bytes_a_turn(course: Course, container: Any, *, tensors: bool) -> tuple[int, str]:
     """Return the bytes that a container takes in a turn, and the device where most of them are under tensors there."""
-    behind = _Behind()
-    for entry in entries:
-        for item in entry:
-            behind.add(item)
+    rate = course.items / course.span
+    # What the things of one turn share is told by several turns.
+    entries = last_entries(container, min(max(_SAMPLE, round(_TURNS * rate)), _MOST_SAMPLED, course.items))
+    kept = kept_by(entries, besides=(container,))
     under = Counter[str]()
-    for storage in live_storages(behind.tensors) if tensors and behind.tensors else ():
+    for storage in live_storages(kept.tensors) if tensors and kept.tensors else ():
         under[storage.device] += storage.bytes
-    size = behind.bytes + under.total()
+    places = own_size(container) / max(1, course.lengths[-1])
+    size = kept.bytes + under.total()
     ((device, most),) = under.most_common(1) or (("", 0),)
-    return round(size / len(entries) * course.items / course.span), device if 2 * most > size else ""
-
-
-@dataclass
-class _Behind:
-    """What some things refer to, each object once.
-
-    Attributes:
-        bytes: of all of them, without what is under tensors.
-        tensors: the tensors and storages among them.
-    """
-
-    bytes: int = 0
-    tensors: list[Any] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
-
-    def add(self, item: object) -> None:
-        """Add a thing, and so much of what it refers to as is looked at."""
-        waiting = deque([item])
-        for _ in range(_MOST_BEHIND):
-            if not waiting:
-                break
-            each = waiting.popleft()
-            if id(each) not in self._seen and not any(issubclass(type(each), kind) for kind in _SHARED):
-                self._seen.add(id(each))
-                self.bytes += _own_size(each)
-                waiting.extend(gc.get_referents(each))
-                if is_tensor(each):
-                    self.tensors.append(each)
-
-
-def _own_size(item: Any) -> int:
-    """Return the bytes of an object itself; an array's with its data, a tensor's without."""
-    cls = type(item)
-    sizes = [vars(base)["__sizeof__"] for base in mro_of(cls) if "__sizeof__" in vars(base)]
-    # A class in Python may answer anything, and what stands there need not be a function.
-    plain = next(size for size in sizes if type(size) is MethodDescriptorType)
-    size: int = plain(item)
-    return size
+    return round((size / len(entries) + places) * rate), device if 2 * most > size else ""
 
 
 def growth_of_containers(
@@ -194,9 +155,13 @@ def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> 
 
 
 def _taken(course: Course, container: Any) -> list[Any]:
-    """Return some of the things that a container has taken, from all of its course; of an entry the larger one."""
+    """Return some of the things that a container has taken, from all of its course; of an entry what counts.
+
+    That is what refers to others rather than a number, a name or `None`, which lie in other tables, too.
+    """
     step = max(1, course.items // _SAMPLE)
-    return [max(entry, key=_own_size) for entry in last_entries(container, course.items, step)]
+    entries = last_entries(container, course.items, step)
+    return [max(entry, key=lambda item: (gc.is_tracked(item), own_size(item))) for entry in entries]
 
 
 def _things_in(holder: Any) -> Iterable[Any]:
@@ -217,8 +182,10 @@ def _may_grow_for_ever(cache: Any) -> bool:
 
 def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
     """Whether the program holds it: a test runner keeps what it has to report, and libraries a lot."""
-    # In a frozen heap there is no way to what only C holds.
-    if not explanation.path or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
+    if not explanation.path:
+        # C holds it: of a test runner's, or of the program. In a frozen heap nobody knows who does.
+        return by_frames and explanation.verdict == "native-held"
+    if not explanation.holder or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
         return False
     root = explanation.path[0]
     if root.type == "frame":
@@ -226,8 +193,10 @@ def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
     return not (root.type in ("module", "class", "interpreter") and is_library(root.edge))
 
 
-def _name_of(explanation: Explanation) -> str:
+def _name_of(explanation: Explanation, container: Any) -> str:
     """Return the container's name: the holder alone names a thread, or a variable's last attribute."""
+    if not explanation.path:
+        return f"a {type_name(type(container))} of {explanation.holder}"
     root, *hops = explanation.path
     unsaid = hops if root.type == "thread" else []
     if root.type == "frame":
@@ -257,17 +226,19 @@ def _finding(
     is_cache: bool,
 ) -> Finding:
     entries = last_entries(container, _SAMPLE)
-    each, device = _bytes_a_turn(course, entries, tensors=tensors)
+    each, device = _bytes_a_turn(course, container, tensors=tensors)
     resource: ResourceName = "tensors" if device else "host-memory"
     kinds = Counter(type_name(type(item)) for *_, item in entries)
     ((kind, _),) = kinds.most_common(1)
     rate = course.items / course.span
     size = _said(rate, each)
     of_kind = f": {course.lengths[-1]} of {kind}"
-    amount = f"{_name_of(explanation)} takes {size} in each of {course.span} {turns}"
+    name = _name_of(explanation, container)
+    root = explanation.path[0].type if explanation.path else ""
+    amount = f"{name} takes {size} in each of {course.span} {turns}"
     kept = Note(f", {format_bytes(each * course.span)} in all{of_kind}")
     if since:
-        amount = f"{_name_of(explanation)} has {_said(course.items, each * course.span)} more than at {since}"
+        amount = f"{name} has {_said(course.items, each * course.span)} more than at {since}"
         kept = Note(of_kind)
     in_time = (Note(f"; that is {_said(rate / seconds, each / seconds)} a second"),) if seconds else ()
     stage = turns if not module else f"{turns} of {module}"
@@ -287,8 +258,8 @@ def _finding(
             resource=resource, device=device, stage=turns, suspects=("growth", *explanation.suspects), module=""
         ),
         verdict=explanation.verdict,
-        # A thread has many containers.
-        holder=_name_of(explanation) if explanation.path[0].type == "thread" else explanation.holder,
+        # A thread has many containers, and so has C.
+        holder=name if root in ("", "thread") else explanation.holder,
         path=explanation.path,
         advice=ADVICE,
         trend="growth",

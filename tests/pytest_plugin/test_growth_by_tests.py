@@ -275,7 +275,7 @@ def test_a_container_that_takes_something_in_each_test_is_named(run: InnerRun) -
 def test_it_is_said_how_much_each_test_adds(run: InnerRun) -> None:
     found = of_containers(run)
     assert found["keeper.REQUESTS"].message == (
-        "keeper.REQUESTS takes 1 item (2.0 KiB) in each of 14 tests, 28.7 KiB in all: 16 of bytes"
+        "keeper.REQUESTS takes 1 item (2.1 KiB) in each of 14 tests, 29.1 KiB in all: 16 of bytes"
     )
     assert found["keeper.compiled"].cause == "lru-cache"
     assert found["module fixture 'server'.answers"].message.endswith("16 of keeper.Answer")

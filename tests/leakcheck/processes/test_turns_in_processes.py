@@ -33,7 +33,7 @@ def test_a_container_that_grows_is_named_with_its_process(child: Child) -> None:
     assert (finding.holder, finding.trend, finding.stage) == (HOLDER, "growth", "inferences")
     assert finding.process is not None
     assert (finding.process.pid, finding.process.name) == (child.pid, "engine-core")
-    told = f"{finding.process.text}: {HOLDER} takes 1 item (2.0 KiB) in each of "
+    told = f"{finding.process.text}: {HOLDER} takes 1 item (2.1 KiB) in each of "
     assert finding.message.startswith(told)
 
 

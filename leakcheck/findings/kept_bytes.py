@@ -1,0 +1,167 @@
+"""How many bytes some things of a container keep: they themselves, and what they refer to that is their own."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from typing import Any
+
+from lowtide.leakcheck.judging.storages import is_tensor
+from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, mro_of, place_of_definition
+from lowtide.probes.originals import gc, loaded, sys
+
+_MOST_BEHIND = 2000
+"""Objects behind one entry that are looked at, on the average."""
+
+_SHARED_BY = 0.5
+"""What more than such a part of the entries refers to, at the same distance, is none's own: an engine, a class."""
+
+_FEWEST_SHARING = 3
+"""Entries of which that can be said."""
+
+_HAS_HEADER = 1 << 14
+_HEADER = 16
+"""The collector's, before each object of a type that it tracks."""
+
+_MANAGES_ATTRIBUTES = 1 << 4
+_BEFORE = 16
+"""What lies before an object whose attributes the interpreter manages."""
+
+_COUNTS_ATTRIBUTES = sys.version_info >= (3, 13)
+"""Whether an object's size has the attributes in it for which no dict was made."""
+
+_WORD = 8
+
+
+@dataclass
+class KeptBytes:
+    """What some entries of a container keep.
+
+    Attributes:
+        bytes: of all of them, without what is under tensors.
+        tensors: the tensors and storages among it.
+    """
+
+    bytes: int = 0
+    tensors: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Met:
+    """An object that was met behind some entries, by the same number of steps."""
+
+    item: Any
+    entry: int
+    entries: int = 1
+    last: int = 0
+
+
+def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] = ()) -> KeptBytes:
+    """Return what entries keep, each object once; what many of them refer to was there without them.
+
+    Step by step from all entries at once: what lies nearest to one of them is its own, though others lead to it through
+    what they share.
+
+    Args:
+        entries: of a container, each the things that it has taken with it.
+        besides: what is not looked at, nor what only it refers to.
+    """
+    kept = KeptBytes()
+    seen = {*map(id, besides), id(vars(builtins))}
+    following = _met(((number, entry) for number, entry in enumerate(entries)), seen)
+    left = _MOST_BEHIND * len(entries)
+    while following and left > 0:
+        level = list[tuple[int, Sequence[Any]]]()
+        for met in following:
+            seen.add(id(met.item))
+            if _is_shared(met, len(entries)) or _is_of_a_module(met.item):
+                continue
+            left -= 1
+            behind = _referents(met.item)
+            kept.bytes += own_size(met.item, behind)
+            level.append((met.entry, behind))
+            if is_tensor(met.item):
+                kept.tensors.append(met.item)
+        following = _met(level, seen)
+    return kept
+
+
+def _met(level: Iterable[tuple[int, Sequence[Any]]], seen: Collection[int]) -> list[_Met]:
+    """Return the objects that are behind a level for the first time; its entries come in their order."""
+    found = dict[int, _Met]()
+    for number, items in level:
+        for item in items:
+            if id(item) in seen:
+                continue
+            met = found.get(id(item))
+            if met is None:
+                found[id(item)] = _Met(item, number, last=number)
+            elif met.last != number:
+                met.entries, met.last = met.entries + 1, number
+    return list(found.values())
+
+
+def _is_shared(met: _Met, entries: int) -> bool:
+    return entries >= _FEWEST_SHARING and met.entries > _SHARED_BY * entries
+
+
+def _is_of_a_module(item: Any) -> bool:
+    """Return whether something was defined once: a class or function that is no other one's product, code, a module."""
+    kind = type(item)
+    if kind is CodeType or kind is BuiltinFunctionType or is_a(item, ModuleType):
+        return True
+    return (kind is FunctionType or is_a(item, type)) and place_of_definition(item) is not None
+
+
+def _is_namespace(space: dict[str, Any]) -> bool:
+    """Return whether a module has its names in a dict."""
+    name = dict.get(space, "__name__")
+    home = sys.modules.get(name) if type(name) is str else None
+    return is_a(home, ModuleType) and dict_of_module(home) is space
+
+
+def _referents(item: Any) -> Sequence[Any]:
+    if type(item) is FunctionType:
+        return [each for each in gc.get_referents(item) if each is not item.__globals__ or not _is_namespace(each)]
+    array: Any = getattr(loaded("numpy"), "ndarray", None)
+    if array is not None and is_a(item, array):
+        # The collector is not shown what an array is a view of.
+        base = array.base.__get__(item)
+        return [*gc.get_referents(item), *([] if base is None else [base])]
+    return gc.get_referents(item)
+
+
+def own_size(item: Any, behind: Sequence[Any] | None = None) -> int:
+    """Return the bytes of an object itself, as `sys.getsizeof` does; an array's with its data, a tensor's without.
+
+    Args:
+        item: the object.
+        behind: what it refers to, where that is known.
+    """
+    cls = type(item)
+    sizes = [vars(base)["__sizeof__"] for base in mro_of(cls) if "__sizeof__" in vars(base)]
+    # A class in Python may answer anything, and what stands there need not be a function.
+    plain = next(size for size in sizes if type(size) is MethodDescriptorType)
+    size: int = plain(item)
+    flags = flags_of(cls)
+    size += _HEADER if flags & _HAS_HEADER else 0
+    if flags & _MANAGES_ATTRIBUTES:
+        size += _BEFORE
+        behind = gc.get_referents(item) if behind is None else behind
+        if not _COUNTS_ATTRIBUTES and not any(type(each) is dict for each in behind):
+            size += _WORD * len(behind)
+    return size + (_bytes_of_c(item) if is_a(item, _DATA) else 0)
+
+
+_DATA: type = ctypes.c_int.__mro__[-2]
+
+
+def _bytes_of_c(item: Any) -> int:
+    """Return the bytes that an object of ctypes has allocated; a view of others' has none."""
+    is_own = vars(_DATA)["_b_needsfree_"].__get__(item) and vars(_DATA)["_b_base_"].__get__(item) is None
+    size = ctypes.sizeof(item)
+    # Small ones have them in the object.
+    return size if is_own and size > 2 * _WORD else 0
