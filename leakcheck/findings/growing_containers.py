@@ -117,6 +117,11 @@ def growth_of_containers(
     targets = [caches.get(id(container), container) for _, container in wanted]
     ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
     explained = explain(targets, ignore=ignore, roots=roots, living=True)
+    if any(map(_is_of_a_functions_module, explained)):
+        # A function that somebody is given does not make its module's globals theirs.
+        others = explain(targets, ignore=ignore | {id(explained)}, living=True)
+        pairs = zip(explained, others, strict=True)
+        explained = [other if _is_of_a_functions_module(each) and other.path else each for each, other in pairs]
     return {
         course.identity: _finding(
             course,
@@ -178,6 +183,12 @@ def _caches_by_table() -> dict[int, Any]:
 
 def _may_grow_for_ever(cache: Any) -> bool:
     return cache is None or cache.cache_parameters()["maxsize"] is None
+
+
+def _is_of_a_functions_module(explanation: Explanation) -> bool:
+    """Whether a path leads from what is held by a name of the caller's to the globals of a function behind it."""
+    path = explanation.path
+    return bool(path) and path[0].type == "object" and any("__globals__" in hop.edge for hop in path[1:])
 
 
 def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:

@@ -50,8 +50,9 @@ class Plain:
         self.payload = bytes(2000)
 
 
-def found_after(turn: Callable[[int], object], *, by_frames: bool = False) -> list[Finding]:
-    growth = TurnGrowth("steps", asked=True, by_frames=by_frames)
+def found_after(turn: Callable[[int], object], *, by_frames: bool = False, fixture: object = None) -> list[Finding]:
+    roots = [] if fixture is None else [("fixture 'step'", fixture)]
+    growth = TurnGrowth("steps", lambda: roots, asked=True, by_frames=by_frames)
     for number in range(1, TURNS + 1):
         turn(number)
         growth.read(number, begins=number == 1)
@@ -182,3 +183,17 @@ def test_a_list_that_only_c_holds_is_said_where_no_test_runner_may_have_it(by_fr
         assert found == []
     else:
         assert found[0].message.startswith("a list of native code takes 1 item (19.")
+
+
+def test_a_function_that_a_fixture_returns_has_no_globals_of_its_module() -> None:
+    def step(number: int) -> None:
+        SEEN.append(Block(number))
+
+    (finding,) = found_after(step, fixture=step)
+    assert finding.holder == f"{__name__}.SEEN"
+
+
+def test_what_it_closes_over_it_has() -> None:
+    kept: list[Block] = []
+    (finding,) = found_after(lambda number: kept.append(Block(number)), fixture=lambda: kept)
+    assert (finding.holder or "").startswith("fixture 'step'")
