@@ -145,7 +145,8 @@ class _Role:
     def steps(self) -> dict[ProcessName, list[int]]:
         """Return what each inference has added to a process for good that came right after another one.
 
-        Not one with a sleep before it for the first time: its host copy, or a cache of pinned memory, is there from then on, once.
+        Not one with a sleep before it for the first time: its host copy, or a cache of pinned memory, is there from
+        then on, once.
         """
         found = {}
         for pid, levels in self.levels.items():
