@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -96,13 +97,14 @@ def test_the_clean_file_is_clean(name: str) -> None:
     assert {subject.outcome for subject in judged} == {"clean"}
 
 
-def test_without_a_card_a_real_engine_is_skipped() -> None:
+@pytest.mark.parametrize(("name", "skipped"), [("vllm_life", 1), ("vllm_rl_loop", 2)])
+def test_without_a_card_or_vllm_a_real_engine_is_skipped(name: str, skipped: int) -> None:
     import torch
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a card")
-    assert "1 skipped" in run("vllm_life").last
-    assert run("vllm_life").report.subjects == ()
+    if torch.cuda.is_available() or importlib.util.find_spec("vllm") is not None:
+        pytest.skip("there is a card, or vLLM")
+    assert f"{skipped} skipped" in run(name).last
+    assert run(name).report.subjects == ()
 
 
 @pytest.mark.parametrize(
