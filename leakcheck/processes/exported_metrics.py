@@ -77,6 +77,11 @@ class ExportedMetrics:
         def page_or_metrics(environment: dict[str, Any], start: Any) -> Iterable[bytes]:
             if environment["PATH_INFO"] != "/":
                 return metrics(environment, start)
+            # By any port: it may be forwarded.
+            if environment.get("HTTP_HOST", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
+                # A page of another site that has its name lead here would read what this one says.
+                start("421 Misdirected Request", [("Content-Type", "text/plain")])
+                return [f"open http://127.0.0.1:{self.port}/\n".encode()]
             start("200 OK", [("Content-Type", "text/html; charset=utf-8"), ("Cache-Control", "no-store")])
             return [page().encode()]
 

@@ -293,6 +293,9 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     with ExportedMetrics(source, lambda: (5, 1), lambda: [(finding, 2.5)], lambda: "page", 0, sends=False) as exported:
         assert urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/").read() == b"page"
         text = urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/metrics").read().decode()
+        of_another = urllib.request.Request(f"http://127.0.0.1:{exported.port}/", headers={"Host": "else.example"})
+        with pytest.raises(urllib.error.HTTPError, match="421"):
+            urllib.request.urlopen(of_another)
     driver.close()
     there = {each.name for family in text_string_to_metric_families(text) for each in family.samples}
     # Of a card only where there is one.
