@@ -252,7 +252,7 @@ class EngineProcesses:
                 # What is free since before would go with what is trimmed later, and hide as much growth.
                 if pid not in self._growth.noted and self.trim(pid) is not None:
                     after = self._one(pid, messages.Read()) or after
-                self._growth.note(now.process, self._levels(pid, after), again=self._growth.turns.follows)
+                self._growth.note(now.process, self._levels(now, after), again=self._growth.turns.follows)
             self._find_holders()
             self._turn += 1
             if self._readings.is_read(self._turn):
@@ -320,7 +320,7 @@ class EngineProcesses:
         """Note what each process holds after an update, or after another stage, for what the next update adds."""
         is_update = stage == UPDATE
         for pid, now in self._now.items():
-            levels = self._levels(pid, self._collected(now) if is_update else now.levels)
+            levels = self._levels(now, self._collected(now) if is_update else now.levels)
             if is_update:
                 # What it has added is none of the next inference's.
                 self._growth.note(now.process, levels, again=False)
@@ -366,7 +366,7 @@ class EngineProcesses:
                 if process.pid in self._now and self.trim(process.pid) is not None:
                     levels = self._one(process.pid, messages.Read())
                     if levels is not None:
-                        growth.correct(process, self._levels(process.pid, levels))
+                        growth.correct(process, self._levels(self._now[process.pid], levels))
         for finding in (each for growth in self._growths for each in growth.findings()):
             # Each search leaves pieces of the heap in use that are given back at some later time: that looks like
             # growth, and like the opposite.
@@ -377,10 +377,16 @@ class EngineProcesses:
             if facts is not None:
                 self._holders[finding.fingerprint] = facts
 
-    def _levels(self, pid: int, levels: messages.Levels) -> dict[str, int]:
-        """Return the levels by which a process's growth is judged, without what it has taken to answer."""
-        host = rollup(pid)
-        private = None if host is None else host.private - self._imported.get(pid, 0)
+    def _levels(self, now: process_levels.ProcessLevels, levels: messages.Levels) -> dict[str, int]:
+        """Return the levels by which a process's growth is judged, without what it has taken to answer.
+
+        Args:
+            now: what it held at the end of the stage.
+            levels: what it has answered last.
+        """
+        # To ask the kernel takes 50 ms where it has gigabytes.
+        private = now.host if levels is now.levels else _private_or_none(now.process.pid)
+        private = None if private is None else private - self._imported.get(now.process.pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
@@ -531,5 +537,10 @@ def _private_bytes(finding: Finding) -> int:
 
 def _private_bytes_of(pid: int) -> int:
     """Return the bytes of host memory that a process alone has; 0 where that may not be read."""
+    return _private_or_none(pid) or 0
+
+
+def _private_or_none(pid: int) -> int | None:
+    """Return the bytes of host memory that a process alone has; None where that may not be read."""
     memory = rollup(pid)
-    return 0 if memory is None else memory.private
+    return None if memory is None else memory.private
