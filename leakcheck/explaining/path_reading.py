@@ -120,12 +120,14 @@ def holder_name(path: Path, first: int) -> str:
         frame = f"{sort} {variable} of {function}() in {place}"
         frame = f"thread '{path.thread}', {frame}" if path.thread else frame
         # A loop's `self` leads to everything: what has a name behind it says more.
-        named = max((turn for turn, step in enumerate(path.steps) if step.edge.startswith(".")), default=0)
-        code = CodeOfPath(path)
-        way = code(named + 1)[len(code(1)) :] if named else ""
+        way = _to_last_attribute(path, 1)
         return f"{_shortened(way)} of {frame}" if way else frame
     if path.root_kind in ("thread", "context"):
-        return path.root
+        # A thread that runs a method is known by whose that is.
+        runs = [step.edge for step in path.steps[:2]] == ["._target", ".__self__"]
+        way = _to_last_attribute(path, 2) if runs else ""
+        own = path.steps[1].type_name.rpartition(".")[2] if way else ""
+        return f"{_shortened(own + way)} of {path.root}" if way else path.root
     if path.root_kind == "native":
         hidden = ", or by what is frozen" if any_frozen() else ""
         return f"{_shortened(path.root_name)}, held from C or C++{hidden}"
@@ -136,6 +138,13 @@ def holder_name(path: Path, first: int) -> str:
         if step.kind == "closure" and turn >= first:
             return f"{_shortened(code_of(path, turn))}, closure {step.edge}"
     return _shortened(code_of(path, len(path.steps)))
+
+
+def _to_last_attribute(path: Path, first: int) -> str:
+    """Return the path as code from a step on up to the last one that is an attribute; empty if there is none."""
+    last = max((turn for turn, step in enumerate(path.steps) if step.edge.startswith(".")), default=0)
+    code = CodeOfPath(path)
+    return code(last + 1)[len(code(first)) :] if last >= first else ""
 
 
 def way_text(path: Sequence[Hop]) -> str:

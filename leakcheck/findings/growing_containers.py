@@ -209,8 +209,9 @@ def _name_of(explanation: Explanation, container: Any) -> str:
     if not explanation.path:
         return f"a {type_name(type(container))} of {explanation.holder}"
     root, *hops = explanation.path
-    unsaid = hops if root.type == "thread" else []
-    if root.type == "frame":
+    names_root = root.type == "thread" and explanation.holder == root.edge
+    unsaid = hops if names_root else []
+    if root.type in ("frame", "thread") and not names_root:
         while hops[1:] and not hops[-1].edge.startswith("."):
             unsaid.insert(0, hops.pop())
     below = "".join(hop.edge for hop in unsaid)

@@ -298,6 +298,36 @@ def test_an_argument_of_a_running_thread_names_the_thread() -> None:
     assert (itself.cause, itself.holder) == ("thread", "thread 'worker'")
 
 
+class Server:
+    """Runs a method in a thread, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def serve(self) -> None:
+        del self
+        Server.started.set()
+        Server.ended.wait(HANG_S)
+
+    started, ended = threading.Event(), threading.Event()
+
+
+def test_what_hangs_on_whose_method_a_thread_runs_is_named_from_that() -> None:
+    server = Server()
+    server.seen.append(torch.zeros(2))
+    thread = threading.Thread(target=server.serve, name="server")
+    made = [*server.seen]
+    thread.start()
+    del server
+    try:
+        assert Server.started.wait(HANG_S)
+        [explanation] = explain(made)
+    finally:
+        Server.ended.set()
+        thread.join()
+    assert (explanation.cause, explanation.holder) == ("thread", "Server.seen of thread 'server'")
+
+
 def test_a_local_of_another_thread_names_both() -> None:
     ready, stop = threading.Event(), threading.Event()
     made: list[torch.Tensor] = []

@@ -339,7 +339,7 @@ def test_what_a_new_thread_holds_as_an_earlier_one_did_takes_no_walk_and_no_full
     (one,), (other,) = first.findings, last.findings
     assert (one.resource, one.holder, [part.resource for part in one.parts]) == (
         "tensors",
-        "thread 'worker'",
+        "Worker.weight of thread 'worker'",
         ["threads"],
     )
     assert (one.fingerprint, one.message, one.path, one.advice) == (
