@@ -152,5 +152,5 @@ def test_an_engine_that_no_fixture_closes_is_the_fixtures() -> None:
     (subject,) = [subject for subject in run("engine_fixture").subjects(leaking=True) if subject.findings]
     assert subject.id == "module fixture 'engine' (leaking.py)"
     (finding,) = subject.findings
-    assert finding.holder == "thread 'engine'"
+    assert finding.holder == "Engine.weights of thread 'engine'"
     assert finding.advice == "keep the engine.Engine, and call its close() at the end"
