@@ -208,7 +208,13 @@ _EXPLAINED = 0.9
 _MOST_HOLDERS = 8
 """Holders of the things of one resource, beyond which these are one finding without a holder."""
 
-_MADE = {"processes": "started", "file-descriptors": "made", "temporary-files": "bound", "shared-memory": "made"}
+_MADE = {
+    "process-groups": "made",
+    "processes": "started",
+    "file-descriptors": "made",
+    "temporary-files": "bound",
+    "shared-memory": "made",
+}
 """The resources, besides threads, whose makers are noted, and what these do."""
 
 _SHOWN_PLACES = 3
@@ -356,7 +362,9 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
     ways = {cause.holder: cause for cause in causes.values()}
     if not ways:
         return finding
-    first, others = next(iter(ways.values())), f" (and {len(ways) - 1} more)" if len(ways) > 1 else ""
+    each = list(ways.values())
+    whole = _container_of(each) if all(cause.is_thing for cause in each) else None
+    first, others = whole or each[0], "" if whole or len(each) == 1 else f" (and {len(each) - 1} more)"
     some = "" if len(causes) == len(leak.names) else f"{len(causes)} of them "
     advice = finding.advice or first.advice
     return noted(finding, f"; {some}held by ", first.holder, others, path=first.path, advice=advice)

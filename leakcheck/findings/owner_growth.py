@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.causes import with_holders
+from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
@@ -65,17 +67,21 @@ def note_growth(
         owner.ledger.note(storages, (storages.keys() & fresh) - owner.storages.keys(), counts)
 
 
-def growth_of(owner: Owner, stacks: Stacks, now: Counters) -> list[Finding]:
+def growth_of(
+    owner: Owner, stacks: Stacks, now: Counters, made_at: Callable[[str, str], str] = lambda key, name: ""
+) -> list[Finding]:
     """Return what grows test after test under an owner that lives: one finding for each kind of thing.
 
     Args:
         owner: the owner.
         stacks: where memory was allocated.
         now: the counters.
+        made_at: as of `Context`.
     """
     growing = owner.ledger.growing()
     tensors = [_of_tensors(owner, key, stacks) for key in growing if key.startswith("tensors ")]
-    items = [_of_items(owner, resource, now) for resource in COUNTED if resource in growing]
+    context = Context(roots=tuple(owner.named()), living=True, stacks=stacks, made_at=made_at)
+    items = [_of_items(owner, resource, now, context) for resource in COUNTED if resource in growing]
     return [*(finding for finding in tensors if finding is not None), *items]
 
 
@@ -230,7 +236,7 @@ def place_of(edges: Iterable[str]) -> str:
     return "".join(place)
 
 
-def _of_items(owner: Owner, resource: ResourceName, now: Counters) -> Finding:
+def _of_items(owner: Owner, resource: ResourceName, now: Counters, context: Context) -> Finding:
     ledger = owner.ledger
     steps, allowed = ledger.steps(resource), ledger.allowed(resource)
     turns = ledger.adding_turns(resource)
@@ -240,7 +246,7 @@ def _of_items(owner: Owner, resource: ResourceName, now: Counters) -> Finding:
     holder = listed(resource, names)
     said = f"{rate(steps, allowed, amount)} under {owner.name}"
     notes = (Note(f", {amount(total)} in all"), *([Note(": ", holder)] if holder else []))
-    return StatedFinding(
+    finding = StatedFinding(
         resource=resource,
         cause="thread" if resource == "threads" else "unknown",
         bytes=0,
@@ -261,3 +267,4 @@ def _of_items(owner: Owner, resource: ResourceName, now: Counters) -> Finding:
         advice=ADVICE,
         trend="growth",
     )
+    return with_holders(ItemLeak(finding, resource, dict.fromkeys(names, 1), 0), context)

@@ -26,6 +26,9 @@ _PLUMBING = frozenset(
 _OF_ZMQ = "zmq.sugar.socket"
 """The module in which pyzmq binds, in C++: it closes a socket and leaves its file."""
 
+_OF_GROUPS = "torch.distributed.distributed_c10d"
+"""The module in which torch makes process groups, whichever function it was asked by."""
+
 _LAST_ENDPOINT = 32
 """The option of ZeroMQ that says what a socket was bound to last."""
 
@@ -81,14 +84,20 @@ class Makers:
         # By resource and name, what is made by others than the functions that are stood in for.
         self._told: dict[tuple[str, str], Maker] = {}
         self._replaced: list[tuple[Any, str, Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._is_started = self._sees_zmq = False
+        self._is_started = False
+        # The libraries whose functions are stood in for, by their modules.
+        self._seen: set[str] = set()
 
     def start(self) -> None:
         """Begin to note; legal twice: then in libraries that were imported meanwhile, too."""
-        of_zmq: Any = loaded(_OF_ZMQ)
-        if of_zmq is not None and not self._sees_zmq:
-            self._sees_zmq = True
-            self._after(of_zmq.Socket, "bind", self._note_bound_by_zmq)
+        for module, owner, name, note in (
+            (_OF_ZMQ, "Socket", "bind", self._note_bound_by_zmq),
+            (_OF_GROUPS, "", "_new_process_group_helper", self._note_group),
+        ):
+            library: Any = loaded(module) if module not in self._seen else None
+            if library is not None:
+                self._seen.add(module)
+                self._after(getattr(library, owner) if owner else library, name, note)
         if self._is_started:
             return
         self._is_started = True
@@ -114,7 +123,7 @@ class Makers:
             else:
                 setattr(place, name, original)
         self._replaced.clear()
-        self._is_started = self._sees_zmq = False
+        self._is_started, self._seen = False, set()
         _FORKS.tell_no_more(self)
 
     @property
@@ -301,6 +310,11 @@ class Makers:
         # What begins with an `@` is no file.
         if transport == "ipc" and path.startswith("/"):
             self._note_file(path, -1, (0, 0))
+
+    def _note_group(self, size: object, made: tuple[Any, Any]) -> None:
+        names = loaded(_OF_GROUPS)._world.pg_names
+        if made[0] in names:  # else this process is not in it
+            self.note_made("process-groups", str(names[made[0]]))
 
     def _note_file(self, path: str, number: int, identity: tuple[int, int]) -> None:
         modules, place = _made_by(sys._getframe(3))

@@ -122,6 +122,24 @@ def test_a_library_that_binds_in_c_is_heard_once_it_was_imported(
         makers.stop()
 
 
+def test_who_makes_a_process_group_is_known_until_it_is_no_more_asked_for() -> None:
+    import torch.distributed as dist
+
+    original = dist.distributed_c10d._new_process_group_helper  # type: ignore[attr-defined]
+    makers = Makers()
+    makers.start()
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        second = dist.new_group([0])
+        for name in ("0", second.group_name):
+            made = makers.place_of("process-groups", name)
+            assert "called in test_who_makes_a_process_group_is_known_until_it_is_no_more_asked_for" in made
+    finally:
+        makers.stop()
+        dist.destroy_process_group()
+    assert dist.distributed_c10d._new_process_group_helper is original  # type: ignore[attr-defined]
+
+
 OF_A_PACKAGE = """
 import threading
 from concurrent.futures import ThreadPoolExecutor

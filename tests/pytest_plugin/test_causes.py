@@ -513,6 +513,8 @@ def test_all_process_groups_are_ended_by_one_call(run: InnerRun) -> None:
     assert finding.remedy is not None
     assert finding.remedy.action == "torch.distributed.destroy_process_group()"
     assert finding.changed == ("all process groups are destroyed",)
+    assert "; made in init_process_group, distributed_c10d.py:" in finding.message
+    assert ", called in make_groups, test_causes.py:" in finding.message
 
 
 HELD = [

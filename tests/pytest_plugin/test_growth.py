@@ -270,3 +270,47 @@ def test_memory_of_a_container_that_is_told_is_not_told_again(named: InnerRun) -
     (finding,) = named.subject("the tests of test_arrays.py").findings
     assert finding.holder == "test_arrays.ARRAYS"
     assert "takes 1 item (1.0 MiB) in each of" in finding.message
+
+
+CLIENTS = """
+    import socket
+
+    import pytest
+
+    class Client:
+        def __init__(self):
+            self.sockets = []
+
+        def ask(self, keeps):
+            pair = socket.socketpair()
+            if not keeps:
+                self.close()
+            self.sockets += pair
+
+        def close(self):
+            while self.sockets:
+                self.sockets.pop().close()
+
+    @pytest.fixture(scope="module", params=["keeps", "closes"])
+    def client(request):
+        made = Client()
+        made.keeps = request.param == "keeps"
+        yield made
+        made.close()
+
+    @pytest.mark.parametrize("turn", range(5))
+    def test_asks(client, turn):
+        client.ask(client.keeps)
+"""
+
+
+def test_descriptors_that_grow_under_a_fixture_come_with_their_holder_and_the_line_that_made_them(
+    run_inner: RunInner,
+) -> None:
+    run = run_inner({"test_it.py": CLIENTS})
+    assert [name.partition(" (")[0] for name in run.blamed] == ["module fixture 'client'"]
+    (finding,) = run.subject("module fixture 'client'").findings
+    assert (finding.resource, finding.count, finding.trend) == ("file-descriptors", 10, "growth")
+    assert finding.holder == "module fixture 'client'.sockets"
+    assert "; made in Client.ask, test_it.py:" in finding.message
+    assert [hop.edge for hop in finding.path] == ["module fixture 'client'", ".sockets"]
