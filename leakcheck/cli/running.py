@@ -357,7 +357,7 @@ def _watch_fork(attachment: Attachment, seconds: float, allowed: int, as_json: b
 
 def _outside(pid: int) -> str:
     """Say what is seen of a process without a look into it."""
-    from lowtide.leakcheck.processes.timed_growth import counted
+    from lowtide.leakcheck.processes.counted_things import counted
     from lowtide.probes.host.process_files import descriptors_of, thread_names
     from lowtide.probes.processes.injection import python_of
     from lowtide.reports.sizes import first_of, format_amount

@@ -29,14 +29,15 @@ from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.heap.stand_ins import stand_ins
+from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import is_a, thread_ident, thread_key, thread_name
 from lowtide.probes.objects.opened_in_c import files_at
-from lowtide.probes.originals import gc, loaded, threading
+from lowtide.probes.originals import gc, loaded, os, threading
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import first_of
-from lowtide.reports.statement import noted, restated
+from lowtide.reports.statement import HolderFacts, Note, noted, restated
 
 _CAPTURE = re.compile(r"(?:^|[\\/])torch[\\/]cuda[\\/]graphs\.py$")
 _BEGINS = ("capture_begin", "CUDAGraph.capture_begin")
@@ -359,15 +360,56 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
         return with_work(leak, context).finding
     causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
     finding = _with_places(leak, context, held=bool(causes)).finding
-    ways = {cause.holder: cause for cause in causes.values()}
-    if not ways:
+    facts = _facts_of(causes, len(leak.names))
+    if facts is None:
         return finding
-    each = list(ways.values())
-    whole = _container_of(each) if all(cause.is_thing for cause in each) else None
-    first, others = whole or each[0], "" if whole or len(each) == 1 else f" (and {len(each) - 1} more)"
-    some = "" if len(causes) == len(leak.names) else f"{len(causes)} of them "
-    advice = finding.advice or first.advice
-    return noted(finding, f"; {some}held by ", first.holder, others, path=first.path, advice=advice)
+    note = msgspec.structs.replace(facts.note, text=f";{facts.note.text}")
+    return noted(finding, note.text, note.holder, note.rest, path=facts.path, advice=finding.advice or facts.advice)
+
+
+def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
+    """Return who holds the threads or descriptors of this process that are new, where anything of the program does.
+
+    Args:
+        key: their resource.
+        known: the kernel's numbers of those that are not.
+    """
+    if key == "threads":
+        owners = {(key, thread_key(each)): each for each in threading.enumerate() if each.native_id not in known}
+    else:
+        names = [f"{number} -> {target}" for number, target in numbered_descriptors(os.getpid()).items()]
+        owners = _stand_ins({key: [name for name in names if int(name.partition(" ")[0]) not in known]}, Context())
+    return _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
+
+
+def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts | None:
+    """Return who holds some things of one resource, by what is known of each; None where nobody does.
+
+    Args:
+        causes: of those that somebody holds.
+        count: how many there are.
+    """
+    ways = list({cause.holder: cause for cause in causes.values()}.values())
+    if not ways:
+        return None
+    path = _path_to_entries(ways) if len(ways) > 1 else ways[0].path
+    others = f" (and {len(ways) - 1} more)" if len(ways) > 1 and path is None else ""
+    some = "" if len(causes) == count else f" {len(causes)} of them"
+    return HolderFacts(
+        note=Note(f"{some} held by ", way_text(path) if path and len(ways) > 1 else ways[0].holder, others),
+        cause=ways[0].kind,
+        verdict=None,
+        path=ways[0].path if path is None else path,
+        advice=ways[0].advice,
+    )
+
+
+def _path_to_entries(ways: Sequence[CommonCause]) -> tuple[Hop, ...] | None:
+    """Return the way to the container in whose entries all of several holders are; None where there is none."""
+    paths = [way.path for way in ways]
+    common = len(os.path.commonprefix([[hop.edge for hop in path] for path in paths]))
+    is_in_entries = common > 0 and all(path[common:] and path[common].edge.startswith("[") for path in paths)
+    return paths[0][:common] if is_in_entries else None
 
 
 def _main(members: Sequence[_Named]) -> str:

@@ -40,6 +40,9 @@ _OWN = "lowtide.leakcheck.processes.own_tensors"
 _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 """What a process without suspicion does not import."""
 
+_CAUSES = "lowtide.leakcheck.findings.causes"
+"""The same, where things of one kind become more."""
+
 _GROWTH = "lowtide.leakcheck.findings.turn_growth"
 """What a process imports in which it is read what grows."""
 
@@ -116,6 +119,11 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
             return None if by_arrays is None else by_arrays[0]
 
         return apart(holder, HolderFacts | None)
+    if isinstance(question, messages.ExplainNew):
+        with importing(_CAUSES):
+            from lowtide.leakcheck.findings.causes import holder_of_new
+
+        return holder_of_new(question.resource, question.known)
     if isinstance(question, messages.RememberPreserved | messages.ComparePreserved):
         return _preserved(question, importing)
     if isinstance(question, messages.ReadTurn):

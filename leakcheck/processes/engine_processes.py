@@ -15,6 +15,7 @@ from lowtide.leakcheck.findings.life_findings import LEAST, has_slept, is_cached
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, not_decided
 from lowtide.leakcheck.processes import messages, process_levels
+from lowtide.leakcheck.processes.counted_things import COUNTED, Things, things_of
 from lowtide.leakcheck.processes.process_growth import (
     SHARED,
     ProcessGrowth,
@@ -24,6 +25,7 @@ from lowtide.leakcheck.processes.process_growth import (
     mappings_of,
     one_of_each,
     shared_bytes,
+    things_held,
 )
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
@@ -77,6 +79,8 @@ class EngineProcesses:
     _before_sleep: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
     _silent: list[process_levels.ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
+    # By process, the threads and descriptors that it had when they were read first.
+    _first_things: dict[int, Things] = field(default_factory=dict)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, HolderFacts] = field(default_factory=dict)
     _searched: dict[str, int] = field(default_factory=dict)
@@ -252,7 +256,8 @@ class EngineProcesses:
                 # What is free since before would go with what is trimmed later, and hide as much growth.
                 if pid not in self._growth.noted and self.trim(pid) is not None:
                     after = self._one(pid, messages.Read()) or after
-                self._growth.note(now.process, self._levels(now, after), again=self._growth.turns.follows)
+                held = self._levels(now, after) | self._counts(pid)
+                self._growth.note(now.process, held, again=self._growth.turns.follows)
             self._find_holders()
             self._turn += 1
             if self._readings.is_read(self._turn):
@@ -320,7 +325,7 @@ class EngineProcesses:
         """Note what each process holds after an update, or after another stage, for what the next update adds."""
         is_update = stage == UPDATE
         for pid, now in self._now.items():
-            levels = self._levels(now, self._collected(now) if is_update else now.levels)
+            levels = self._levels(now, self._collected(now) if is_update else now.levels) | self._counts(pid)
             if is_update:
                 # What it has added is none of the next inference's.
                 self._growth.note(now.process, levels, again=False)
@@ -370,9 +375,10 @@ class EngineProcesses:
         for finding in (each for growth in self._growths for each in growth.findings()):
             # Each search leaves pieces of the heap in use that are given back at some later time: that looks like
             # growth, and like the opposite.
-            if finding.bytes < 2 * self._searched.get(finding.fingerprint, 0):
+            size = finding.bytes or finding.count
+            if size < 2 * self._searched.get(finding.fingerprint, 0):
                 continue
-            self._searched[finding.fingerprint] = finding.bytes
+            self._searched[finding.fingerprint] = size
             facts = self._asked_for_holder(finding)
             if facts is not None:
                 self._holders[finding.fingerprint] = facts
@@ -389,6 +395,21 @@ class EngineProcesses:
         private = None if private is None else private - self._imported.get(now.process.pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
+    def _counts(self, pid: int) -> dict[str, int]:
+        """Return how many threads and descriptors a process has."""
+        things = things_of(pid)
+        self._first_things.setdefault(pid, things)
+        return {key: len(each) for key, each in things.items()}
+
+    def _holder_of_things(self, finding: Finding) -> HolderFacts | None:
+        """Return who holds the threads or descriptors that a process has more, and what these are."""
+        pid = 0 if finding.process is None else finding.process.pid
+        known = self._first_things.get(pid, {}).get(finding.resource, {})
+        things = things_of(pid).get(finding.resource, {})
+        new = {number: what for number, what in things.items() if known.get(number) != what}
+        question = messages.ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys()))
+        return things_held(finding, [*new.values()], self._one(pid, question) if new else None)
+
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""
         before = _private_bytes(finding)
@@ -397,6 +418,8 @@ class EngineProcesses:
             return mappings_of(pid, {os.getpid(), *self.tree.descendants()})
         if finding.resource == "tensors":
             facts = self._holder_of_tensors(finding)
+        elif finding.resource in COUNTED:
+            facts = self._holder_of_things(finding)
         else:
             facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
         if finding.process is not None and self.trim(finding.process.pid) is not None:

@@ -14,9 +14,9 @@ from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.judging.fingerprints import finding_of
+from lowtide.leakcheck.processes.counted_things import counted
 from lowtide.leakcheck.processes.held_levels import QUANTITIES, HeldSource
 from lowtide.leakcheck.processes.process_levels import describe_process
-from lowtide.leakcheck.processes.timed_growth import counted
 from lowtide.probes.host.process_files import descriptors_of, stat, thread_names
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, ResourceName

@@ -247,6 +247,18 @@ class ExplainHostMemory(Question[HolderFacts | None], frozen=True, kw_only=True,
     bytes: int
 
 
+class ExplainNew(Question[HolderFacts | None], frozen=True, kw_only=True, tag="explain-new"):
+    """Who holds the threads or descriptors that are new; None where nothing of the program does.
+
+    Attributes:
+        resource: `threads` or `file-descriptors`.
+        known: the kernel's numbers of those that are not.
+    """
+
+    resource: str
+    known: tuple[int, ...]
+
+
 class RememberPreserved(Question[int], frozen=True, kw_only=True, tag="remember-preserved"):
     """Remember what must survive the sleep that begins; the answer is of how many tensors.
 

@@ -21,6 +21,7 @@ from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
 from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
+from lowtide.leakcheck.processes.counted_things import COUNTED, MAKING, UNITS, kind_of
 from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.probes.stages import UPDATE
@@ -44,13 +45,16 @@ _TENSORS = "tensors "
 SHARED = "shared-memory"
 """The key of the level of shared memory that a process maps."""
 
-_LEVELS: Mapping[str, ResourceName] = {HOST: "host-memory", SHARED: "shared-memory"}
+_LEVELS: Mapping[str, ResourceName] = {HOST: "host-memory", SHARED: "shared-memory", **COUNTED}
 """The levels that are on no card and under no tensor, with what they are called."""
 
 _EXPLAINED_BY = {SHARED: (f"{_TENSORS}cpu",), HOST: (SHARED, f"{_TENSORS}cpu")}
 """What lies under which level, too: a tensor over a mapping, and pages of it that no other process maps."""
 
 _LISTED_PIDS = 3
+
+_FEWEST_OF_THINGS = 5
+"""Turns that must add some of what is counted: a pool of threads or connections fills by one with each, too."""
 
 ALLOWED = 4 << 20
 """Bytes of host memory that an inference may add for good: allocators take memory in pieces of this order."""
@@ -131,12 +135,14 @@ class _Role:
 
     Attributes:
         allowed: bytes that an inference may add for good: tensors are counted to the byte.
+        fewest: turns that must add something.
         levels: of each process, in the order in which they were first seen, the levels after its inferences.
         again: for each of these, whether the inference came right after another one.
         processes: each of them as it was described last: its device may be known only later.
     """
 
     allowed: int
+    fewest: int = FEWEST_TURNS
     levels: dict[int, list[int]] = field(default_factory=dict)
     again: dict[int, list[bool]] = field(default_factory=dict)
     processes: dict[int, ProcessName] = field(default_factory=dict)
@@ -180,7 +186,8 @@ class _Role:
         return rises_slowly([0, *accumulate(in_a_row)])
 
     def _grows(self, steps: list[int]) -> bool:
-        return grows(steps, [self.allowed] * len(steps))
+        allowed = [self.allowed] * len(steps)
+        return grows(steps, allowed) and len(adding_turns(steps, allowed)) >= self.fewest
 
 
 def rises_slowly(levels: Sequence[int]) -> bool:
@@ -214,11 +221,13 @@ class ProcessGrowth:
 
         Args:
             process: which.
-            levels: bytes, as of `levels_of`.
+            levels: bytes, as of `levels_of`, and numbers of things.
             again: whether the inference came right after another one.
         """
         for key, size in self._with_gone(process, levels).items():
-            role = self._roles.setdefault((role_of(process.name), key), _Role(ALLOWED if key == HOST else 0))
+            fewest = _FEWEST_OF_THINGS if key in COUNTED else FEWEST_TURNS
+            fresh = _Role(ALLOWED if key == HOST else 0, fewest)
+            role = self._roles.setdefault((role_of(process.name), key), fresh)
             role.levels.setdefault(process.pid, []).append(size)
             role.again.setdefault(process.pid, []).append(again)
             role.processes[process.pid] = process
@@ -310,15 +319,17 @@ def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) ->
 def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
     kept = [step for step in steps if step > allowed]
     usual = sorted(kept)[len(kept) // 2]
+    more = f"in {len(kept)} of {len(steps)} that followed another one"
+    if key in COUNTED:
+        said = f"{format_amount(usual, UNITS[key])} more with each {stage}, {sum(kept)} {more}"
+        advice = f"{MAKING[key]} each {stage}"
+        return _finding(process, key, stage, 0, said, count=sum(kept), trend="growth", advice=advice)
     what = {
         HOST: "host memory that is under no tensor grows",
         SHARED: "shared memory that it maps grows",
     }.get(key, f"tensors on {_device(key)} grow")
     looking = f"look in that process for what keeps bytes of each {stage}, as with `memray attach`"
-    said = (
-        f"{what} by {format_bytes(usual)} with each {stage}, {format_bytes(sum(kept))} in "
-        f"{len(kept)} of {len(steps)} that followed another one"
-    )
+    said = f"{what} by {format_bytes(usual)} with each {stage}, {format_bytes(sum(kept))} {more}"
     return _finding(
         process,
         key,
@@ -469,6 +480,26 @@ def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
     )
 
 
+def things_held(finding: Finding, new: Sequence[str], holder: HolderFacts | None) -> HolderFacts | None:
+    """Say what most of the things are that a process has more, and who holds them.
+
+    Args:
+        finding: that they become more with each turn.
+        new: what each of them is.
+        holder: who holds them, where that is known.
+    """
+    if not new:
+        return None
+    said = f": {kind_of(new)}"
+    if holder is None:
+        holder = HolderFacts(note=Note(said), cause="unknown", verdict=None, path=(), advice=None)
+    else:
+        note = msgspec.structs.replace(holder.note, text=f"{said};{holder.note.text}")
+        holder = msgspec.structs.replace(holder, note=note)
+    # What ends one of them does not end what the next turn makes.
+    return msgspec.structs.replace(holder, advice=finding.advice)
+
+
 class ProcessTurns:
     """The levels of one process after each test that used it, in bytes."""
 
@@ -560,6 +591,8 @@ def _finding(process: ProcessName, key: str, stage: str, size: int, said: str, *
 
 
 def _device(key: str) -> str:
+    if key in COUNTED:
+        return ""
     return "cpu" if key in _LEVELS else key.removeprefix(_TENSORS)
 
 

@@ -8,7 +8,6 @@ threads run. Where it has none (`LookedGrowth`), each look is at a fork of it.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,17 +26,17 @@ from lowtide.leakcheck.growth.slope import Slope
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
+from lowtide.leakcheck.processes.counted_things import counted, own_descriptors
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import ExplainGrown, Look, Seen
 from lowtide.leakcheck.processes.process_growth import growth_on_card
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
-from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, stat, thread_names
+from lowtide.probes.host.process_files import anonymous_bytes_of, stat, thread_names
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, NoAgentError
-from lowtide.probes.processes.tree_traces import sockets_of_agents
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -533,22 +532,9 @@ def moment_of(pid: int, seen: Seen) -> Moment:
     return Moment(
         started=0 if process is None else process.started,
         seen=seen,
-        descriptors=counted(_own_descriptors(pid)),
+        descriptors=counted(own_descriptors(pid).values()),
         threads=counted(thread_names(pid)),
     )
-
-
-def _own_descriptors(pid: int) -> list[str]:
-    """Return what its descriptors lead to, without those of its agent, whose connections come and go with questions."""
-    before = sockets_of_agents(pid)
-    found = descriptors_of(pid)
-    of_agents = before | sockets_of_agents(pid)
-    return [target for target in found if target not in of_agents]
-
-
-def counted(names: Iterable[str]) -> Counter[str]:
-    """Return how many there are of each name, numbers aside."""
-    return Counter(re.sub(r"\d+", "N", name) for name in names)
 
 
 def lengths_in(seen: Seen) -> ContainerLengths:

@@ -270,11 +270,16 @@ def open_files(pid: int) -> set[str]:
 
 def descriptors_of(pid: int) -> list[str]:
     """Return what each of its descriptors leads to; empty where that may not be read."""
+    return list(numbered_descriptors(pid).values())
+
+
+def numbered_descriptors(pid: int) -> dict[int, str]:
+    """Return what each of its descriptors leads to, by number; empty where that may not be read."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
-            return [target for entry in entries if (target := _target(entry.path))]
+            return {int(entry.name): target for entry in entries if (target := _target(entry.path))}
     except OSError:  # it ended meanwhile
-        return []
+        return {}
 
 
 def mapped_files(pid: int) -> list[tuple[str, int]]:
@@ -300,12 +305,18 @@ def count_descriptors(pid: int) -> int | None:
 
 def thread_names(pid: int) -> tuple[str, ...]:
     """The names of its threads as the kernel keeps them, up to 15 characters each; empty where it has ended."""
-    found = []
+    return tuple(numbered_threads(pid).values())
+
+
+def numbered_threads(pid: int) -> dict[int, str]:
+    """Return the same by the kernel's number of each."""
+    found = {}
     with contextlib.suppress(OSError):  # it ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread ended
-                found.append(contents(f"/proc/{pid}/task/{thread}/comm").decode(errors="replace").rstrip("\n"))
-    return tuple(found)
+                name = contents(f"/proc/{pid}/task/{thread}/comm").decode(errors="replace").rstrip("\n")
+                found[int(thread)] = name
+    return found
 
 
 def environment(pid: int) -> dict[str, str] | None:

@@ -56,6 +56,33 @@ def keeps_natively(size):
     malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     ctypes.memset(malloc(size), 1, size)
 
+def keeps_sockets(size):
+    import socket
+    KEPT.append(socket.socketpair())
+
+def keeps_the_last_sockets(size):
+    keeps_sockets(size)
+    for each in KEPT.pop(0) if KEPT[1:] else ():
+        each.close()
+
+def keeps_a_thread(size):
+    import threading
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait, daemon=True)
+    thread.start()
+    KEPT.append((thread, ends))
+
+def keeps_the_last_thread(size):
+    keeps_a_thread(size)
+    thread, ends = KEPT.pop(0) if KEPT[1:] else (None, None)
+    if thread is not None:
+        ends.set()
+        thread.join()
+
+def fills_a_pool(size):
+    if len(KEPT) < 4:
+        keeps_sockets(size)
+
 def gives_back(size):
     import torch
     return int(torch.ones(size, dtype=torch.uint8).sum())
@@ -141,6 +168,50 @@ def test_loop(call):
                 pass
             with stage("wake"):
                 pool.submit(worker.stops, 0).result()
+"""
+
+RL_LOOP_ELSEWHERE = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import worker
+
+class Engine:
+    def __init__(self, of_infer, of_update):
+        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self.of_infer, self.of_update = of_infer, of_update
+        self.pool.submit(worker.gives_back, 1 << 20).result()
+
+    def call(self, name):
+        self.pool.submit(getattr(worker, name), 1).result()
+
+    def infer(self):
+        self.call(self.of_infer)
+
+    def update(self):
+        self.call(self.of_update)
+
+    def rest(self):
+        self.call("gives_back")
+
+    def close(self):
+        self.pool.shutdown()
+
+@pytest.mark.parametrize("stage", ["infer", "update_weights"])
+@pytest.mark.parametrize("call", [
+    "keeps_sockets", "keeps_the_last_sockets", "fills_a_pool", "keeps_a_thread", "keeps_the_last_thread"
+])
+def test_loop(leakcheck, call, stage):
+    calls = (call, "gives_back") if stage == "infer" else ("gives_back", call)
+    engine = leakcheck.engine(
+        Engine(*calls), infer="infer", sleep="rest", wake="rest", update_weights="update", shutdown="close"
+    )
+    for _ in range(9):
+        engine.infer()
+        engine.rest()
+        engine.update()
+    engine.close()
 """
 
 IN_A_LIFE = """
@@ -307,6 +378,22 @@ def test_an_engine_that_sleeps_between_all_its_inferences_is_judged_by_the_turns
     assert native.bytes == pytest.approx(4 * (8 << 20), rel=0.05)
     twin = run.subject("test_inner.py::test_loop[keeps_the_last]")
     assert [each.message for each in twin.findings if each.resource != "tensors"] == []
+
+
+def test_descriptors_and_threads_that_each_turn_of_a_loop_leaves_are_told_with_their_holder(
+    run_inner: RunInner,
+) -> None:
+    run = run_inner({"worker.py": WORKER, "test_it.py": RL_LOOP_ELSEWHERE})
+    told = {"keeps_sockets": ("file-descriptors", "2 file descriptors"), "keeps_a_thread": ("threads", "1 thread")}
+    stages = ("infer", "update_weights")
+    assert run.blamed == [f"test_it.py::test_loop[{call}-{stage}]" for call in told for stage in stages]
+    for call, (resource, amount) in told.items():
+        for stage in stages:
+            (finding,) = run.subject(f"test_it.py::test_loop[{call}-{stage}]").findings
+            assert (finding.resource, finding.stage, finding.trend) == (resource, stage, "growth")
+            assert finding.holder == "worker.KEPT"
+            assert finding.process is not None
+            assert finding.message.startswith(f"{finding.process.text}: {amount} more with each {stage}, ")
 
 
 def test_without_agents_it_is_not_judged(run_inner: RunInner) -> None:

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from lowtide.leakcheck.processes import engine_processes, other_processes, timed_growth, tree_end
+from lowtide.leakcheck.processes import engine_processes, other_processes, tree_end
+from lowtide.leakcheck.processes.counted_things import own_descriptors
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.processes.tree_end import EndedHolders, EndJudgement, held_by_a_gone
@@ -335,6 +336,6 @@ def test_an_agent_s_sockets_are_told_from_others() -> None:
         found = sockets_of_agents(os.getpid())
         assert found.issuperset(of_agent)
         assert found.isdisjoint(of_program)
-        descriptors = timed_growth._own_descriptors(os.getpid())
+        descriptors = own_descriptors(os.getpid()).values()
         assert set(descriptors).issuperset(of_program)
         assert set(descriptors).isdisjoint(of_agent)
