@@ -429,11 +429,16 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     new = frozenset(link.held for link in links)
     # The cells of a function that is new itself: what else has them is, too.
     new |= {id(link.carrier) for link in links[1:] if type(link.carrier) is CellType}
-    if not first and path.root_kind in ("interpreter", "native") and not names.may_have_been_there(links[0].owner):
+    # A way to what the interpreter holds itself has no link.
+    is_new = bool(links) and not first and path.root_kind in ("interpreter", "native")
+    if is_new and not names.may_have_been_there(links[0].owner):
         new |= {id(links[0].owner)}
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
     decided = first
-    if shown.path.root_kind == "interpreter":
+    if not way.links:
+        # The interpreter's own list, which no code leads to.
+        cut = None
+    elif shown.path.root_kind == "interpreter":
         cut = cut_of_root(way, first, names)
     else:
         cut = cut_of_new_dict(way, first, names)

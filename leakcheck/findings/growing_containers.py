@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.findings.kept_bytes import kept_by, own_size
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.roots import CHECKER, is_library
+from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import live_storages
 from lowtide.probes.objects.foreign import module_of_class, type_name
 from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.originals import gc, weakref
+from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement
@@ -37,6 +40,9 @@ _MOST_SAMPLED = 200
 
 _MOST_PART = 0.9
 """The part of what a container has taken that must be there anyway, so that its growth is none of memory."""
+
+_STEPS = 3
+"""References from an entry of a registry of Python's to what it is for: of a record, a bound method, its function."""
 
 _RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
 
@@ -135,7 +141,7 @@ def growth_of_containers(
             is_cache=id(container) in caches,
         )
         for (course, container), explanation in zip(wanted, explained, strict=True)
-        if _is_of_program(explanation, by_frames=by_frames)
+        if _is_of_program(explanation, container, by_frames=by_frames)
     }
 
 
@@ -191,8 +197,11 @@ def _is_of_a_functions_module(explanation: Explanation) -> bool:
     return bool(path) and path[0].type == "object" and any("__globals__" in hop.edge for hop in path[1:])
 
 
-def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
-    """Whether the program holds it: a test runner keeps what it has to report, and libraries a lot."""
+def _is_of_program(explanation: Explanation, container: Any, *, by_frames: bool) -> bool:
+    """Whether the program holds it, or has Python's library hold what is the program's.
+
+    A test runner keeps what it has to report, and libraries a lot.
+    """
     if not explanation.path:
         # C holds it: of a test runner's, or of the program. In a frozen heap nobody knows who does.
         return by_frames and explanation.verdict == "native-held"
@@ -201,7 +210,32 @@ def _is_of_program(explanation: Explanation, *, by_frames: bool) -> bool:
     root = explanation.path[0]
     if root.type == "frame":
         return by_frames or bool(explanation.thread)
-    return not (root.type in ("module", "class", "interpreter") and is_library(root.edge))
+    if root.type in ("module", "class", "interpreter") and is_library(root.edge):
+        return root.edge.partition(".")[0] in sys.stdlib_module_names and bool(_programs_in(container))
+    return True
+
+
+def _programs_in(container: Any) -> str:
+    """Return what most of the last things of a container are for: a function, or a class, of the program's.
+
+    Python's library calls it, as `weakref.finalize` does, once something else is over.
+    """
+    entries = last_entries(container, _SAMPLE)
+    names = Counter(name for entry in entries if (name := _first_of_program(entry)))
+    ((name, count),) = names.most_common(1) or (("", 0),)
+    return name if 2 * count > len(entries) else ""
+
+
+def _first_of_program(entry: Iterable[Any]) -> str:
+    """Return the name of the function or class of the program's that an entry of a container leads to; "" for none."""
+    level = list(entry)
+    for _ in range(_STEPS):
+        level = [item for item in level if not issubclass(type(item), type) and type(item) is not ModuleType]
+        own = [item for item in level[:_MOST_SAMPLED] if gc.is_tracked(item) and not is_of_library(item)]
+        if own:
+            return function_name(own[0])
+        level = gc.get_referents(*level[:_MOST_SAMPLED])
+    return ""
 
 
 def _name_of(explanation: Explanation, container: Any) -> str:
@@ -248,6 +282,8 @@ def _finding(
     name = _name_of(explanation, container)
     root = explanation.path[0].type if explanation.path else ""
     amount = f"{name} takes {size} in each of {course.span} {turns}"
+    if root in ("module", "class") and is_library(explanation.path[0].edge):
+        of_kind += f", for {_programs_in(container)}"
     kept = Note(f", {format_bytes(each * course.span)} in all{of_kind}")
     if since:
         amount = f"{name} has {_said(course.items, each * course.span)} more than at {since}"

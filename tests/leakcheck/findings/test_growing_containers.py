@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import collections
 import ctypes
 import gc
 import io
+import linecache
+import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from unittest.mock import MagicMock
 
@@ -25,6 +29,9 @@ class Block:
     def __init__(self, number: int) -> None:
         self.number = number
         self.payload = bytes(2000)
+
+    def end(self) -> None:
+        """Be called by whoever has it, once something else is over."""
 
 
 POOL: list[Block] = []
@@ -197,3 +204,49 @@ def test_what_it_closes_over_it_has() -> None:
     kept: list[Block] = []
     (finding,) = found_after(lambda number: kept.append(Block(number)), fixture=lambda: kept)
     assert (finding.holder or "").startswith("fixture 'step'")
+
+
+class Server:
+    """Something that lives as long as all requests."""
+
+
+def test_what_each_turn_has_pythons_library_hold_is_told_with_what_it_is_for() -> None:
+    server = Server()
+    finalizers: list[weakref.finalize[[], Server]] = []
+    (finding,) = found_after(lambda number: finalizers.append(weakref.finalize(server, Block(number).end)))
+    for finalizer in finalizers:
+        finalizer.detach()
+    assert finding.holder == "weakref.finalize._registry"
+    assert finding.message.split("; ")[0].endswith(f"for {Block.end.__module__}.Block.end")
+
+
+def test_what_the_interpreter_itself_keeps_a_list_of_is_told() -> None:
+    added: list[Callable[[str], None]] = []
+
+    def register(number: int) -> None:
+        block = Block(number)
+        added.append(lambda name: block.end())
+        codecs.register(added[-1])
+
+    found = found_after(register)
+    for search in added:
+        codecs.unregister(search)
+    assert "codecs.register()" in [finding.holder for finding in found]
+
+
+@pytest.mark.parametrize("kind", ["finalize", "line cache", "logger"])
+def test_what_pythons_library_has_for_itself_is_none(kind: str) -> None:
+    def use(number: int) -> None:
+        if kind == "finalize":
+            block = Plain()
+            weakref.finalize(block, Block(number).end)
+        elif kind == "line cache":
+            name = f"<request {number}>"
+            linecache.cache[name] = (3000, None, ["x" * (3000 + number)], name)
+        else:
+            logging.getLogger(f"request-{number % 3}")
+
+    try:
+        assert found_after(use) == []
+    finally:
+        linecache.clearcache()
