@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -61,6 +61,9 @@ _SETTLED_S = 30.0
 """Seconds without a new process after which a program that never rests has started."""
 
 
+_STAYS_S = 1.0
+"""Seconds after which a process is no child that a server forks for a request."""
+
 _STARTING_S = 600.0
 """Seconds from the first reading for which a program may be seen to be starting still."""
 
@@ -91,6 +94,8 @@ class Start:
     warm_up: float | None
     began: float
     _pids: Collection[int] = ()
+    # When each was seen first.
+    _seen: Mapping[int, float] = field(default_factory=dict)
     _since: float = 0.0
     _rests_since: float = 0.0
     _faults: int = 0
@@ -105,6 +110,8 @@ class Start:
         """
         if self.warm_up is not None:
             return bool(pids) and now - self.began >= self.warm_up
+        self._seen = {pid: self._seen.get(pid, now if self._seen else now - _STAYS_S) for pid in pids}
+        pids = [pid for pid in pids if now - self._seen[pid] >= _STAYS_S]
         faults = sum(process.faults for pid in pids if (process := stat(pid)) is not None)
         if set(pids) != set(self._pids):
             self._pids, self._since, self._rests_since = pids, now, now

@@ -45,9 +45,17 @@ def test_one_that_touches_new_memory_has_not_before_it_is_there_for_long() -> No
 def test_a_new_process_begins_it_anew() -> None:
     start = Start(None, 0.0)
     looks(start, 2.5)
-    assert not start.is_over([OWN, 1], 3.5)
+    assert not start.is_over([OWN, 1], 2.6)
+    assert not start.is_over([OWN, 1], 3.6)
     assert not start.is_over([OWN, 1], 6.0)
-    assert start.is_over([OWN, 1], 6.5)
+    assert start.is_over([OWN, 1], 6.7)
+
+
+def test_a_child_that_is_forked_for_a_request_does_not() -> None:
+    start = Start(None, 0.0)
+    moments = [tenth / 4 for tenth in range(60)]
+    over = [now for turn, now in enumerate(moments) if start.is_over([OWN, 2**22 + 1 + turn // 2], now)]
+    assert 3.0 <= over[0] < 5.0
 
 
 def test_who_says_when_it_has_started_is_taken_at_their_word() -> None:
