@@ -156,7 +156,7 @@ def test_what_only_a_running_function_of_another_thread_holds_has_a_path(local: 
     done = attached(local.pid, "--watch", "13s", "--json")
     (subject,) = decode(done.stdout.encode()).subjects
     (finding,) = subject.findings
-    assert str(finding.holder).startswith("thread 'requests', local 'own' of core() in ")
+    assert str(finding.holder).startswith(".seen of thread 'requests', local 'own' of core() in ")
     assert [hop.edge for hop in finding.path[1:]] == ["f_locals['own']", ".seen"]
 
 

@@ -131,7 +131,7 @@ def test_a_list_that_grows_is_named_in_its_process_with_what_it_takes_in_a_secon
     status, said, subject = watched(server, "list", until="takes")
     finding = of_core(subject)
     assert status == 1
-    assert str(finding.holder).startswith("thread 'MainThread', local 'own' of core() in server.py:")
+    assert str(finding.holder).startswith(".seen of thread 'MainThread', local 'own' of core() in server.py:")
     assert [hop.edge for hop in finding.path[1:]] == ["f_locals['own']", ".seen"]
     assert " of bytes; that is " in finding.message
     assert finding.message.endswith(" a second")
