@@ -39,6 +39,13 @@ def test_three_tests_that_keep_less_than_the_tolerance_are_too_much_together() -
     )
 
 
+def test_what_one_test_keeps_more_than_the_others_counts_as_theirs() -> None:
+    *_, finding = judged(40, 70, 40)
+    assert finding is not None
+    assert (finding.bytes, finding.count) == (120 * MIB, 3)
+    assert finding.message.startswith("120.0 MiB of host-memory kept over the session, +40.0 MiB to +70.0 MiB in each")
+
+
 def test_the_sum_is_reported_once() -> None:
     kept = SmallRetention()
     assert judged(40, 40, 40, kept=kept)[-1] is not None
