@@ -1,4 +1,4 @@
-"""Clean: fifty turns of sleeping, training, waking and sending weights leave what they found, and nothing grows."""
+"""Fifty turns of sleeping, training, waking and sending weights: nothing grows; vLLM's own socket files are left."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.probes.processes.tree_traces import sockets_of_agents
 from lowtide.reports.schema import ResourceName
 
-COUNTED: Mapping[str, ResourceName] = {"file-descriptors": "file-descriptors", "threads": "threads"}
-"""The keys of the levels that are numbers of things."""
+COUNTED: tuple[ResourceName, ...] = ("file-descriptors", "threads")
+"""The resources of which a level is a number of things, and its key."""
 
 UNITS: Mapping[str, str] = {"file-descriptors": "file descriptors", "threads": "threads"}
 """What these are called."""

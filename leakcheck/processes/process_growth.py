@@ -45,7 +45,7 @@ _TENSORS = "tensors "
 SHARED = "shared-memory"
 """The key of the level of shared memory that a process maps."""
 
-_LEVELS: Mapping[str, ResourceName] = {HOST: "host-memory", SHARED: "shared-memory", **COUNTED}
+_LEVELS: Mapping[str, ResourceName] = {HOST: "host-memory", SHARED: "shared-memory", **{key: key for key in COUNTED}}
 """The levels that are on no card and under no tensor, with what they are called."""
 
 _EXPLAINED_BY = {SHARED: (f"{_TENSORS}cpu",), HOST: (SHARED, f"{_TENSORS}cpu")}
