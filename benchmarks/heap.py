@@ -33,7 +33,7 @@ import torch
 
 from lowtide.probes import native
 from lowtide.probes.heap.holders import find_paths, trace
-from lowtide.probes.objects.listed import collector_paused
+from lowtide.probes.objects.listed import all_instances, collector_paused
 
 LEAKS = 20
 DEPTH = 13
@@ -132,8 +132,16 @@ def measure(objects: int, shape: str, frozen: bool, limit: int) -> dict[str, Any
         )
     result["floor_seconds"] = statistics.median(_floor() for _ in range(REPEATS))
     result["collect_seconds"] = statistics.median(_seconds(gc.collect) for _ in range(REPEATS))
+    result["all_instances"] = _all_instances(result["collect_seconds"])
     result["without_c"] = _without_c(tensors, result["seconds"])
     return result
+
+
+def _all_instances(collect: float) -> dict[str, float]:
+    """Seconds to find all tensors: the first time, and once their order is known, which a full collection changes."""
+    first = _seconds(lambda: all_instances(torch.Tensor))
+    later = statistics.median(_seconds(lambda: all_instances(torch.Tensor)) for _ in range(REPEATS))
+    return {"first_seconds": first, "seconds": later, "collect_ratio": later / collect}
 
 
 def _without_c(tensors: list[Any], with_c: float) -> dict[str, Any]:

@@ -681,12 +681,13 @@ class Births:
         """
         if census is not None:
             old = _watched_among(census)
-        elif _followers_among is None or self._record.is_incomplete or self.froze_until_last_look:
+        elif _old_among is None or _followers_among is None or self._record.is_incomplete or self.froze_until_last_look:
             old = _watched(self._old_objects())
         else:
             # They are behind the first one, unless a full collection has reordered them.
             ids = np.fromiter(wanted, np.int64, len(wanted)).tobytes()
-            old = _watched(_followers_among(self._first[0], ids, -1 if self._full else self._moved + 1))
+            found = _old_among(ids) if self._full else _followers_among(self._first[0], ids, self._moved + 1)
+            old = _watched(found)
         return (item for item in old if id(item) in wanted)
 
     def _old_objects(self) -> list[object]:
@@ -838,5 +839,6 @@ def _watched_among(census: Census) -> Iterator[Any]:
 
 
 _followers_among = native.followers_among if lists_can_be_read() else None
+_old_among = native.old_among if lists_can_be_read() else None
 _of_generations = native.of_generations if lists_can_be_read() else None
 _young_with_types = native.young_with_types if lists_can_be_read() else None

@@ -13,6 +13,7 @@ except ImportError:
 
 Walk: Any = None if heap is None else heap.Walk
 followers_among: Callable[[object, bytes, int], list[Any]] | None = None if heap is None else heap.followers_among
+old_among: Callable[[bytes], list[Any]] | None = getattr(heap, "old_among", None)
 marks_of: Callable[[tuple[dict[str, Any], ...]], bytes] | None = getattr(heap, "marks_of", None)
 lengths_of_all: Callable[..., Any] | None = getattr(heap, "lengths_of_all", None)
 all_instances: Callable[[tuple[type, ...], bool], list[Any]] | None = getattr(heap, "all_instances", None)

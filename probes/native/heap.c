@@ -714,7 +714,7 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
     Array met = {.width = sizeof(PyObject *)};
     int failed = add_ids(&wanted, ids) < 0;
     uintptr_t *begin = (uintptr_t *)first - 2, *link = next_in_ring(begin);
-    for (Py_ssize_t at = 0; !failed && link != begin && (most < 0 || at < most); at++, link = next_in_ring(link)) {
+    for (Py_ssize_t at = 0; !failed && link != begin && at < most; at++, link = next_in_ring(link)) {
         PREFETCH(next_in_ring(link));
         PyObject *item = (PyObject *)(link + 2);
         if (table_find(&wanted, item) != UNKNOWN)
@@ -779,15 +779,75 @@ ring_of_generation(uintptr_t *of_frozen, int generation)
     return of_frozen - 1 - GENERATIONS_WORDS + WORDS_OF_GENERATION * generation;
 }
 
-static int
-for_ring(uintptr_t *head, int (*each)(PyObject *, void *), void *reading)
+/* The order in which an old ring was last gone through. Where an object lies is known only from the one before it, so
+ * that to go on is to wait for memory. But few of the old ones come and go between two times, and nothing but a full
+ * collection changes their order: so what came next then is asked for. Nothing else is done with these addresses, since
+ * what was there may be gone.
+ */
+typedef struct {
+    uintptr_t **links;
+    size_t count, room;
+} Trail;
+
+static Trail trail_of_frozen, trail_of_oldest;
+
+enum { STRETCH = 16, MOST_GONE = 256 };
+
+static void
+note_on_trail(Trail *trail, size_t at, uintptr_t *link)
 {
-    for (uintptr_t *link = next_in_ring(head); link != head; link = next_in_ring(link)) {
-        PREFETCH(next_in_ring(link));
+    if (at == trail->room) {
+        size_t room = at + at / 8 + 1024;
+        uintptr_t **links = realloc(trail->links, room * sizeof(*links));
+        if (links == NULL)
+            return; /* (Slower, and no error.) */
+        trail->links = links;
+        trail->room = room;
+    }
+    /* (Not written where it is so already: the memory may be shared with the process that has forked this one.) */
+    if (at < trail->room && (at >= trail->count || trail->links[at] != link))
+        trail->links[at] = link;
+}
+
+/* How many that were there last time are gone before an object; 0 also where it is not among the next ones. */
+static size_t
+gone_before(const Trail *trail, size_t at, const uintptr_t *link)
+{
+    for (size_t gone = 0; gone < MOST_GONE && at + gone < trail->count; gone++) {
+        if (trail->links[at + gone] == link)
+            return gone;
+    }
+    return 0;
+}
+
+static int
+for_ring(uintptr_t *head, Trail *trail, int (*each)(PyObject *, void *), void *reading)
+{
+    size_t at = 0, gone = 0;
+    for (uintptr_t *link = next_in_ring(head); link != head; link = next_in_ring(link), at++) {
+        if (trail != NULL) {
+            if (at % STRETCH == 0)
+                gone += gone_before(trail, at + gone, link);
+            if (at + gone + AHEAD < trail->count) {
+                PREFETCH(trail->links[at + gone + AHEAD]);
+                /* (Where the type is.) */
+                PREFETCH(trail->links[at + gone + AHEAD] + 3);
+            }
+            note_on_trail(trail, at, link);
+        }
         if (each((PyObject *)(link + 2), reading) < 0)
             return -1;
     }
+    if (trail != NULL)
+        trail->count = at < trail->room ? at : trail->room;
     return 0;
+}
+
+static int
+for_generation(uintptr_t *of_frozen, int generation, int (*each)(PyObject *, void *), void *reading)
+{
+    Trail *trail = generation == OLDEST ? &trail_of_oldest : NULL;
+    return for_ring(ring_of_generation(of_frozen, generation), trail, each, reading);
 }
 
 /* Does something for each object that the collector has, or each frozen one.
@@ -802,13 +862,44 @@ for_all(int only_frozen, int (*each)(PyObject *, void *), void *reading)
     uintptr_t *of_frozen = known_ring_of_frozen();
     if (of_frozen == NULL)
         return -1;
-    if (for_ring(of_frozen, each, reading) < 0)
+    if (for_ring(of_frozen, &trail_of_frozen, each, reading) < 0)
         return -1;
     for (int generation = 0; !only_frozen && generation <= OLDEST; generation++) {
-        if (for_ring(ring_of_generation(of_frozen, generation), each, reading) < 0)
+        if (for_generation(of_frozen, generation, each, reading) < 0)
             return -1;
     }
     return 0;
+}
+
+typedef struct {
+    Table wanted; /* addresses */
+    Array met;    /* PyObject * */
+} Addressed;
+
+static int
+note_addressed(PyObject *item, void *reading)
+{
+    Addressed *found = reading;
+    return table_find(&found->wanted, item) != UNKNOWN && array_push(&found->met, &item) < 0 ? no_memory() : 0;
+}
+
+static PyObject *
+old_among(PyObject *Py_UNUSED(module), PyObject *ids)
+{
+    Addressed found = {.met = {.width = sizeof(PyObject *)}};
+    PyObject *taken = NULL;
+    if (!PyBytes_Check(ids)) {
+        PyErr_SetString(PyExc_TypeError, "identities are bytes");
+        return NULL;
+    }
+    uintptr_t *of_frozen = known_ring_of_frozen();
+    /* (The list is made last, as in `followers_among`.) */
+    if (of_frozen != NULL && add_ids(&found.wanted, ids) == 0 &&
+        for_generation(of_frozen, OLDEST, note_addressed, &found) == 0)
+        taken = list_of(&found.met);
+    free(found.met.items);
+    free(found.wanted.slots);
+    return taken;
 }
 
 static int
@@ -937,7 +1028,7 @@ note_addresses(int oldest, const PyObject *but, Array *met)
     if (of_frozen == NULL)
         return -1;
     for (; oldest >= 0; oldest--) {
-        if (for_ring(ring_of_generation(of_frozen, oldest), note_address, &found) < 0)
+        if (for_generation(of_frozen, oldest, note_address, &found) < 0)
             return -1;
     }
     return 0;
@@ -1148,7 +1239,8 @@ static PyMethodDef functions[] = {
      "ones."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
-     "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},
+     "at most so many places. Nothing may be collected meanwhile."},
+    {"old_among", old_among, METH_O, "Return those of the objects with these identities (int64) that are old."},
     {"all_instances", all_instances, METH_VARARGS,
      "Return the objects that the collector has, frozen ones too or those alone, whose types derive from one of a tuple "
      "of classes."},

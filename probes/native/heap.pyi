@@ -60,10 +60,17 @@ def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
     Args:
         first: where to begin; the collector tracks it.
         ids: the identities.
-        most: how many places to look at; -1 for all that are in the list, also before the first.
+        most: how many places to look at.
 
     Raises:
         ValueError: the collector does not track the first object.
+    """
+
+def old_among(ids: bytes, /) -> list[Any]:
+    """Return those of the objects with these identities (int64) that are in the oldest generation, in its order.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
 def all_instances(classes: tuple[type, ...], only_frozen: bool) -> list[Any]:

@@ -23,7 +23,7 @@ from tests.resized_buffers import buffers_resized_meanwhile
 pytestmark = pytest.mark.skipif(not young_generations_tell(), reason="this interpreter has no young generations")
 
 
-IN_C = ("_followers_among", "_of_generations", "_young_with_types")
+IN_C = ("_followers_among", "_old_among", "_of_generations", "_young_with_types")
 
 
 @pytest.fixture

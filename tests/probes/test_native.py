@@ -27,9 +27,18 @@ def nothing_is_collected() -> Iterator[None]:
     gc.enable()
 
 
-def among(first: object, items: list[object], most: int = -1) -> list[object]:
+def ids_of(items: list[Any]) -> bytes:
+    return np.array(list(map(id, items)), np.int64).tobytes()
+
+
+def among(first: object, items: list[object], most: int = 10) -> list[object]:
     assert native.followers_among is not None
-    return native.followers_among(first, np.array(list(map(id, items)), np.int64).tobytes(), most)
+    return native.followers_among(first, ids_of(items), most)
+
+
+def old_among(items: list[Any]) -> list[Any]:
+    assert native.old_among is not None
+    return native.old_among(ids_of(items))
 
 
 def instances(*classes: type) -> list[Any]:
@@ -39,6 +48,7 @@ def instances(*classes: type) -> list[Any]:
 
 def test_it_is_used_on_this_interpreter() -> None:
     assert births._followers_among is native.followers_among
+    assert births._old_among is native.old_among
     assert births._of_generations is native.of_generations
     assert births._young_with_types is native.young_with_types
 
@@ -54,11 +64,34 @@ def test_of_so_many_places_no_more_are_looked_at() -> None:
     assert [len(among(items[0], items, most)) for most in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_what_comes_before_is_found_only_where_all_are_looked_at() -> None:
+def test_what_comes_before_is_found_among_the_old_ones() -> None:
     before: list[object] = []
     first: list[object] = []
     assert among(first, [before], 1) == []
-    assert among(first, [before])[0] is before
+    assert old_among([before]) == []
+    gc.collect()
+    assert old_among([before])[0] is before
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_are_found_however_many_came_and_went_since_they_were_gone_through(frozen: bool) -> None:
+    def found() -> set[int]:
+        return set(map(id, instances(Base)))
+
+    items = [Base() for _ in range(5_000)]
+    for step in (lambda: None, gc.collect, gc.freeze if frozen else gc.collect):
+        step()
+        assert found() == set(map(id, items))
+    for gone in (slice(0, 1), slice(10, 40), slice(100, 2_000), slice(0, 3_000, 3)):
+        del items[gone]
+        items += [Base() for _ in range(300)]
+        gc.collect(1)
+        assert found() == set(map(id, items))
+    gc.unfreeze()
+    gc.collect()
+    assert found() == {id(item) for item in old_among(items)} == set(map(id, items))
+    items.clear()
+    assert found() == set()
 
 
 class Base:
@@ -232,19 +265,19 @@ def test_what_is_in_another_generation_is_not_found() -> None:
     old: list[object] = []
     gc.collect()
     young: list[object] = []
-    assert among(young, [old]) == []
-    assert among(old, [young]) == []
+    assert among(young, [old], 1_000_000) == []
+    assert among(old, [young], 1_000_000) == []
     gc.collect()
-    assert [item is young for item in among(old, [young])] == [True]
+    assert [item is young for item in among(old, [young], 1_000_000)] == [True]
 
 
 def test_the_dead_are_not_found() -> None:
     first: list[object] = []
     dead = [[] for _ in range(100)]
-    ids = np.array(list(map(id, dead)), np.int64).tobytes()
+    ids = ids_of(dead)
     dead.clear()
     assert native.followers_among is not None
-    assert native.followers_among(first, ids, -1) == []
+    assert native.followers_among(first, ids, 200) == []
 
 
 def test_no_reference_is_left() -> None:
