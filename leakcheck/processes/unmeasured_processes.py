@@ -24,7 +24,7 @@ FLOOR = 32 << 20
 """Bytes of its own below which a process is a helper: as much may move in this process without being reported."""
 
 _BUDGET_S = 0.02
-_BUDGET_SHARE = 0.1
+_BUDGET_SHARE = 0.02
 """Seconds of this thread, and the share of the time since the beginning, that looks at stages may cost."""
 
 _DATA_WORKER = "pt_data_worker"
