@@ -238,18 +238,32 @@ class DeviceMemory:
             return _Card(readings)
         explained = [(address, size) for _, address, size, _ in segments]
         explained += [part for pool in announced_pools() if pool.device == device for part in pool.ranges]
+        sizes = {address: size for (where, address), size in storages.items() if where == device}
         readings[f"allocations {device}"] = {
-            allocation_name(address): size for address, size in allocations if not common([(address, size)], explained)
+            allocation_name(address): size
+            for address, size in allocations
+            if not common([(address, size)], explained) and not _is_filled(address, size, sizes)
         }
         counted = _counted(now, device)
         unlisted = None if counted is None else counted - total(allocations)
-        sizes = {address: size for (where, address), size in storages.items() if where == device}
         unseen = without([(address, 1) for address in sorted(sizes)], sorted([*explained, *allocations]))
         imported: dict[int, int] = {}
         for address, _ in unseen:
             start, size = range_at(index, address) or (address, sizes[address])
             imported[start] = size
         return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"), imported)
+
+
+def _is_filled(address: int, size: int, storages: Mapping[int, int]) -> bool:
+    """Return whether an allocation is under tensors, as cupy's is that torch has a view of: it is judged as theirs.
+
+    Args:
+        address: of the allocation.
+        size: its bytes.
+        storages: bytes of the storages by address; 0 for one that is older, which may fill it.
+    """
+    inside = [(start, held) for start, held in storages.items() if address <= start < address + size]
+    return any(not held for _, held in inside) or 2 * sum(held for _, held in inside) >= size
 
 
 def allocation_name(address: int) -> str:

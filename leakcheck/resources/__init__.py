@@ -12,6 +12,7 @@ from typing import Any
 from lowtide.leakcheck.resources.address_space import AddressSpace
 from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
+from lowtide.leakcheck.resources.page_locked import PageLocked
 from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.threads import AsyncioTasks, Threads
@@ -28,6 +29,7 @@ RESOURCES: tuple[Resource, ...] = (
     Descriptors(),
     TemporaryFiles(),
     AddressSpace(),
+    PageLocked(),
     CudaIpc(),
 )
 """That which says most of a cause that several share comes first."""

@@ -508,10 +508,11 @@ def _pool_of(name: str) -> ThreadPoolExecutor | None:
 
 
 VENDOR_LIBRARIES = (
-    r"lib(cublas|cublasLt|cudnn\w*|cusolver\w*|cusparse\w*|cufft\w*|curand|cutensor|magma\w*|nccl|nvrtc|nvJitLink|nvshmem\w*"
+    r"lib(cublas|cublasLt|cudnn\w*|cusolver\w*|cusparse\w*|cufft\w*|curand|cutensor|magma\w*|nccl|nvshmem\w*"
     r"|hipblas\w*|rocblas|hipsolver|rocsolver|hipsparse|rocsparse|hipfft|rocfft|MIOpen|rccl)(-\w+)?\.so[.\d]*"
 )
-"""Those that make a handle, with memory of its own on the card, when they are first used, and never give it back."""
+"""Those that make a handle, with memory of its own on the card, when they are first used, and never give it back. NVRTC
+and nvJitLink are none of them: they compile on the host, and what is loaded then is the program's."""
 
 _WITH_DESCRIPTORS = r"lib(nccl|rccl|nvshmem\w*)\b.*"
 """Those of them that talk to other processes, and open sockets and pipes for it."""
@@ -521,6 +522,11 @@ _FIRST_USE_BYTES = 256 << 10
 
 _TABLES_BYTES = 16 << 20
 """What a library may keep for a kind of what it prepares: cuFFT 6 MiB for lengths with a large prime (H200)."""
+
+_OPENED = "file-descriptors"
+
+_OF_A_THREAD_BYTES = 128 << 20
+"""What libraries may keep for one more thread: a handle of cuBLAS 64 MiB, and two small allocations (H200)."""
 
 _PREPARED = "has made plans here, and keeps tables of its own for each kind of them"
 
@@ -565,7 +571,7 @@ def excused_by_libraries(
     now: Counters,
     first_use: FirstUse,
     any_graph_alive: Callable[[], bool] = lambda: False,
-    descriptors: Callable[[Finding], Collection[str]] = lambda finding: (),
+    things: Callable[[Finding], Collection[tuple[str, str]]] = lambda finding: (),
     prepared_by: Collection[str] = (),
 ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
     """Tell apart what a library that was first used in a test may have taken for good.
@@ -576,19 +582,14 @@ def excused_by_libraries(
         now: the counters now.
         first_use: what was in use before.
         any_graph_alive: whether captured graphs are, for which the driver keeps memory, too; asked where it matters.
-        descriptors: gives those that a finding is about, as the counters name them.
+        things: gives what a finding is about: the metric's key and the name of each thing.
         prepared_by: libraries that have prepared something in the test, such as plans, which was given back.
 
     Returns:
         The findings, with the library as their holder where it is known to keep memory (these are suppressed by the
         shipped list); and what may be a library's or a leak, which cannot be distinguished.
     """
-    may_be = [
-        finding
-        for finding in findings
-        if finding.resource == "driver"
-        or (finding.resource == "file-descriptors" and all(map(may_be_a_drivers, descriptors(finding))))
-    ]
+    may_be = [finding for finding in findings if _may_be_a_librarys(finding, things(finding))]
     # Loaded they are with a torch that was built for cards, used only where a card is.
     is_open = driver_is_open(now) or any(finding.resource == "driver" for finding in may_be)
     if not may_be or not is_open:
@@ -610,9 +611,14 @@ def excused_by_libraries(
     elif now.native_threads > before.native_threads and first_use.any_loaded:
         of_memory = "a native thread started here, and libraries keep memory of their own for each thread"
         of_descriptors = "a native thread started here, and may keep descriptors of its own"
-        if _native_threads(now) <= _native_threads(before):
-            # Python's threads open what the program has them open.
-            may_be = [each for each in may_be if each.resource == "driver"]
+        most = _OF_A_THREAD_BYTES * (now.native_threads - before.native_threads)
+        # Python's threads open what the program has them open.
+        opens = _native_threads(now) > _native_threads(before)
+        may_be = [
+            each
+            for each in may_be
+            if (each.resource == "driver" and (each.bytes or 0) <= most) or (opens and each.resource == _OPENED)
+        ]
     elif prepared_by:
         may_be = [each for each in may_be if each.resource == "driver" and (each.bytes or 0) <= _TABLES_BYTES]
         of_memory = of_descriptors = f"{first_of(sorted(prepared_by), _SHOWN_LIBRARIES)} {_PREPARED}"
@@ -620,12 +626,24 @@ def excused_by_libraries(
         return tuple(findings), ()
     known = {id(finding): None if graphs else _known(finding, holders) for finding in may_be}
     excused = tuple(
-        NotMeasured(what=finding.message, why=of_memory if finding.resource == "driver" else of_descriptors)
+        NotMeasured(what=finding.message, why=of_descriptors if finding.resource == _OPENED else of_memory)
         for finding in may_be
         if known[id(finding)] is None
     )
     kept = (known.get(id(finding), finding) for finding in findings)
     return tuple(finding for finding in kept if finding is not None), excused
+
+
+def _may_be_a_librarys(finding: Finding, things: Collection[tuple[str, str]]) -> bool:
+    """Return whether a finding is about what libraries take when they are first used.
+
+    A block of torch's allocator that is in no tensor may be a library's state, such as that of cuDNN's dropout.
+    """
+    if finding.resource == "tensors":
+        return bool(things) and all(key.startswith("native ") for key, _ in things)
+    if finding.resource == _OPENED:
+        return all(may_be_a_drivers(name) for _, name in things)
+    return finding.resource in ("driver", "pinned")
 
 
 def _beside_graphs(libraries: Sequence[str]) -> str:

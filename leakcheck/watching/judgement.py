@@ -338,7 +338,7 @@ class WatchJudge:
             now,
             self._watched.first_use,
             any_graph_alive,
-            lambda finding: [str(name) for _, key, name in about[finding.fingerprint] if key == "file-descriptors"],
+            lambda finding: [(key, str(name)) for _, key, name in about[finding.fingerprint]],
             self._emptied.prepared_by,
         )
 

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import initialized_torch, lines_of, os, time
@@ -182,6 +182,60 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
     return tuple(found)
 
 
+class HostAllocation(NamedTuple):
+    """Memory of the host that the driver has given out.
+
+    Attributes:
+        address: where it begins.
+        bytes: its length.
+        is_managed: whether it moves to a card and back (`cudaMallocManaged`); else it is page-locked.
+    """
+
+    address: int
+    bytes: int
+    is_managed: bool
+
+
+def read_host_allocations(least: int) -> tuple[HostAllocation, ...]:
+    """Return what `cudaHostAlloc` and `cudaMallocManaged` have given out, torch's own included, sorted.
+
+    The driver maps both as shared memory, of /dev/zero or of its own device. (Python's `mmap.mmap(-1, …)` is such a
+    mapping, too, and the driver has many for itself: it knows no range there.) What was registered later, by
+    `cudaHostRegister`, is memory that somebody else has allocated, and is not among it. Empty where the driver cannot
+    be asked. Takes about a millisecond (measured on an H200).
+
+    Args:
+        least: bytes of an allocation; smaller ones may be left out.
+    """
+    torch = initialized_torch()
+    if torch is None or torch.version.hip is not None:
+        return ()
+    try:
+        ask: Any = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    except (OSError, AttributeError):
+        return ()
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    value = ctypes.c_uint64()
+
+    def tell(which: int, address: int) -> int | None:
+        value.value = 0
+        return value.value if ask(ctypes.byref(value), which, address) == 0 else None
+
+    found = []
+    for low, high in _given_out(least):
+        # An allocation is found by any of its addresses, so that one of the least size is at one of these.
+        position = low
+        while position < high:
+            start, size = tell(_RANGE_START, position), tell(_RANGE_SIZE, position)
+            if start is None or size is None or not start <= position < start + size:
+                position += least
+                continue
+            if size >= least:
+                found.append(HostAllocation(start, size, bool(tell(_MANAGED, position))))
+            position = start + size
+    return tuple(sorted(found))
+
+
 class _Deadline:
     """The end of the time that one list may take.
 
@@ -241,6 +295,23 @@ def _aligned(address: int) -> int:
 
 # CU_POINTER_ATTRIBUTE_…: CONTEXT, IS_MANAGED, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE, MEMPOOL_HANDLE
 _CONTEXT, _MANAGED, _DEVICE_ORDINAL, _SHAREABLE, _POOL = 1, 8, 9, 10, 17
+# RANGE_START_ADDR, RANGE_SIZE
+_RANGE_START, _RANGE_SIZE = 11, 12
+
+_GIVEN_OUT = ("/dev/zero", "/dev/nvidia-uvm")
+"""Of what the driver maps memory that it gives out on the host."""
+
+
+def _given_out(least: int) -> list[Range]:
+    """First and last address of the mappings in which there may be such memory."""
+    spans = []
+    for line in lines_of("/proc/self/maps"):
+        where, access, _, _, _, *path = line.split(None, 5)
+        if access == "rw-s" and path and path[0].startswith(_GIVEN_OUT):
+            low, high = (int(address, 16) for address in where.split("-"))
+            if high - low >= least:
+                spans.append((low, high))
+    return spans
 
 
 def _reserved() -> list[Range]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import gc
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,13 @@ from typing import Any
 import pytest
 
 from lowtide.probes.device import allocations
-from lowtide.probes.device.allocations import AllocationsError, read_allocations, read_mappings_without_access
+from lowtide.probes.device.allocations import (
+    AllocationsError,
+    HostAllocation,
+    read_allocations,
+    read_host_allocations,
+    read_mappings_without_access,
+)
 
 MIB = 1 << 20
 STEP = 2 * MIB
@@ -24,6 +31,7 @@ _RETAIN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
 _RELEASE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 _DESCRIBE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
 _CONTEXT, _MANAGED, _DEVICE_ORDINAL, _SHAREABLE, _POOL = 1, 8, 9, 10, 17
+_RANGE_START, _RANGE_SIZE = 11, 12
 
 
 @dataclass
@@ -35,6 +43,7 @@ class FakeDriver:
         listed: the length of each allocation, by its offset from there.
         of_code: offsets of those that belong to kernels.
         elsewhere: offsets of those on another card.
+        managed: offsets of those that move to a card and back.
         handles: handles of the memory that is mapped without access, by the offset of the step.
         odd: what it answers for an address, as first address and length, in place of what is listed; None for an error.
         asked: how often it was asked about an address.
@@ -44,6 +53,7 @@ class FakeDriver:
     listed: dict[int, int] = field(default_factory=dict)
     of_code: set[int] = field(default_factory=set)
     elsewhere: set[int] = field(default_factory=set)
+    managed: set[int] = field(default_factory=set)
     handles: dict[int, int] = field(default_factory=dict)
     odd: Callable[[int], tuple[int, int] | None] | None = None
     asked: int = 0
@@ -83,7 +93,13 @@ class FakeDriver:
 
     def _attribute(self, value: int, which: int, address: int) -> int:
         begin = self._begin(address)
-        reported = {_CONTEXT: 1, _MANAGED: 0, _POOL: 0}
+        if which in (_RANGE_START, _RANGE_SIZE):
+            if begin is None:
+                return 1
+            answer = self.base + begin if which == _RANGE_START else self.listed[begin]
+            ctypes.c_uint64.from_address(value).value = answer
+            return 0
+        reported = {_CONTEXT: 1, _MANAGED: int(begin in self.managed), _POOL: 0}
         reported |= {_DEVICE_ORDINAL: int(begin in self.elsewhere), _SHAREABLE: int(begin not in self.of_code)}
         ctypes.c_uint64.from_address(value).value = reported[which]
         return 0
@@ -220,3 +236,24 @@ def test_a_driver_that_answers_too_slowly_is_not_asked_for_ever(
     with pytest.raises(AllocationsError, match="cuda:0 after 10 s"):
         read_mappings_without_access(0, ())
     assert driver.retained == []
+
+
+@pytest.fixture
+def shared(driver: FakeDriver) -> Iterator[FakeDriver]:
+    """The driver, with 16 MiB of shared memory in which it has given something out."""
+    mapping = mmap.mmap(-1, 16 * MIB)
+    driver.base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    yield driver
+    gc.collect()
+    mapping.close()
+
+
+def test_what_the_driver_has_given_out_on_the_host_is_found(shared: FakeDriver) -> None:
+    shared.listed = {0: MIB, MIB + 512: 3 * MIB, 5 * MIB: 1000, 10 * MIB: 6 * MIB}
+    shared.managed = {10 * MIB}
+    expected = [(0, MIB, False), (MIB + 512, 3 * MIB, False), (10 * MIB, 6 * MIB, True)]
+    assert read_host_allocations(MIB) == tuple(HostAllocation(shared.base + at, *rest) for at, *rest in expected)
+
+
+def test_shared_memory_of_which_the_driver_knows_nothing_is_not_its(shared: FakeDriver) -> None:
+    assert read_host_allocations(MIB) == ()

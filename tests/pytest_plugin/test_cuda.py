@@ -94,6 +94,19 @@ def test_driver_segment_given_back():
     cuda, address = driver_allocation(2 << 20)
     assert cuda.cuMemFree_v2(address) == 0
 
+def host_memory(give_out, give_back=None):
+    torch.zeros(1, device="cuda")
+    cuda, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    # The last argument is that of `cuMemHostAlloc` or of `cuMemAllocManaged`: no flag, or to be seen from everywhere.
+    assert cuda[give_out](ctypes.byref(address), ctypes.c_size_t(32 << 20), int("Managed" in give_out)) == 0
+    if give_back:
+        assert cuda[give_back](address) == 0
+
+def test_page_locked(): host_memory("cuMemHostAlloc")
+def test_page_locked_given_back(): host_memory("cuMemHostAlloc", "cuMemFreeHost")
+def test_managed(): host_memory("cuMemAllocManaged")
+def test_managed_given_back(): host_memory("cuMemAllocManaged", "cuMemFree_v2")
+
 def test_pinned(): KEPT.append(torch.zeros(1 << 20, dtype=torch.uint8).pin_memory())
 def test_pinned_given_back(): torch.zeros(1 << 20, dtype=torch.uint8).pin_memory()
 
@@ -259,6 +272,18 @@ def test_cupys_array():
     cupy = pytest.importorskip("cupy")
     KEPT.append(cupy.zeros(32 << 20, dtype=cupy.uint8))
 
+def test_cupys_pages_given_back():
+    cupy = pytest.importorskip("cupy")
+    cupy.cuda.alloc_pinned_memory(16 << 20)
+
+def test_cupys_pages():
+    cupy = pytest.importorskip("cupy")
+    KEPT.append(cupy.cuda.alloc_pinned_memory(16 << 20))
+
+def test_view_of_cupys_array():
+    cupy = pytest.importorskip("cupy")
+    KEPT.append(torch.from_dlpack(cupy.ones(96 << 20, dtype=cupy.uint8)))
+
 def export(tensors, done):
     exported = [torch.ones(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
     for tensor in exported:
@@ -343,6 +368,8 @@ def subject(report: Report, name: str) -> Subject:
         ("test_over_tolerance", "tensors", 4096),
         ("test_empty_private_pool", "reserved", 2 << 20),
         ("test_driver_segment", "driver", 2 << 20),
+        ("test_page_locked", "pinned", 32 << 20),
+        ("test_managed", "pinned", 32 << 20),
         ("test_pinned", "tensors", 1 << 20),
         ("test_bound_method_cache", "tensors", 64 * 64 * 4),
     ],
@@ -360,6 +387,15 @@ def test_an_array_which_the_driver_lists_with_other_ranges_is_found_and_hangs_no
     found = [] if hidden else [("driver", 64 << 20)]
     assert [(finding.resource, finding.bytes) for finding in array.findings] == found
     assert array.outcome == ("clean" if hidden else "leak")
+
+
+def test_host_memory_that_the_driver_has_given_out_is_told_with_its_kind(leaks: Report) -> None:
+    (locked,), (managed,) = (subject(leaks, name).findings for name in ("test_page_locked", "test_managed"))
+    assert "32.0 MiB of page-locked memory at 0x" in locked.message
+    assert "give it back in teardown: cudaFreeHost" in (locked.advice or "")
+    assert "32.0 MiB of managed memory at 0x" in managed.message
+    assert "give it back in teardown: cudaFree" in (managed.advice or "")
+    assert locked.fingerprint != managed.fingerprint
 
 
 def test_a_limit_of_the_card_that_stays_changed_is_a_setting(leaks: Report) -> None:
@@ -407,12 +443,28 @@ def test_what_cupys_pool_keeps_is_said_and_what_an_array_holds_is_found(of_other
     assert {finding.resource for finding in subject(of_others, "test_cupys_array").findings} == {"driver"}
 
 
+def test_cupys_page_locked_memory_is_found_and_what_its_pool_keeps_is_not(of_others: Report) -> None:
+    pytest.importorskip("cupy")
+    (finding,) = subject(of_others, "test_cupys_pages").findings
+    assert (finding.resource, finding.bytes) == ("pinned", 16 << 20)
+    assert (finding.holder or "").startswith("test_inner.KEPT[")
+    assert subject(of_others, "test_cupys_pages_given_back").findings == ()
+
+
+def test_cupys_memory_under_a_tensor_is_the_tensor_s(of_others: Report) -> None:
+    pytest.importorskip("cupy")
+    (finding,) = subject(of_others, "test_view_of_cupys_array").findings
+    assert (finding.resource, finding.bytes) == ("tensors", 96 << 20)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "test_at_tolerance",
         "test_driver_segment_given_back",
         "test_cuda_array_given_back",
+        "test_page_locked_given_back",
+        "test_managed_given_back",
         "test_pinned_given_back",
         "test_limit_given_back",
     ],

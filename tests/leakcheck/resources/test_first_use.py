@@ -135,9 +135,9 @@ def test_a_library_is_named_for_descriptors_only_if_it_has_some(
 
 def test_what_no_library_opens_is_not_excused(uses: FirstUse, memory: Memory) -> None:
     memory.resident["libnccl.so.2"] = MUCH
-    opened = ["7 -> pipe:[1]", "8 -> /etc/hostname"]
-    assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, descriptors=lambda finding: opened) == ((PIPES,), ())
-    assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, descriptors=lambda finding: opened[:1])[0] == ()
+    opened = [("file-descriptors", "7 -> pipe:[1]"), ("file-descriptors", "8 -> /etc/hostname")]
+    assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, things=lambda finding: opened) == ((PIPES,), ())
+    assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, things=lambda finding: opened[:1])[0] == ()
 
 
 @pytest.mark.parametrize(("path", "outcome"), [("/etc/hostname", "leak"), ("", "clean")])
@@ -172,6 +172,37 @@ def test_descriptors_are_excused_for_a_thread_that_is_none_of_python_s(
     # What a library keeps for each thread it may keep for Python's, too.
     assert excused.what == OF_DRIVER.message
     assert findings == (() if is_excused else (PIPES,))
+
+
+@pytest.mark.parametrize(("size", "is_excused"), [(64 << 20, True), (518 << 20, False)])
+def test_a_thread_excuses_what_a_handle_takes_and_no_context(
+    uses: FirstUse, memory: Memory, size: int, *, is_excused: bool
+) -> None:
+    memory.resident["libcublas.so.12"] = MUCH
+    uses.adopt()
+    finding = msgspec.structs.replace(OF_DRIVER, bytes=size)
+    findings, _ = excused_by_libraries([finding], DRIVER, replace(DRIVER, native_threads=1), uses)
+    assert findings == (() if is_excused else (finding,))
+
+
+@pytest.mark.parametrize(("key", "is_excused"), [("native cuda:0", True), ("tensors cuda:0", False)])
+def test_a_block_of_a_library_s_state_is_excused_and_no_tensor(
+    uses: FirstUse, memory: Memory, key: str, *, is_excused: bool
+) -> None:
+    block = msgspec.structs.replace(finding_of("tensors", "6.2 MiB of memory that native code holds"), cause="native")
+
+    def judged() -> tuple[Finding, ...]:
+        return excused_by_libraries([block], DRIVER, DRIVER, uses, things=lambda finding: [(key, "block at 0x7f")])[0]
+
+    memory.resident["libcudnn_adv.so.9"] = MUCH
+    assert judged() == (() if is_excused else (block,))
+    uses.adopt()
+    assert judged() == (block,)
+
+
+def test_a_compiler_keeps_nothing_on_a_card() -> None:
+    assert re.fullmatch(VENDOR_LIBRARIES, "libcublasLt.so.13")
+    assert not re.fullmatch(VENDOR_LIBRARIES, "libnvrtc-builtins.so.13.0")
 
 
 def test_tables_of_a_library_that_has_made_plans_are_its_own_up_to_a_limit(uses: FirstUse) -> None:
@@ -263,7 +294,6 @@ def test_where_it_cannot_be_read_nothing_is_excused(uses: FirstUse, monkeypatch:
         "libcusparseLt.so.0",
         "libcusolverMg.so.11",
         "libnccl.so.2",
-        "libnvrtc-builtins.so.12.8",
         "libMIOpen.so.1",
         "librocblas.so.4",
     ],

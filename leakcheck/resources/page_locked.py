@@ -1,0 +1,120 @@
+"""Memory of the host that a card's driver has given out: page-locked, or managed. No counter of torch's has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lowtide.leakcheck.resources.resource import MIB, Bound, Items, Name, Resource, Rule, Rung
+from lowtide.probes.objects.listed import all_instances
+from lowtide.probes.originals import contents, initialized_torch, loaded
+from lowtide.probes.stages import announced_pools
+from lowtide.reports.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.probes.device.allocations import HostAllocation
+
+LEAST = MIB
+"""Bytes of an allocation that is told: libraries take smaller ones for themselves whenever they are used."""
+
+_BOUND = Bound(rung=Rung.CLEAR_HOST_CACHE, what="host memory that the card's driver has given out", cause="native")
+
+
+def _read_all() -> Sequence[HostAllocation]:
+    # ctypes and torch's allocator, which only who has a card needs.
+    from lowtide.probes.device.allocations import read_host_allocations
+
+    return read_host_allocations(LEAST)
+
+
+class PageLocked(Resource):
+    """What `cudaHostAlloc` and `cudaMallocManaged` have given out, by address.
+
+    torch's page-locked memory is among it: what a tensor lies in is that tensor's, and what torch keeps of it for the
+    next tensor goes when its cache is emptied.
+
+    Args:
+        read_all: reads all there is.
+        contents: reads a file of `/proc`.
+    """
+
+    rule = Rule(
+        "page-locked",
+        "pinned",
+        "process",
+        "host memory that a card's driver has given out (`cudaHostAlloc`, `cudaMallocManaged`) and no tensor lies in, "
+        "allocation by allocation, from 1 MiB on",
+        test=_BOUND,
+        life=_BOUND,
+        verdict="native-held",
+    )
+
+    def __init__(
+        self,
+        read_all: Callable[[], Sequence[HostAllocation]] = _read_all,
+        contents: Callable[[str], bytes] = contents,
+    ) -> None:
+        self._read_all = read_all
+        self._contents = contents
+        self._listed_at: Sequence[bytes] = ()
+        self._known: Items = {}
+
+    def read(self) -> Items:
+        """Return them; listed anew only where the size of the process or what it shares has changed."""
+        if initialized_torch() is None:
+            return {}
+        # Size, resident, shared: one of the first and the last changes with each of them.
+        size, _, shared = self._contents("/proc/self/statm").split()[:3]
+        if (size, shared) != self._listed_at:
+            self._known = {_name_of(each): each.bytes for each in self._read_all()}
+            self._listed_at = size, shared
+        return self._known
+
+    def staying(self, names: Collection[str]) -> Collection[str]:
+        """Return those in which a tensor lies, or that an announced pool has: they are judged as these."""
+        if not names:
+            return ()
+        # Only who has a card needs these.
+        from lowtide.probes.memory.ranges import common
+        from lowtide.probes.memory.tensors import survey_storages
+
+        judged = [(each.address, max(1, each.bytes)) for each in survey_storages().storages if each.device == "cpu"]
+        judged += [part for pool in announced_pools() for part in pool.ranges]
+        judged.sort()
+        return {name for name in names if common([(_address_of(name), self._known.get(name, 1))], judged)}
+
+    def objects(self, names: Collection[str]) -> Mapping[str, object]:
+        """Return cupy's pointers into them, which give them back with the last array."""
+        cupy: Any = loaded("cupy")
+        if not names or not hasattr(cupy, "cuda"):
+            return {}
+        placed = {item.ptr: item for item in all_instances(cupy.cuda.PinnedMemoryPointer, cupy.cuda.MemoryPointer)}
+        found = {name: placed.get(_address_of(name)) for name in names}
+        return {name: item for name, item in found.items() if item is not None}
+
+    def describe(self, name: str) -> str:
+        """Return `32.0 MiB of page-locked memory at 0x7f5e80000000`."""
+        size = self._known.get(name)
+        return name if size is None else f"{format_bytes(size)} of {name}"
+
+    def identity(self, name: str) -> Name:
+        """Return of which kind it is: where it lies is another place in each run."""
+        return Name(name.partition(" at ")[0], is_given=False)
+
+    def advice(self, names: Collection[str]) -> str:
+        """Return what gives them back."""
+        if self.objects(names):
+            return ""
+        is_managed = all(name.startswith(_MANAGED) for name in names)
+        return f"give it back in teardown: {'cudaFree' if is_managed else 'cudaFreeHost'}"
+
+
+_MANAGED = "managed memory"
+
+
+def _name_of(allocation: HostAllocation) -> str:
+    return f"{_MANAGED if allocation.is_managed else 'page-locked memory'} at {allocation.address:#x}"
+
+
+def _address_of(name: str) -> int:
+    return int(name.rpartition(" ")[2], 16)

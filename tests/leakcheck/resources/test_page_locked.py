@@ -1,0 +1,111 @@
+"""Host memory that a card's driver has given out, as the process sees it; on a card in `pytest_plugin/test_cuda.py`."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowtide.leakcheck.resources import page_locked
+from lowtide.leakcheck.resources.page_locked import PageLocked
+from lowtide.probes.device.allocations import HostAllocation
+
+MIB = 1 << 20
+
+
+class Memory:
+    """What the driver and the kernel say."""
+
+    def __init__(self) -> None:
+        self.given_out: list[HostAllocation] = []
+        self.asked = 0
+        self.pages = 1000
+
+    def give_out(self, address: int, size: int, *, managed: bool = False) -> None:
+        self.given_out.append(HostAllocation(address, size, managed))
+        self.pages += size // mmap.PAGESIZE
+
+    def read_all(self) -> list[HostAllocation]:
+        self.asked += 1
+        return self.given_out
+
+    def contents(self, path: str) -> bytes:
+        assert path == "/proc/self/statm"
+        return f"{self.pages} 10 10 1 0 1 0\n".encode()
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    monkeypatch.setattr(page_locked, "initialized_torch", lambda: torch)
+    return Memory()
+
+
+@pytest.fixture
+def pages() -> tuple[torch.Tensor, int]:
+    """A tensor of 2 MiB in memory that torch has not allocated, with its address."""
+    mapping = mmap.mmap(-1, 2 * MIB)
+    return torch.frombuffer(mapping, dtype=torch.uint8), ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def resource(memory: Memory) -> PageLocked:
+    return PageLocked(memory.read_all, memory.contents)
+
+
+def test_they_are_read_by_kind_and_address(memory: Memory) -> None:
+    memory.give_out(0x7F0000000000, 32 * MIB)
+    memory.give_out(0x7F4000000000, 64 * MIB, managed=True)
+    expected = {"page-locked memory at 0x7f0000000000": 32 * MIB, "managed memory at 0x7f4000000000": 64 * MIB}
+    assert resource(memory).read() == expected
+
+
+def test_the_driver_is_asked_only_where_the_process_has_changed(memory: Memory) -> None:
+    locked = resource(memory)
+    assert (locked.read(), locked.read(), memory.asked) == ({}, {}, 1)
+    memory.give_out(0x7F0000000000, MIB)
+    assert (len(locked.read()), memory.asked) == (1, 2)
+
+
+def test_where_no_card_is_used_nothing_is_read() -> None:
+    assert PageLocked(contents=lambda path: pytest.fail(path)).read() == {}
+
+
+def test_what_a_tensor_lies_in_is_the_tensor_s(memory: Memory, pages: tuple[torch.Tensor, int]) -> None:
+    tensor, address = pages
+    locked = resource(memory)
+    memory.give_out(address, 2 * MIB)
+    memory.give_out(address + 64 * MIB, 2 * MIB)
+    under, beside = locked.read()
+    assert set(locked.staying([under, beside])) == {under}
+    del tensor
+
+
+@pytest.mark.parametrize(("managed", "call"), [(False, "cudaFreeHost"), (True, "cudaFree")])
+def test_each_is_told_with_what_gives_it_back(memory: Memory, call: str, *, managed: bool) -> None:
+    locked = resource(memory)
+    memory.give_out(0x7F0000000000, 32 * MIB, managed=managed)
+    (name,) = locked.read()
+    kind = "managed" if managed else "page-locked"
+    assert locked.describe(name) == f"32.0 MiB of {kind} memory at 0x7f0000000000"
+    assert locked.identity(name).text == f"{kind} memory"
+    assert locked.advice([name]) == f"give it back in teardown: {call}"
+
+
+def test_cupy_s_pointer_stands_for_what_it_points_to(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PinnedMemoryPointer:
+        def __init__(self, ptr: int) -> None:
+            self.ptr = ptr
+            self.mem: list[object] = []
+
+    classes = SimpleNamespace(PinnedMemoryPointer=PinnedMemoryPointer, MemoryPointer=PinnedMemoryPointer)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=classes))
+    pointer, locked = PinnedMemoryPointer(0x7F0000000000), resource(memory)
+    memory.give_out(0x7F0000000000, 16 * MIB)
+    memory.give_out(0x7F4000000000, 16 * MIB)
+    first, second = locked.read()
+    assert locked.objects([first, second]) == {first: pointer}
+    assert locked.advice([first]) == ""
+    assert locked.advice([second]) != ""
