@@ -149,7 +149,7 @@ def try_deferred(
         id(item): item.left(readings)
         for subject in each
         for item in subject.items
-        if item.cached or item.endings or item.key == FROZEN
+        if every or item.cached or item.endings or item.key == FROZEN
     }
     for leak in every:
         leak.note("by the end of the session")

@@ -18,8 +18,11 @@ from lowtide.reports.schema import NotMeasured
 
 Segment = tuple[tuple[int, int], int, int, bool]
 
-UNLISTED = "physical memory that is not mapped (cuMemCreate), or in a memory pool of the program's own"
-"""What it is likely to be that is left of the driver's figure when all that can be listed is subtracted."""
+UNLISTED = (
+    "memory to which no address leads: of a context, module, array or stream, in a pool or graph of the program's own, "
+    "imported by CUDA IPC, or not mapped (cuMemCreate)"
+)
+"""What it may be that is left of the driver's figure when all that can be listed is subtracted."""
 
 IDLE_POOL = "the default stream-ordered memory pool"
 """The name of what that pool keeps of what was freed."""

@@ -229,12 +229,12 @@ def _finding(
         holder = "workspaces of BLAS libraries"
     if cause == "driver" and remedy is None:
         holder, advice = holder or DRIVER_HOLDER, DRIVER_ADVICE
-    elif cause == "native" and new:
-        advice = f"release or deregister it before {stage} ends"
     elif (kind := resource_of(metric.key)) is not None:
         advice = kind.advice(new) or None
         if more := kind.remark(new):
             notes = (Note(more), *notes)
+    elif cause == "native" and new:
+        advice = f"release or deregister it before {stage} ends"
     things = tuple(described(metric.resource, new)) if new else ()
     mark, former = _fingerprints(metric, stage, cause, new)
     return StatedFinding(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.leakcheck.resources.resource import MIB, Bound, Items, Name, Resource, Rule, Rung
 from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.originals import contents, initialized_torch, loaded
+from lowtide.probes.originals import contents, loaded
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.sizes import format_bytes
 
@@ -49,6 +49,8 @@ class PageLocked(Resource):
         verdict="native-held",
     )
 
+    kept_in = ("torch.cuda", "_initialized")
+
     def __init__(
         self,
         read_all: Callable[[], Sequence[HostAllocation]] = _read_all,
@@ -61,8 +63,6 @@ class PageLocked(Resource):
 
     def read(self) -> Items:
         """Return them; listed anew only where the size of the process or what it shares has changed."""
-        if initialized_torch() is None:
-            return {}
         # Size, resident, shared: one of the first and the last changes with each of them.
         size, _, shared = self._contents("/proc/self/statm").split()[:3]
         if (size, shared) != self._listed_at:

@@ -198,7 +198,8 @@ class Resource:
     Attributes:
         rule: its row of the table.
         opens: what the descriptors are called that a thing of this kind opens for itself; None where it opens none.
-        kept_in: the module that keeps them, and the names of the collections there; all empty, there is none.
+        kept_in: the module that keeps them, and the names of the collections there, or of what says that there may be
+            any; all empty, there is none.
     """
 
     rule: Rule

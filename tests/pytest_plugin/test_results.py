@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import pytest
@@ -112,7 +113,14 @@ def test_a_block_of_a_workspaces_size_is_looked_at_again_beside_a_leak_and_else_
     assert both.only(frozenset()) == DeferredRemedies()
 
 
-def proven_with(left: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Finding:
+THERE = {"workspace at 0x10": 1 << 20}
+
+
+def proven_with(
+    left: dict[str, int], monkeypatch: pytest.MonkeyPatch, before: Mapping[str, int] = MappingProxyType(THERE)
+) -> Finding:
+    """Return the finding about a workspace of which some is left once another finding's remedy was tried."""
+    there = dict(before)
     tried = Finding(
         resource="tensors",
         cause="module-global",
@@ -125,8 +133,14 @@ def proven_with(left: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Findin
         remedy=DONE,
         tried=(DONE,),
     )
-    monkeypatch.setattr(unproven, "prove", lambda leaks, context: [tried])
-    (found,) = try_deferred([DeferredRemedies((leak("a"),), (workspace(),))], lambda key: left, lambda: 0, 0.1)
+
+    def prove(leaks: object, context: object) -> list[Finding]:
+        there.clear()
+        there.update(left)
+        return [tried]
+
+    monkeypatch.setattr(unproven, "prove", prove)
+    (found,) = try_deferred([DeferredRemedies((leak("a"),), (workspace(),))], lambda key: dict(there), lambda: 0, 0.1)
     return found["workspace"]
 
 
@@ -136,8 +150,13 @@ def test_what_goes_with_a_tensor_is_no_librarys_workspace(monkeypatch: pytest.Mo
     assert gone.fingerprint != "workspace"
 
 
+def test_what_went_before_anything_was_tried_goes_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = proven_with({}, monkeypatch, before={})
+    assert (gone.cause, gone.fingerprint, gone.remedy) == ("library-workspace", "workspace", None)
+
+
 def test_what_stays_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    stayed = proven_with({"workspace at 0x10": 1 << 20}, monkeypatch)
+    stayed = proven_with(THERE, monkeypatch)
     assert (stayed.cause, stayed.fingerprint, stayed.remedy) == ("library-workspace", "workspace", None)
 
 

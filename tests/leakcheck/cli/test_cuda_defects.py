@@ -33,6 +33,7 @@ class Told(NamedTuple):
         stages: where they may be said to be from.
         holder: a pattern of their holder.
         remedy: a pattern of what gave them back, or else of the advice; None for neither.
+        message: a pattern of what their message has, too.
     """
 
     resource: str
@@ -40,6 +41,7 @@ class Told(NamedTuple):
     stages: tuple[str, ...]
     holder: str | None
     remedy: str | None
+    message: str = ""
 
 
 TABLES = r"block_table\.table_ptrs, block_table\.table_sizes, block_table\.table_strides"
@@ -134,6 +136,45 @@ EXPECTED: dict[str, Sequence[Told]] = {
             "let go of engine.* before the engine sleeps",
         )
     ],
+    "sync-of-nothing": [
+        Told(
+            "contents",
+            "not-restored",
+            ("update_weights",),
+            None,
+            "look where its parameters are looked up and copied: .*",
+            "update_weights moved nothing",
+        )
+    ],
+    "lora-pile": [
+        Told(
+            "tensors",
+            "instance-attribute",
+            ("update_weights",),
+            r"engine\._core\.worker\.model_runner\.lora_adapters\.loaded",
+            "let go in update_weights of what was sent, .*",
+        )
+    ],
+    "ipc-counter": [
+        Told(
+            "cuda-ipc",
+            "pending-transfer",
+            ("shutdown",),
+            None,
+            None,
+            r", exported by pid \d+; counter -1: freed by nobody",
+        )
+    ],
+    "stranded-streams": [
+        Told(
+            "reserved",
+            "allocator-cache",
+            ("update_weights",),
+            None,
+            None,
+            r" for \d+ streams that no longer exist, which \d+ calls of update_weights",
+        )
+    ],
     "orphan-core": [CORE],
     "core-ignores-shutdown": [CORE],
     "shared-memory-of-the-dead": [
@@ -178,6 +219,7 @@ def is_as_reported(finding: Finding, reported: Told) -> bool:
         and finding.stage in reported.stages
         and (reported.holder is None or re.fullmatch(reported.holder, finding.holder or "") is not None)
         and (reported.remedy is None or re.fullmatch(reported.remedy, way_out or "") is not None)
+        and re.search(reported.message, finding.message) is not None
     )
 
 

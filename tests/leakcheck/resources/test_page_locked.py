@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowtide.leakcheck.resources import page_locked
+from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.page_locked import PageLocked
 from lowtide.probes.device.allocations import HostAllocation
 
@@ -39,8 +39,7 @@ class Memory:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    monkeypatch.setattr(page_locked, "initialized_torch", lambda: torch)
+def memory() -> Memory:
     return Memory()
 
 
@@ -69,8 +68,13 @@ def test_the_driver_is_asked_only_where_the_process_has_changed(memory: Memory) 
     assert (len(locked.read()), memory.asked) == (1, 2)
 
 
-def test_where_no_card_is_used_nothing_is_read() -> None:
-    assert PageLocked(contents=lambda path: pytest.fail(path)).read() == {}
+@pytest.mark.parametrize("is_used", [False, True])
+def test_it_is_read_only_where_torch_uses_a_card(monkeypatch: pytest.MonkeyPatch, *, is_used: bool) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(PageLocked, "read", lambda self: read.append(self) or {})
+    monkeypatch.setattr(torch.cuda, "_initialized", is_used)
+    assert read_items()["page-locked"] == {}
+    assert bool(read) == is_used
 
 
 def test_what_a_tensor_lies_in_is_the_tensor_s(memory: Memory, pages: tuple[torch.Tensor, int]) -> None:
