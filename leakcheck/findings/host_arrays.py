@@ -59,8 +59,9 @@ class HeldArray:
 def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """Say of host memory which arrays are as large, and who holds them; else what of it is free in the heaps.
 
-    When they were made is unknown, since Python does not track them: the evidence is their size, that of one alone, of
-    all in one container, or of the last in a list.  The message says no more than that they are there.
+    When they were made is known only of those that were there at an earlier look, since Python does not track them: the
+    evidence is their size, that of one alone, of all in one container, or of the last in a list.  The message says no
+    more than that they are there.
 
     Args:
         leak: with its fingerprint, which becomes the former one where a holder is found.
@@ -118,7 +119,8 @@ def _advice(explanation: Explanation) -> str:
 
 def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
     """Return the arrays that together are about so many bytes; none if no sum matches."""
-    buffers = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:MOST]
+    buffers = [buffer for buffer in large_buffers() if (id(buffer.item), buffer.bytes) not in context.old_arrays]
+    buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
     held = held_arrays(buffers, context)
     by_container: dict[Hashable, list[HeldArray]] = {}

@@ -127,6 +127,7 @@ class Context:
         made_at: the line that made a thing or started it, by its resource and name: `function, file.py:12`; empty if
             unknown.
         budget: how long may be spent on what can be left out.
+        old_arrays: identity and bytes of large arrays that were there before the leak.
         walk: the walk over the heap to ask who holds what, as long as nothing is changed; None: each asks its own.
     """
 
@@ -143,6 +144,7 @@ class Context:
     module: str = ""
     made_at: Callable[[str, str], str] = lambda key, name: ""
     budget: Budget = field(default_factory=Budget)
+    old_arrays: Collection[tuple[int, int]] = frozenset()
     walk: SharedWalk | None = None
 
     @property

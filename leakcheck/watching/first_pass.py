@@ -43,6 +43,9 @@ LONGEST_WAIT = 60.0
 LEAST_KEPT = 8 * MIB
 """Bytes that a test must keep to count: below are tables that libraries build, and how full the heap happens to be."""
 
+_LEAST_ARRAYS = 4 * LEAST_KEPT
+"""Bytes by which a test has to raise the level so that the large arrays are listed: that goes through the heap."""
+
 _MOMENT_S = 0.05
 """Seconds without any movement after which waiting ends for what has not come from the same lines before."""
 
@@ -312,6 +315,13 @@ class SmallRetention:
         )
 
 
+def _large_arrays() -> frozenset[tuple[int, int]]:
+    # numpy, which only who has arrays or a card needs.
+    from lowtide.probes.memory.buffers import large_buffers
+
+    return frozenset((id(each.item), each.bytes) for each in large_buffers(LEAST_KEPT))
+
+
 def _last_of(names: Sequence[str]) -> str:
     shown = ", ".join(names[-_SHOWN_TESTS:])
     return f"{len(names) - _SHOWN_TESTS} before and {shown}" if len(names) > _SHOWN_TESTS else shown
@@ -325,14 +335,18 @@ class KeptHostMemory:
 
     Attributes:
         level_at_end: the process's own memory when the last test had been judged, in bytes; None before the first.
+        old_arrays: identity and bytes of the large arrays that were there when it last had risen by much, or a card had
+            come: no later test's. (A library's first use may take as much as one of them.)
     """
 
     def __init__(self, watched: Watched) -> None:
+        self.old_arrays: frozenset[tuple[int, int]] = frozenset()
         self._watched = watched
         self._kept = SmallRetention()
         self.level_at_end: int | None = None
         self._subject = ""
         self._is_judged = True
+        self._level_at_begin = 0
 
     def begin(self, subject: str, now: Counters, *, judged: bool) -> None:
         """Note the level at which a test begins.
@@ -344,6 +358,7 @@ class KeptHostMemory:
         """
         self._subject = subject
         self._is_judged = judged
+        self._level_at_begin = now.amounts["host-memory"] or 0
         if self.level_at_end is not None:
             self._kept.fell(max(self.level_at_end - (now.amounts["host-memory"] or 0), 0))
 
@@ -364,17 +379,22 @@ class KeptHostMemory:
         trim_heap()
         return self._watched.counters.read()
 
-    def kept(self, share: int | None, now: Counters, *, final: bool) -> tuple[Finding, ...]:
+    def kept(self, share: int | None, now: Counters, *, final: bool, card_came: bool) -> tuple[Finding, ...]:
         """Return the finding about all tests together, if with this one they have kept too much.
 
         Args:
             share: bytes that this test kept; None where that is not known.
             now: the counters.
             final: whether the test is over.
+            card_came: whether a card came into use in it.
         """
         if not final:
             return ()
         self.level_at_end = now.amounts["host-memory"]
+        if card_came or (self.level_at_end or 0) - self._level_at_begin >= _LEAST_ARRAYS:
+            self.old_arrays = _large_arrays()
+            # The list's own memory would be given back in the next test.
+            trim_heap()
         if not self._subject:
             return ()
         self._kept.add(self._subject, share or 0, counts=self._is_judged)

@@ -314,7 +314,7 @@ class Watch(Attribution):
         now, suspects = self._suspects_of(now, ended)
 
         def clean(*, swept: bool = False) -> Verdict:
-            kept = self._host.kept(self._host.share(now, ended), now, final=final)
+            kept = self._kept(self._host.share(now, ended), now, final=final)
             missing = (*unmeasured, *self.others.not_measured)
             return Verdict(not_measured=missing, findings=kept, swept=swept, collected=collected())
 
@@ -383,6 +383,7 @@ class Watch(Attribution):
             patience=self.policy.settle,
             module=self._module,
             made_at=watched.makers.place_of,
+            old_arrays=self._host.old_arrays,
         )
         unsettled = found if isinstance(found, Unsettled) else None
         case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things, heap, unsettled)
@@ -449,12 +450,15 @@ class Watch(Attribution):
         # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.
         share = None if verdict.findings or share is None else share - judged.explained
         trim_heap()
-        kept = self._host.kept(share, watched.counters.read(), final=case.final)
+        kept = self._kept(share, watched.counters.read(), final=case.final)
         return replace(
             verdict,
             findings=(*verdict.findings, *kept),
             not_measured=tuple(dict.fromkeys((*unmeasured, *missing, *verdict.not_measured))),
         )
+
+    def _kept(self, share: int | None, now: Counters, *, final: bool) -> tuple[Finding, ...]:
+        return self._host.kept(share, now, final=final, card_came=self._arrival.came_in_this_test)
 
     def are_held(self, leaks: Sequence[UnprovenLeak]) -> bool:
         """Return whether all that some leaks have left is held on ways that are known; no list of the heap is made."""

@@ -272,6 +272,36 @@ def test_memory_of_a_container_that_is_told_is_not_told_again(named: InnerRun) -
     assert "takes 1 item (1.0 MiB) in each of" in finding.message
 
 
+LEVELS = """
+    import ctypes
+
+    import numpy
+
+    ARRAYS = []
+    MIB = 1 << 20
+
+    def test_keeps_less_than_is_told():
+        ARRAYS.append(numpy.ones(62 * MIB, numpy.uint8))
+
+    def test_keeps_what_c_has_allocated():
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        ctypes.memset(libc.malloc(66 * MIB), 1, 66 * MIB)
+
+    def test_keeps_an_array():
+        ARRAYS.append(numpy.ones(70 * MIB, numpy.uint8))
+"""
+
+
+def test_an_array_of_an_earlier_test_is_not_what_a_later_one_has_kept(run_inner: RunInner) -> None:
+    run = run_inner({"test_levels.py": LEVELS})
+    assert run.leaks("test_levels.py::test_keeps_less_than_is_told") == []
+    (of_c,) = run.subject("test_levels.py::test_keeps_what_c_has_allocated").findings
+    assert (of_c.resource, of_c.holder) == ("host-memory", None)
+    (of_array,) = run.subject("test_levels.py::test_keeps_an_array").findings
+    assert (of_array.resource, of_array.holder) == ("host-memory", "test_levels.ARRAYS[1]")
+
+
 CLIENTS = """
     import socket
 
