@@ -49,7 +49,7 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
     both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), in a
     loop of the interpreter's own, as half a million of them may be empty. Of several small allocations in one step
     only those that begin where the previous one ends are seen, and managed memory is not: it is the host's until a
-    kernel touches it.
+    kernel touches it (`read_host_allocations` has it).
 
     The tables that belong to kernels (their `__device__` variables: torch's random numbers bring 100 KiB with them)
     have addresses too, but nobody asked for them: they come and go with the code, and are left out.
