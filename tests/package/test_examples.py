@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,10 +77,21 @@ def run(name: str) -> Run:
         return Run(done.stdout.strip().splitlines()[-1], read(folder / "report"))
 
 
+def test_the_image_s_command_and_what_it_installs_are_there() -> None:
+    text = (EXAMPLES / "container" / "Dockerfile").read_text()
+    (entry,) = [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("ENTRYPOINT")]
+    command = [sys.executable, "-m", "lowtide", *entry[1 : entry.index("--")], "--", "no-such-server"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    # What it is to start is not there: all before that was understood.
+    assert (done.returncode, "no-such-server" in done.stderr) == (2, True), done.stderr
+    (extra,) = re.findall(r"pip install .*/opt/lowtide\[(\w+)\]", text)
+    assert extra in metadata.metadata("lowtide").get_all("Provides-Extra", [])
+
+
 def test_each_example_is_described() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     folders = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir() and not path.name.startswith("__"))
-    assert folders == sorted([*SUITES, "peer_checks", "published_bugs", "what_vllm_leaves"])
+    assert folders == sorted([*SUITES, "container", "peer_checks", "published_bugs", "what_vllm_leaves"])
     assert [name for name in folders if f"| `{name}` |" not in page] == []
 
 
