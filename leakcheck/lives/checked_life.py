@@ -6,8 +6,10 @@ before any life is judged. The other processes of an engine are asked call by ca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
@@ -42,6 +44,7 @@ from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (
+    CALLS,
     Capabilities,
     LifecycleTarget,
     TargetError,
@@ -368,7 +371,8 @@ class Lives:
 class CheckedLife:
     """Drives one target; every call is checked, and raises `LifeError` where something is not as it must be.
 
-    A call with a fault in it says whether it succeeded all the same.  `close` ends the life, and judges what it left.
+    Each call of the target is one of this, as `life.sleep(level=1)`, and returns whether it succeeded: one with a fault
+    in it (`fault=Fault("map", 0)`) may have failed.  `close` ends the life, and judges what it left.
 
     Args:
         lives: what this life shares with others; entered.
@@ -404,134 +408,111 @@ class CheckedLife:
         """What is driven."""
         return self._target  # type: ignore[no-any-return]
 
-    def create(self, config: Mapping[str, Any] | None = None, fault: Fault | None = None) -> bool:
-        """Make the engine; settings that are not given have their simplest value."""
-        plain = simplest(self._capabilities)
-        whole = {**plain, **(config or {})}
-        special = {name: value for name, value in whole.items() if name not in plain or plain[name] != value}
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        """Return what makes the call of that name: with its arguments, and with `fault`, what is to fail in it."""
+        if name not in CALLS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}, and no target has such a call")
 
-        def created(result: None) -> None:
-            self.model.created()
+        def call(*given: Any, fault: Fault | None = None, **named: Any) -> bool:
+            return self.make(Call.of(name, *given, fault=fault, **named))
+
+        return call
+
+    def make(self, call: Call) -> bool:
+        """Make a call, and judge it and what it has made of the engine; return whether it succeeded.
+
+        Of a shutdown it is judged, too, what the life has left; where something failed in it, another one must do the
+        rest.
+        """
+        if call.illegal:
+            self.illegal(call.name)
+            return False
+        if call.name == "create":
+            plain, config = simplest(self._capabilities), call.arguments.get("config", {})
+            special = {name: value for name, value in config.items() if name not in plain or plain[name] != value}
+            call = replace(call, arguments={"config": special} if special else {})
+        if call.name == "shutdown":
+            return self._shut_down(call)
+        self._prepare(call)
+        weights = digests(self._weights()) if call.name == UPDATE else {}
+        done = self._made(call, lambda result: self._succeeded(call, result, weights))
+        if call.name == UPDATE and not done:
+            self._raise(contract.after_failed_update(self._device, weights, self._weights()))
+        return done
+
+    def _prepare(self, call: Call) -> None:
+        """Remember what a sleep must preserve, and the tensors by which an engine without arenas is judged."""
+        if call.name == "sleep" and self.model.phase == "running":
+            level = call.arguments["level"]
+            if level in self._capabilities.preserving_levels and self.model.keeps(level):
+                self._preserved_state.before_sleep(self._preserved())
+                self._lives.processes.before_sleep()
+        if call.name in ("sleep", "wake") and not self._pages_at_work:
+            self._slept.begin(call.name)
+
+    def _succeeded(self, call: Call, result: Any, weights: Mapping[str, Any]) -> None:
+        """Note what a call has made of the engine, and judge what it has given.
+
+        Args:
+            call: that has succeeded.
+            result: what it gave.
+            weights: before an update of them.
+        """
+        model, arguments = self.model, call.arguments
+        if call.name == "create":
+            model.created()
             self._pages_at_work = self._pages()
             self._preserved_state.mark()
-
-        arguments = {"config": special} if special else {}
-        return self._call("create", arguments, lambda: self._target.create(whole), created, fault)
-
-    def infer(self, prompt_lengths: Sequence[int], max_tokens: int, fault: Fault | None = None) -> bool:
-        """Generate to the end; each request gets the tokens that a fresh engine gives it alone."""
-
-        def inferred(result: Sequence[Sequence[int]]) -> None:
-            if len(result) != len(prompt_lengths):
-                self._fail("contents", f"infer gave {len(result)} outputs for {len(prompt_lengths)} prompts")
-            for length, tokens in zip(prompt_lengths, result, strict=True):
-                self._compare(length, max_tokens, tokens)
-
-        arguments = {"prompt_lengths": list(prompt_lengths), "max_tokens": max_tokens}
-        return self._call("infer", arguments, lambda: self._target.infer(prompt_lengths, max_tokens), inferred, fault)
-
-    def start(self, prompt_lengths: Sequence[int], max_tokens: int, fault: Fault | None = None) -> bool:
-        """Queue requests and leave them."""
-        arguments = {"prompt_lengths": list(prompt_lengths), "max_tokens": max_tokens}
-        return self._call(
-            "start",
-            arguments,
-            lambda: self._target.start(prompt_lengths, max_tokens),
-            lambda ids: self.model.started(ids, prompt_lengths, max_tokens),
-            fault,
-        )
-
-    def step(self, fault: Fault | None = None) -> bool:
-        """Make one step."""
-        return self._call("step", {}, lambda: self._target.step(), self._finished, fault)
-
-    def abort(self, count: int = 1) -> None:
-        """End the oldest `count` unfinished requests."""
-        ids = list(self.model.unfinished)[:count]
-
-        def aborted(result: None) -> None:
-            self.model.ended(ids)
-
-        self._call("abort", {"count": count}, lambda: self._target.abort(ids), aborted, None)
-
-    def sleep(self, level: int, mode: str = "wait", fault: Fault | None = None) -> bool:
-        """Put it to sleep; unfinished requests run to their end, or are ended."""
-        preserved = level in self._capabilities.preserving_levels and self.model.keeps(level)
-        preserved = preserved and self.model.phase == "running"
-        if preserved:
-            self._preserved_state.before_sleep(self._preserved())
-            self._lives.processes.before_sleep()
-
-        self._begin_stage("sleep")
-
-        def slept(finished: Mapping[str, Sequence[int]] | None) -> None:
-            self._finished(finished or {})
-            self._check_slept(level)
-            if mode == "wait" and self.model.unfinished:
-                left = ", ".join(self.model.unfinished)
-                self._fail("state", f"sleep(mode='wait') lost the outputs of unfinished requests: {left}")
-            self.model.slept(level)
-
-        arguments = {"level": level, "mode": mode}
-        return self._call("sleep", arguments, lambda: self._target.sleep(level, mode), slept, fault)
-
-    def wake(self, tags: Sequence[str] | None = None, fault: Fault | None = None) -> bool:
-        """Wake all of it, or the parts named; once it runs, what had to survive is compared."""
-
-        self._begin_stage("wake")
-
-        def woke(result: None) -> None:
-            self.model.woke(tags)
-            # An engine without arenas has no more than before the sleep.
-            self._raise(self._slept.more_awake("wake", self._context))
-            if self.model.phase == "running":
-                lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
-                self._raise([*lost, *self._lives.processes.after_wake()])
-                self._preserved_state.mark()
-
-        arguments = {} if tags is None else {"tags": list(tags)}
-        return self._call("wake", arguments, lambda: self._target.wake(tags), woke, fault)
-
-    def reset_prefix_cache(self, fault: Fault | None = None) -> bool:
-        """Forget all prefixes, which must be possible where no request runs."""
-
-        def was_reset(result: bool) -> None:
-            if result or self.model.unfinished:
-                return
+        elif call.name == "infer":
+            lengths = arguments["prompt_lengths"]
+            if len(result) != len(lengths):
+                self._fail("contents", f"infer gave {len(result)} outputs for {len(lengths)} prompts")
+            for length, tokens in zip(lengths, result, strict=True):
+                self._compare(length, arguments["max_tokens"], tokens)
+        elif call.name == "start":
+            model.started(result, **arguments)
+        elif call.name == "step":
+            self._finished(result)
+        elif call.name == "abort":
+            model.ended(*model.given(call))
+        elif call.name == "sleep":
+            self._has_slept(result or {}, **arguments)
+        elif call.name == "wake":
+            self._woke(arguments.get("tags"))
+        elif call.name == "reset_prefix_cache" and not (result or model.unfinished):
             usage = asked(self._target, "kv_usage")
             held = {} if usage is None else contract.holders(usage)
             nobody = {"a holder that the engine does not name": 0}
-            self._raise(contract.after_idle("reset_prefix_cache", self._device, held or nobody, None))
-
-        return self._call("reset_prefix_cache", {}, lambda: self._target.reset_prefix_cache(), was_reset, fault)
-
-    def reload(self, fault: Fault | None = None) -> bool:
-        """Load the weights anew."""
-
-        def reloaded(result: None) -> None:
-            self.model.version = 0
-
-        return self._call("reload", {}, lambda: self._target.reload(), reloaded, fault)
-
-    def update_weights(self, version: int, fault: Fault | None = None) -> bool:
-        """Send it the weights of a version, which it must have from then on; or those of before, where it fails."""
-        before = digests(self._weights())
-
-        def updated(sent: Mapping[str, Any] | None) -> None:
-            self.model.version = version
-            self._raise(contract.after_update(self._device, before, sent or {}, self._weights()))
+            self._raise(contract.after_idle(call.name, self._device, held or nobody, None))
+        elif call.name == "reload":
+            model.version = 0
+        elif call.name == UPDATE:
+            model.version = arguments["version"]
+            self._raise(contract.after_update(self._device, weights, result or {}, self._weights()))
             self._raise(self._lives.says_the_same())
 
-        arguments = {"version": version}
-        done = self._call(UPDATE, arguments, lambda: self._target.update_weights(version), updated, fault)
-        if not done:
-            self._raise(contract.after_failed_update(self._device, before, self._weights()))
-        return done
+    def _has_slept(self, finished: Mapping[str, Sequence[int]], level: int, mode: str = "wait") -> None:
+        """Judge a sleep: unfinished requests have run to their end, or are ended."""
+        self._finished(finished)
+        self._check_slept(level)
+        if mode == "wait" and self.model.unfinished:
+            left = ", ".join(self.model.unfinished)
+            self._fail("state", f"sleep(mode='wait') lost the outputs of unfinished requests: {left}")
+        self.model.slept(level)
 
-    def shutdown(self, fault: Fault | None = None) -> bool:
-        """Shut it down, and judge what it left; where something failed in it, another shutdown must do the rest."""
+    def _woke(self, tags: Sequence[str] | None) -> None:
+        """Judge a wake: once all of it runs, what had to survive is compared."""
+        self.model.woke(tags)
+        # An engine without arenas has no more than before the sleep.
+        self._raise(self._slept.more_awake("wake", self._context))
+        if self.model.phase == "running":
+            lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
+            self._raise([*lost, *self._lives.processes.after_wake()])
+            self._preserved_state.mark()
+
+    def _shut_down(self, call: Call) -> bool:
         try:
-            done = self._call("shutdown", {}, self._target.shutdown, lambda result: self.model.shut_down(), fault)
+            done = self._made(call, lambda result: self.model.shut_down())
             if not done:
                 self._shut_down_again()
         except LifeError:
@@ -555,8 +536,14 @@ class CheckedLife:
         before = self._pages()
         expected = self._capabilities.illegal_call
         assert expected is not None
-        given: tuple[Any, ...] = self._any_arguments().get(name, ())
-        situation = self.model.situation
+        able, situation = self._capabilities, self.model.situation
+        # Arguments that would be right in another state.
+        right = {"prompt_lengths": [able.prompt_lengths[0]], "max_tokens": 1, "count": 0, "version": 0}
+        right |= {
+            key: values[0] for key, values in (("level", able.sleep_levels), ("mode", able.sleep_modes)) if values
+        }
+        known = CALLS[name].arguments
+        given = self.model.given(Call(name, {key: value for key, value in right.items() if key in known}))
         try:
             getattr(self._target, name)(*given)
         except expected:
@@ -587,15 +574,6 @@ class CheckedLife:
         # What it left in memory is there when the next one begins, and so is none of that one's.
         self._target = None
         self._lives.put_back()
-
-    def make(self, call: Call) -> None:
-        """Make a call as it was written down."""
-        if call.illegal:
-            self.illegal(call.name)
-        elif call.fault is not None:
-            getattr(self, call.name)(**call.arguments, fault=call.fault)
-        else:
-            getattr(self, call.name)(**call.arguments)
 
     def warm_up(self) -> None:
         """Go through all calls once, unjudged, so that what libraries keep from their first use is there."""
@@ -658,20 +636,6 @@ class CheckedLife:
             host_before = max(host_before, self._host_outside())
         return {phase: max(0, level - host_before) for phase, level in host.items()}
 
-    def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
-        """Return arguments that would be right in another state."""
-        able = self._capabilities
-        requests = ([able.prompt_lengths[0]], 1)
-        return {
-            "create": (simplest(able),),
-            "infer": requests,
-            "start": requests,
-            "abort": ([],),
-            "sleep": (*able.sleep_levels[:1], *able.sleep_modes[:1]),
-            "wake": (None,),
-            UPDATE: (0,),
-        }
-
     def _open(self) -> None:
         """Take a new engine's baseline."""
         # Otherwise what an engine takes anew may come out of what earlier ones left in torch's cache, and show nowhere.
@@ -683,17 +647,11 @@ class CheckedLife:
         self._imports_at_first = self._driver_of_imports()
         self._host_at_first = self._host_outside()
 
-    def _call(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        perform: Callable[[], Any],
-        succeeded: Callable[[Any], None],
-        fault: Fault | None,
-    ) -> bool:
-        """Make a call, and judge it; whether it succeeded."""
-        situation = self.model.situation
-        self.calls.append(Call(name, arguments, fault))
+    def _made(self, call: Call, succeeded: Callable[[Any], None]) -> bool:
+        """Make a call, and check what must hold after every one; return whether it succeeded."""
+        name, fault, situation = call.name, call.fault, self.model.situation
+        perform = functools.partial(getattr(self._target, name), *self.model.given(call))
+        self.calls.append(call)
         if self._lives.explain:
             # Since when: asked of one life only, because noting it costs as much as many a call.
             self._lives.watch.phase(name)
@@ -720,7 +678,7 @@ class CheckedLife:
             self._late = injection if injection.kind == "transfer" else None
         grown = self._lives.growth.finding(name)
         self._raise([] if grown is None else [grown])
-        self._raise(self._lives.processes.end_call(name, None if failed else arguments.get("level")))
+        self._raise(self._lives.processes.end_call(name, None if failed else call.arguments.get("level")))
         if failed and name == "shutdown":
             # It has given back what it could; what state that is, is for the next one to end.
             self._cover(situation, f"{name} with a fault")
@@ -852,11 +810,6 @@ class CheckedLife:
                     f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
                 )
                 self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
-
-    def _begin_stage(self, name: str) -> None:
-        """Note the tensors before a sleep or a wake, of an engine that announces no arenas, by which it is judged."""
-        if not self._pages_at_work:
-            self._slept.begin(name)
 
     def _check_slept(self, level: int) -> None:
         """Judge what an engine without arenas has given back in a sleep of a level."""

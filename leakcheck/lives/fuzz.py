@@ -211,11 +211,10 @@ class LifecycleMachine(RuleBasedStateMachine):
         if name == "illegal":
             refused = data.draw(_one_of(model.illegal), label="refused")
             self._checked(lambda: self._life.illegal(refused))
-        elif name == "abort":
-            count = data.draw(st.integers(1, len(model.unfinished)), label="count")
-            self._checked(lambda: self._life.abort(count))
-        else:
-            self._make(name, data, *self._arguments(name, data))
+            return
+        drawn = self._arguments(name, data)
+        fault = None if name == "abort" else self._fault(name, data)
+        self._checked(lambda: self._life.make(Call.of(name, *drawn, fault=fault)))
 
     def teardown(self) -> None:
         """Shut down what still runs, and judge; then this life is one more that was lived."""
@@ -238,6 +237,8 @@ class LifecycleMachine(RuleBasedStateMachine):
             # One step, one more after the first, and many.
             most = _one_of(sorted({1, min(2, able.max_tokens), able.max_tokens}))
             return data.draw(lengths, label="prompt_lengths"), data.draw(most, label="max_tokens")
+        if name == "abort":
+            return (data.draw(st.integers(1, len(self._life.model.unfinished)), label="count"),)
         if name == "sleep":
             level = data.draw(_one_of(able.sleep_levels), label="level")
             return level, data.draw(_one_of(able.sleep_modes), label="mode")
@@ -249,16 +250,15 @@ class LifecycleMachine(RuleBasedStateMachine):
             return (data.draw(_one_of((1, 0)), label="version"),)
         return ()
 
-    def _make(self, name: str, data: st.DataObject, *arguments: Any) -> None:
-        """Make a call, one time in a few with something that fails in it: most often in those that move memory."""
-        fault = None
+    def _fault(self, name: str, data: st.DataObject) -> Fault | None:
+        """Draw what fails in a call, one time in a few: most often in those that move memory."""
         odds = (False, True) if name in _MOVING else (False, False, False, True)
-        if data.draw(st.sampled_from(odds), label="fault"):
-            kind = data.draw(st.sampled_from(FAULTS), label="kind")
-            fault = Fault(kind, data.draw(_one_of(PLACES), label="at"))
-        self._checked(lambda: getattr(self._life, name)(*arguments, fault=fault))
+        if not data.draw(st.sampled_from(odds), label="fault"):
+            return None
+        kind = data.draw(st.sampled_from(FAULTS), label="kind")
+        return Fault(kind, data.draw(_one_of(PLACES), label="at"))
 
-    def _checked(self, call: Callable[[], None]) -> None:
+    def _checked(self, call: Callable[[], object]) -> None:
         try:
             call()
         except BaseException as error:

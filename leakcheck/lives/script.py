@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from lowtide.leakcheck.targets.target import Capabilities
+from lowtide.leakcheck.targets.target import CALLS, CallKind, Capabilities, calls_of
 from lowtide.probes.originals import in_main_thread, signal
 from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, Stage
@@ -41,9 +41,6 @@ JUDGEMENT = "judgement"
 _WITH_NUMBER = re.compile(r"(\w+)(?:\((\d+)\))?")
 
 Phase: TypeAlias = Literal["new", "running", "asleep", "closed"]
-
-EXCLUSIVE = ("infer", "reload", UPDATE)
-"""Calls that are not made, or refused, while requests are unfinished."""
 
 
 class Life(Protocol):
@@ -179,6 +176,13 @@ class Call:
     fault: Fault | None = None
     illegal: bool = False
 
+    @classmethod
+    def of(cls, name: str, *given: Any, fault: Fault | None = None, **named: Any) -> Call:
+        """Return the call of a name with these arguments, in their order or by name."""
+        known = CALLS[name].arguments
+        arguments = {**known, **dict(zip(known, given, strict=False)), **named}
+        return cls(name, {key: value for key, value in arguments.items() if value is not None}, fault)
+
     def __str__(self) -> str:
         parts = [f"{name}={value!r}" for name, value in self.arguments.items()]
         if self.fault is not None:
@@ -250,39 +254,30 @@ class LifeModel:
     version: int | None = 0
 
     @property
-    def calls(self) -> tuple[str, ...]:
-        """All calls that the target has, in whatever state."""
-        able = self.capabilities
-        return (
-            "create",
-            "infer",
-            *(("start", "step", "abort") if able.unfinished else ()),
-            *(("sleep", "wake") if able.sleep_levels else ()),
-            *(("reset_prefix_cache",) if able.prefix_cache else ()),
-            *(("reload",) if able.reload else ()),
-            *((UPDATE,) if able.update_weights else ()),
-            "shutdown",
-        )
-
-    @property
     def legal(self) -> tuple[str, ...]:
         """The calls that must succeed now."""
-        if self.phase in ("new", "closed"):
-            allowed: tuple[str, ...] = ("create", "shutdown")
-        elif self.phase == "asleep":
-            allowed = ("wake", "shutdown", *(("reload", UPDATE) if "weights" in self.awake else ()))
-        else:
-            allowed = tuple(call for call in self.calls if call not in ("create", "wake"))
-        if self.unfinished:
-            allowed = tuple(call for call in allowed if call not in EXCLUSIVE)
-        return tuple(call for call in self.calls if call in allowed)
+        return tuple(name for name in calls_of(self.capabilities) if self._is_legal(CALLS[name]))
+
+    def _is_legal(self, kind: CallKind) -> bool:
+        if self.unfinished and kind.is_alone:
+            return False
+        return self.phase in kind.phases or (kind.with_weights and self.phase == "asleep" and "weights" in self.awake)
 
     @property
     def illegal(self) -> tuple[str, ...]:
         """The calls that must be refused now; none for a target that does not promise to."""
         if self.capabilities.illegal_call is None:
             return ()
-        return tuple(call for call in self.calls if call not in self.legal)
+        return tuple(call for call in calls_of(self.capabilities) if call not in self.legal)
+
+    def given(self, call: Call) -> tuple[Any, ...]:
+        """Return what the target's own method gets where a call is made now."""
+        arguments = {**CALLS[call.name].arguments, **call.arguments}
+        if call.name == "create":
+            return ({**simplest(self.capabilities), **(arguments["config"] or {})},)
+        if call.name == "abort":
+            return (list(self.unfinished)[: arguments["count"]],)
+        return tuple(arguments.values())
 
     @property
     def wakeable(self) -> tuple[str, ...]:

@@ -138,16 +138,16 @@ def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
     points = 0
     try:
         for call in stage.before:
-            _make(life, call)
-        succeeded = _make(life, stage.call, fault)
+            life.make(call)
+        succeeded = life.make(replace(stage.call, fault=fault))
         points = life.points
         if fault.at is None:
             life.close()
             return SweptLife(points, not_measured=lives.unmeasured)
         if not succeeded:
-            _make(life, stage.call)
+            life.make(stage.call)
         if life.model.phase == "closed":
-            _make(life, stage.before[0])
+            life.make(stage.before[0])
         _to_the_end(life)
     except LifeError as error:
         life.abandon()
@@ -164,10 +164,6 @@ def _to_the_end(life: CheckedLife) -> None:
         life.step()
     life.infer([min(able.prompt_lengths), max(able.prompt_lengths)][: able.max_requests], min(2, able.max_tokens))
     life.close()
-
-
-def _make(life: CheckedLife, call: Call, fault: Fault | None = None) -> bool:
-    return bool(getattr(life, call.name)(**call.arguments, fault=fault))
 
 
 def shared_sweep(

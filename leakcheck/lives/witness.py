@@ -21,7 +21,7 @@ from typing import IO, Any
 import psutil
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.lives.script import Call, simplest
+from lowtide.leakcheck.lives.script import Call, LifeModel
 from lowtide.leakcheck.lives.sweep import SweptCall, stages
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import STANDING, Injection, Pause, injecting_into
@@ -129,12 +129,7 @@ def _come_to(target: Any, stage: SweptCall, injection: Injection) -> int:
 
 
 def _perform(target: Any, call: Call) -> None:
-    if call.name == "create":
-        target.create({**simplest(target.capabilities), **call.arguments.get("config", {})})
-    elif call.name == "wake":
-        target.wake(call.arguments.get("tags"))
-    else:
-        getattr(target, call.name)(**call.arguments)
+    getattr(target, call.name)(*LifeModel(target.capabilities).given(call))
 
 
 def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Killed:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from lowtide.probes.stages import UPDATE
+
 if TYPE_CHECKING:
     import torch
 
@@ -211,13 +213,47 @@ class Preserving(Protocol):
 
 TargetFactory = Callable[[], LifecycleTarget]
 
-_NEEDED: tuple[tuple[str, type], ...] = (
-    ("unfinished", Stepwise),
-    ("sleep_levels", Sleeping),
-    ("prefix_cache", PrefixCaching),
-    ("reload", Reloading),
-    ("update_weights", Updating),
-)
+
+@dataclass(frozen=True)
+class CallKind:
+    """A call that a target may have.
+
+    Attributes:
+        arguments: by name, in their order, each with what it is where it is not given.
+        capability: that declares the call; empty for one that every target has.
+        phases: of an engine's life in which it is legal.
+        with_weights: whether it is legal asleep, too, where the weights are awake.
+        is_alone: whether it is not made, or is refused, while requests are unfinished.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    capability: str = ""
+    phases: Sequence[str] = ("running",)
+    with_weights: bool = False
+    is_alone: bool = False
+
+
+_REQUESTS: Mapping[str, Any] = {"prompt_lengths": None, "max_tokens": None}
+
+CALLS: Mapping[str, CallKind] = {
+    "create": CallKind({"config": None}, phases=("new", "closed")),
+    "infer": CallKind(_REQUESTS, is_alone=True),
+    "start": CallKind(_REQUESTS, "unfinished"),
+    "step": CallKind({}, "unfinished"),
+    "abort": CallKind({"count": 1}, "unfinished"),
+    "sleep": CallKind({"level": None, "mode": "wait"}, "sleep_levels"),
+    "wake": CallKind({"tags": None}, "sleep_levels", phases=("asleep",)),
+    "reset_prefix_cache": CallKind({}, "prefix_cache"),
+    "reload": CallKind({}, "reload", with_weights=True, is_alone=True),
+    UPDATE: CallKind({"version": None}, "update_weights", with_weights=True, is_alone=True),
+    "shutdown": CallKind(phases=("new", "running", "asleep", "closed")),
+}
+"""All calls, by name, in the order in which a life may first make them."""
+
+
+def calls_of(capabilities: Capabilities) -> tuple[str, ...]:
+    """Return the names of the calls that a target with these capabilities has, in whatever state."""
+    return tuple(name for name, kind in CALLS.items() if not kind.capability or getattr(capabilities, kind.capability))
 
 
 def make_target(factory: TargetFactory) -> LifecycleTarget:
@@ -235,11 +271,7 @@ def make_target(factory: TargetFactory) -> LifecycleTarget:
     capabilities = getattr(target, "capabilities", None)
     if not isinstance(capabilities, Capabilities):
         raise TargetError(f"{factory!r} made a {type(target).__name__} without `capabilities`: give it Capabilities(…)")
-    missing = [name for name in ("create", "infer", "shutdown") if not callable(getattr(target, name, None))]
-    for capability, protocol in _NEEDED:
-        if getattr(capabilities, capability) and not isinstance(target, protocol):
-            names = [name for name in vars(protocol) if not name.startswith("_")]
-            missing += [name for name in names if not callable(getattr(target, name, None))]
+    missing = [name for name in calls_of(capabilities) if not callable(getattr(target, name, None))]
     if missing:
         raise TargetError(
             f"{type(target).__name__} declares what it does not have: add the methods {', '.join(missing)}, or do not "

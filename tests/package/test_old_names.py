@@ -31,6 +31,12 @@ def test_installed_once() -> None:
     assert sum(type(finder) is old_names.OldNames for finder in sys.meta_path) == 1
 
 
+def test_programs_of_the_fuzzer_find_what_they_import() -> None:
+    from lowtide.leakcheck.checked_life import CheckedLife, Fault, Lives
+
+    assert {each.__name__ for each in (CheckedLife, Fault, Lives)} == {"CheckedLife", "Fault", "Lives"}
+
+
 def test_what_the_packages_of_an_old_module_s_name_offer() -> None:
     from lowtide.leakcheck.cli import main
     from lowtide.leakcheck.cli.commands import main as command

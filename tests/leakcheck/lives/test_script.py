@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.lives.script import LifeModel
-from lowtide.leakcheck.targets.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities, calls_of
 
 WHOLE = Capabilities(
     unfinished=True,
@@ -49,7 +49,7 @@ def test_what_is_not_legal_is_illegal_where_that_is_promised() -> None:
 
 def test_calls_that_are_not_declared_are_never_made() -> None:
     model = LifeModel(Capabilities(illegal_call=RuntimeError))
-    assert model.calls == ("create", "infer", "shutdown")
+    assert calls_of(model.capabilities) == ("create", "infer", "shutdown")
     model.created()
     assert (model.legal, model.illegal) == (("infer", "shutdown"), ("create",))
 
