@@ -63,18 +63,19 @@ class LeftoverTensors:
     """Follows tensors through several lives, by identity.
 
     Args:
-        card: whether to record where memory of cards is allocated.
+        births: tells what was born when.
+        stacks: tells where memory was allocated.
 
     Attributes:
         out_of_memory: says who held what when memory was not enough.
     """
 
-    def __init__(self, *, card: bool) -> None:
-        self._births = Births()
+    def __init__(self, births: Births, stacks: AllocationStacks) -> None:
+        self._births = births
         # By its number less 1, which the births of a turn bear.
         self._turns: list[_Turn] = []
         self._around_import = ("", 1)
-        self._stacks = AllocationStacks(card=card)
+        self._stacks = stacks
         self.out_of_memory = OutOfMemoryWatch(self._births, self._stacks.stacks_at, "before the first life")
         self._seen: frozenset[Key] = frozenset()
         # What was left of the last life, at each rung that was tried.

@@ -24,7 +24,7 @@ from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.lives.life_record import ProcessState
+from lowtide.leakcheck.lives.life_reader import LivedProcess
 from lowtide.leakcheck.lives.script import (
     Call,
     Coverage,
@@ -39,13 +39,11 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_levels import explain_kept, role_of
-from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (
     CALLS,
-    Capabilities,
     LifecycleTarget,
     TargetError,
     TargetFactory,
@@ -53,16 +51,12 @@ from lowtide.leakcheck.targets.target import (
     make_target,
     tokens_of_one,
 )
-from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.watching.watch import Watch
-from lowtide.leakcheck.watching.watched import Policy, Verdict
-from lowtide.probes.device.driver import Driver, find_driver
-from lowtide.probes.host.counters import CounterReader, Counters, anonymous_bytes
+from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
+from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import rollup
-from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import gc
-from lowtide.probes.processes.agents import Agents
 from lowtide.probes.stages import UPDATE, announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.processes.stage_processes import ProcessStage
@@ -76,16 +70,12 @@ class LifeProcesses:
     """Judges the processes that engines start, through all lives of one search.
 
     Args:
-        device: where the engine keeps its memory, "cpu" or "cuda:N".
-        driver: gives whom to ask for what each process holds on cards.
+        engine: asks them.
         emptying: the levels of a sleep that leave nothing on the device.
     """
 
-    def __init__(self, device: str, driver: Callable[[], Driver], emptying: Collection[int]) -> None:
-        self._device = device
-        self._tree = ProcessTree()
-        self._agents = Agents()
-        self._engine = EngineProcesses(self._tree, self._agents, device, driver)
+    def __init__(self, engine: EngineProcesses, emptying: Collection[int]) -> None:
+        self._engine, self._tree = engine, engine.tree
         self._emptying = {f"sleep({level})" for level in emptying}
         self._life = 0
         # By process: host memory that nothing explained when it was read first.
@@ -93,16 +83,6 @@ class LifeProcesses:
         # Those that were there at the end of a call, and those of them that have answered then.
         self._present: set[int] = set()
         self._answered: set[int] = set()
-
-    def start(self) -> None:
-        """Put agents into the processes that start from here on."""
-        self._tree.start()
-        self._agents.start()
-
-    def stop(self) -> None:
-        """End it; legal twice, and without a start."""
-        self._agents.stop()
-        self._tree.stop()
 
     def begin_life(self) -> None:
         """Begin another life."""
@@ -152,7 +132,7 @@ class LifeProcesses:
         pid, now = reading.process.pid, reading.unexplained.get("cpu")
         if now is None or reading.host is None:
             return None
-        allowed = self._at_first.setdefault(pid, now) + host_memory_tolerance([self._device])
+        allowed = self._at_first.setdefault(pid, now) + host_memory_tolerance([self._engine.device or "cpu"])
         if now > allowed:
             imported = self._engine.trim(pid)
             trimmed = rollup(pid)
@@ -212,28 +192,26 @@ class Lives:
         self.factory = factory
         self.explain = explain
         self._judges_growth = growth
-        self.capabilities: Capabilities = make_target(factory).capabilities
+        able = self.capabilities = make_target(factory).capabilities
         self.coverage = Coverage()
         # Other processes are asked by `processes`, whose growth counts over all lives.
-        self.watch = Watch(Policy(remedies="never", explain=explain, processes=False))
-        self.growth = GrowthWatch(self.capabilities.device)
+        policy = Policy(remedies="never", explain=explain, processes=False)
+        watched = Watched(policy)
+        self.watch = Watch(policy, watched)
+        self.growth = GrowthWatch(able.device)
         self._frozen = 0
         self._listening = ExitStack()
         # An engine, or Python in a finalizer, may have dropped one: then no further life begins.
         self.interrupts = Interrupts()
-        self._driver: Driver | None = None
         # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
         self.of_libraries = 0
         # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
         self.driver_at_work = 0
         self.host_at_work: dict[str, int] = {}
-        self.counters = CounterReader(self._ask_driver, resources=read_items)
-        self._process = ProcessState(lambda: 0, self.counters.read)
-        # What modules make and change belongs to the process, whichever call imports them first.
-        self.imports = ImportWatch(self._importing, self._import_done)
-        self.imported = Imported(self.counters.read)
+        self._around = LivedProcess(able.device, watched, self._importing, self._after_import)
+        self.counters, self.imported = self._around.counters, self._around.imported
         self._is_watching = False
-        self.processes = LifeProcesses(self.capabilities.device, self._ask_driver, self.capabilities.emptying_levels)
+        self.processes = LifeProcesses(self._around.processes, able.emptying_levels)
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
         # By prompt length and version of the weights: how many tokens were asked for, and what came.
@@ -247,15 +225,11 @@ class Lives:
     def __enter__(self) -> Lives:
         """Load what a first life loads, so that it is no life's, and begin to watch."""
         self._listening.enter_context(self.interrupts)
-        # First: what it sets in the environment is no life's to put back.
-        self._listening.callback(self.processes.stop)
-        self.processes.start()
-        self._listening.callback(self.imports.remove)
-        self.imports.install()
-        self._process.mark()
+        self._listening.callback(self._around.stop)
+        self._around.start()
+        self._around.process.mark()
         self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
-            self.imports.active = True
             for version in self._versions:
                 for length in self.capabilities.prompt_lengths:
                     self.expected(length, self.capabilities.max_tokens, version)
@@ -274,9 +248,6 @@ class Lives:
         """End the watch."""
         self._listening.close()
         self.watch.close()
-        if self._driver is not None:
-            self._driver.close()
-            self._driver = None
 
     def warm_up(self) -> None:
         """Go through one life unjudged, so that what libraries keep from their first use is there."""
@@ -297,18 +268,18 @@ class Lives:
     @contextmanager
     def _judging(self) -> Iterator[None]:
         """Count what this checker itself imports now as nobody's."""
-        self.imports.active = False
+        self._around.imports.active = False
         try:
             yield
         finally:
-            self.imports.active = True
+            self._around.imports.active = True
 
     def put_back(self) -> None:
         """Undo what lives have changed in the process, so that the next one can be seen to change it again.
 
         A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
         """
-        self._process.findings("shutdown", remedies=True)
+        self._around.process.findings("shutdown", remedies=True)
         self.watch.forget_settings()
         if frozen_by_program(gc.get_freeze_count()) > self._frozen:
             gc.unfreeze()
@@ -355,17 +326,10 @@ class Lives:
     def _importing(self, owner: Owner) -> None:
         if self._is_watching:
             self.watch.enter(owner)
-        self.imported.begin(owner)
 
-    def _import_done(self) -> None:
-        self._process.adopt(self.imported.end())
+    def _after_import(self) -> None:
         if self._is_watching:
             self.watch.leave()
-
-    def _ask_driver(self) -> Driver:
-        if self._driver is None:
-            self._driver = find_driver()
-        return self._driver
 
 
 class CheckedLife:

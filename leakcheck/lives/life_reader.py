@@ -7,7 +7,6 @@ and what a library keeps from its first use, is the process's, and is left out o
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,21 +28,15 @@ from lowtide.leakcheck.lives.life_record import ProcessState
 from lowtide.leakcheck.lives.tenant import context_sizes
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
-from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
-from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
-from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.resources.resource import Rung
-from lowtide.leakcheck.resources.settings import EnvironmentSetters
 from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
+from lowtide.leakcheck.watching.watched import Policy, Watched
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.counters import CounterReader, Counters, child_processes
-from lowtide.probes.host.makers import Makers
+from lowtide.probes.host.counters import Counters, child_processes
 from lowtide.probes.host.process_files import name_of, stat
-from lowtide.probes.host.process_tree import ProcessEvents, ProcessTree
 from lowtide.probes.originals import threading
-from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.processes.shared_memory_files import read_shared_memory
 from lowtide.probes.snapshot import Snapshot, take_snapshot
@@ -58,50 +51,89 @@ class LifeReading(Reading):
     snapshot: Snapshot = field(kw_only=True)
 
 
-class LifeReader:
+class LivedProcess:
+    """This process around the lives of one run: its settings, its other processes, and what imports take of it.
+
+    Args:
+        device: "cpu" or "cuda:N", where engines keep their memory.
+        watched: what is followed of it; started and stopped with this.
+        importing: hears of each module that a life is about to import, with whom what it makes belongs to.
+        imported: hears when that is done.
+
+    Attributes:
+        counters: reads what is counted.
+        process: follows process groups and settings.
+        processes: asks the other processes of the engine.
+        imports: notices imports while it is active.
+        imported: what they took.
+    """
+
+    def __init__(
+        self, device: str, watched: Watched, importing: Callable[[Owner], None], imported: Callable[[], None]
+    ) -> None:
+        self.device = device
+        self.cards = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
+        self.watched = watched
+        self.counters = watched.counters
+        self.process = ProcessState(self.driver_bytes, self.counters.read, watched.environment)
+        self.processes = EngineProcesses(watched.tree, watched.others.agents, device, watched.ask_driver)
+        self.imports = ImportWatch(self._begin_import, self._end_import)
+        self.imported = Imported(self.counters.read)
+        self._importing, self._after_import = importing, imported
+
+    def start(self) -> None:
+        """Begin to notice."""
+        # First: what it sets in the environment is no life's.
+        self.watched.start()
+        self.watched.others.agents.start()
+        self.imports.install()
+        self.imports.active = True
+
+    def stop(self) -> None:
+        """End it; legal twice, and without a start."""
+        self.imports.remove()
+        self.watched.stop()
+
+    def driver_bytes(self) -> int:
+        """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
+        return sum(self.watched.ask_driver().read(index).process_bytes or 0 for index in self.cards)
+
+    def _begin_import(self, owner: Owner) -> None:
+        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
+        self._importing(owner)
+        self.imported.begin(owner)
+
+    def _end_import(self) -> None:
+        self.process.adopt(self.imported.end())
+        self._after_import()
+        # A library may have come with it that binds sockets in C.
+        self.watched.makers.start()
+
+
+class LifeReader(LivedProcess):
     """Reads before, between and after the lives of one run.
 
     Args:
         device: "cpu" or "cuda:N", where the engine keeps its memory.
         driver: whom to ask for the card's figures.
-        leftovers: knows the tensors that imported modules hold.
 
     Attributes:
-        process: follows process groups and settings.
-        processes: asks the other processes of the engine.
+        leftovers: follows the tensors.
         left_running: the processes that are findings, since an earlier life has left them.
         used_before: by resource, the lives that left some of what libraries had from their first use and that is more
             since.
         once_so_far: what to say of a first use as long as no life has followed.
     """
 
-    def __init__(self, device: str, driver: Driver, leftovers: LeftoverTensors) -> None:
-        self.device = device
-        self.cards = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
+    def __init__(self, device: str, driver: Driver) -> None:
+        watched = Watched(Policy(processes=False, stacks="off" if device == "cpu" else "auto"), driver)
+        self.leftovers = LeftoverTensors(watched.births, watched.stacks)
+        super().__init__(device, watched, self.leftovers.importing, self.leftovers.imported)
         self._driver = driver
-        self._leftovers = leftovers
         self.left_running: set[int] = set()
-        self.tree = ProcessTree()
-        self.agents = Agents()
-        self.makers = Makers()
-        self._segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
-        self._orphaned_files = OrphanedFiles(self.tree, self._segments, self.makers, self.agents.began)
-        self.unseen = UnmeasuredProcesses(self.tree, self._ask_driver)
-        self._events = ProcessEvents(self.unseen.look, self._orphaned_files.note_ended)
-        self._environment = EnvironmentSetters()
-        self.counters = CounterReader(
-            self._ask_driver,
-            card=bool(self.cards),
-            orphans=self.tree.orphans,
-            temporary_files=self._orphaned_files.temporary_files,
-            resources=read_items,
-        )
-        self.process = ProcessState(self.driver_bytes, self.counters.read, self._environment)
-        self.processes = EngineProcesses(self.tree, self.agents, device, self._ask_driver)
-        self.processes.context = context_sizes(device, self._ask_driver, lambda pid: self.unseen.is_reported([pid]))
+        self.makers, self.unseen = watched.makers, watched.others.unmeasured
+        self.processes.context = context_sizes(device, watched.ask_driver, lambda pid: self.unseen.is_reported([pid]))
         self.processes.passed_over = self.left_running
-        self._imports = ImportWatch(self._importing, self._import_done)
-        self._imported = Imported(self.counters.read)
         self._library_items = LibraryItems(self.makers)
         # By resource, what libraries have from their first use, with the life.
         self._first_use: dict[str, dict[str, int]] = {}
@@ -110,59 +142,35 @@ class LifeReader:
 
     def start(self) -> None:
         """Begin to notice."""
-        self._leftovers.open()
-        self._imports.install()
-        self._imports.active = True
-        self.tree.start()
-        self.agents.start()
-        self._segments.start()
-        self.makers.start()
-        self._events.start()
-        self._environment.start()
-        self._orphaned_files.start()
-        self._orphaned_files.mark()
+        self.leftovers.open()
+        super().start()
+        self.watched.orphaned_files.mark()
         self.unseen.begin()
-
-    def stop(self) -> None:
-        """End it; legal without a start."""
-        self._imports.remove()
-        self._leftovers.close()
-        self._orphaned_files.stop()
-        self._segments.stop()
-        self._events.stop()
-        self._environment.stop()
-        self.makers.stop()
-        self.agents.stop()
-        self.tree.stop()
 
     def look(self) -> None:
         """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""
         # A library may have come in another thread that binds sockets in C.
         self.makers.start()
         self.unseen.look(always=True)
-        self._orphaned_files.look()
-
-    def driver_bytes(self) -> int:
-        """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
-        return sum(self._driver.read(index).process_bytes or 0 for index in self.cards)
+        self.watched.orphaned_files.look()
 
     def snapshot(self, label: str) -> Snapshot:
         """Take a snapshot, with those children, segments and files alone that are the program's to end."""
         snapshot = take_snapshot(label, driver=self._driver, devices=self.cards)
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
-        children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.tree.orphans()}
+        children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.watched.tree.orphans()}
         stays = exempt("processes", children)
         left = sorted(int(pid) for pid in children if pid not in stays)
         segments = {entry.name for entry in snapshot.host.shared_memory}
-        remain = self._orphaned_files.shared_memory(segments) | self._segments.names
+        remain = self.watched.orphaned_files.shared_memory(segments) | self.watched.segments.names
         host = dataclasses.replace(
             snapshot.host,
             children=tuple(children[str(pid)] for pid in left),
             shared_memory=tuple(
                 dataclasses.replace(entry, left_here=entry.name in remain) for entry in snapshot.host.shared_memory
             ),
-            temporary_files=tuple(self._orphaned_files.temporary_files()),
+            temporary_files=tuple(self.watched.orphaned_files.temporary_files()),
         )
         return dataclasses.replace(snapshot, host=host)
 
@@ -171,12 +179,12 @@ class LifeReader:
         snapshot = self.snapshot(label)
         found = reading_of(snapshot, self.device)
         amounts = dict(found.amounts)
-        of_imports = self._leftovers.imported_bytes()
+        of_imports = self.leftovers.imported_bytes()
         # Tensors are counted by themselves.
-        host = max(0, self._imported.growth("host-memory") - of_imports.get("cpu", 0))
+        host = max(0, self.imported.growth("host-memory") - of_imports.get("cpu", 0))
         driver = f"driver {self.device}"
         taken = {f"tensors {device}": size for device, size in of_imports.items()}
-        taken |= {"host-memory": host, driver: self._imported.growth(driver)}
+        taken |= {"host-memory": host, driver: self.imported.growth(driver)}
         for key, size in taken.items():
             if (level := amounts.get(key)) is not None:
                 amounts[key] = level - size
@@ -193,7 +201,7 @@ class LifeReader:
 
     def _without_imports(self) -> list[Metric]:
         return [
-            dataclasses.replace(metric, excused=self._imported.names(metric.resource)) if metric.is_named else metric
+            dataclasses.replace(metric, excused=self.imported.names(metric.resource)) if metric.is_named else metric
             for metric in shutdown_metrics(self.device)
         ]
 
@@ -243,7 +251,7 @@ class LifeReader:
                 self.driver_bytes(),
                 threading.active_count(),
                 len(child_processes()),
-                self.tree.orphans(),
+                self.watched.tree.orphans(),
             ),
         )
 
@@ -269,22 +277,10 @@ class LifeReader:
             self.unseen.is_reported(pids)
             cards = by_process(read_card_holders(self._driver)) if self.cards else {}
             living = [pid for pid in pids if stat(pid) is not None]
-            return with_running(finding, [read_running(pid, self.agents, cards.get(pid, {})) for pid in living])
+            return with_running(
+                finding, [read_running(pid, self.watched.others.agents, cards.get(pid, {})) for pid in living]
+            )
         if finding.resource == "shared-memory":
             dead = read_shared_memory().dead
             return with_dead_files(finding, [file for file in dead if Path(file.path).name in names])
         return finding
-
-    def _ask_driver(self) -> Driver:
-        return self._driver
-
-    def _importing(self, owner: Owner) -> None:
-        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
-        self._imported.begin(owner)
-        self._leftovers.importing(owner)
-
-    def _import_done(self) -> None:
-        self._leftovers.imported()
-        self.process.adopt(self._imported.end())
-        # A library may have come with it that binds sockets in C.
-        self.makers.start()

@@ -16,7 +16,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
-from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors, SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
@@ -123,11 +123,9 @@ class LifecycleRun:
         self._calls = call_recorder(wanted=self.native)
         self._record = LifeRecord(self.name, self.device, self.cycles)
         self._sent = SentWeights(self.device)
-        self._leftovers = LeftoverTensors(card=self.device != "cpu")
-        self._reader = LifeReader(self.device, self.driver, self._leftovers)
-        self._judgement = ShutdownJudgement(
-            self.cycles, self._record, self._reader, self._leftovers, self.tolerances, self.heap
-        )
+        self._reader = LifeReader(self.device, self.driver)
+        self._leftovers = self._reader.leftovers
+        self._judgement = ShutdownJudgement(self.cycles, self._record, self._reader, self.tolerances, self.heap)
         self._processes = self._reader.processes
         self._processes.asks_turns = self.turns > 0
         self._preserved_state = PreservedState(self.device)

@@ -17,7 +17,6 @@ from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_poo
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.judge import (
     Excess,
@@ -78,7 +77,6 @@ class ShutdownJudgement:
         cycles: how many lives there are.
         record: takes the findings.
         reader: reads this process.
-        leftovers: follows the tensors.
         tolerances: what one life may leave, by the metric's key, in place of the table's tolerance.
         heap: where the heap is kept in which the last life has left something; None: nowhere.
 
@@ -92,14 +90,13 @@ class ShutdownJudgement:
         cycles: int,
         record: LifeRecord,
         reader: LifeReader,
-        leftovers: LeftoverTensors,
         tolerances: Mapping[str, int],
         heap: HeapFile | None,
     ) -> None:
         self._cycles = cycles
         self._record = record
         self._reader = reader
-        self._leftovers = leftovers
+        self._leftovers = reader.leftovers
         self._tolerances = tolerances
         self._heap = heap
         # What there was before each life that has begun, and what the first left.

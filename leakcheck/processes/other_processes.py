@@ -86,6 +86,10 @@ class OtherProcesses:
         asks: whether there are agents in them that are asked.
         clears: whether an `lru_cache` that has grown under a fixture is cleared at its end, to measure what comes back.
         tolerance: bytes that a test may leave.
+
+    Attributes:
+        agents: in them, where anybody has started these.
+        unmeasured: which of them held memory that had to be seen.
     """
 
     def __init__(
@@ -102,10 +106,10 @@ class OtherProcesses:
         self._driver = driver
         self._asks = asks
         self._tolerance = tolerance
-        self._unmeasured = UnmeasuredProcesses(tree, driver)
-        self._agents = Agents()
+        self.unmeasured = UnmeasuredProcesses(tree, driver)
+        self.agents = Agents()
         self._ended = EndedHolders(driver)
-        self._engine = EngineProcesses(tree, self._agents, None, driver, ended=self._ended)
+        self._engine = EngineProcesses(tree, self.agents, None, driver, ended=self._ended)
         self._is_marked = False
         # Those that were there at the end of a sleep of this test.
         self._asleep: set[int] = set()
@@ -127,15 +131,15 @@ class OtherProcesses:
     def start(self) -> None:
         """Put agents into the processes that start from here on; legal twice."""
         if self._asks:
-            self._agents.start()
+            self.agents.start()
 
     def stop(self) -> None:
         """End it; legal without a start."""
-        self._agents.stop()
+        self.agents.stop()
 
     def began(self) -> Mapping[int, float]:
         """Return each process that has had an agent, with the time at which it began; see `Agents.began`."""
-        return self._agents.began()
+        return self.agents.began()
 
     def begin(self, now: Counters) -> None:
         """Begin a test: what is there now is its baseline.
@@ -145,8 +149,8 @@ class OtherProcesses:
         """
         self._turn += 1
         self._forget_dead(now)
-        if self._asks and self._agents.began():
-            self._tree.adopt(self._agents.elsewhere(self._tree.descendants()))
+        if self._asks and self.agents.began():
+            self._tree.adopt(self.agents.elsewhere(self._tree.descendants()))
         self._held = now.amounts["host-memory"]
         # Of one that has ended since the last test, it is said in this one what it has left on a card.
         self._is_alone = not (self._leaves_any or now.items["processes"])
@@ -159,10 +163,10 @@ class OtherProcesses:
             self._before = self._outside()
 
     def _forget_last_test(self) -> None:
-        self._unmeasured.begin(self._held)
+        self.unmeasured.begin(self._held)
         self._is_marked = False
         silent = {pid: why for pid, why in self._engine.not_measured.items() if stat(pid) is not None}
-        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent, self._ended)
+        self._engine = EngineProcesses(self._tree, self.agents, None, self._driver, silent, self._ended)
         self._found, self._unexplained, self._before, self._asleep = [], [], {}, set()
 
     def _forget_dead(self, now: Counters) -> None:
@@ -189,14 +193,14 @@ class OtherProcesses:
                 return
             self._is_alone = False
             self._forget_last_test()
-        self._unmeasured.look(always=always, now=now)
-        for process in self._unmeasured.on_cards if self._asks else ():
+        self.unmeasured.look(always=always, now=now)
+        for process in self.unmeasured.on_cards if self._asks else ():
             self._ended.note(process)
 
     def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""
         known = set(pids)
-        self._unmeasured.is_reported(known)
+        self.unmeasured.is_reported(known)
         self._reported_pids |= self._tree.with_descendants(known)
 
     def entered(self, stage: EnteredStage) -> None:
@@ -352,9 +356,9 @@ class OtherProcesses:
         if self._is_alone:
             return ()
         if not self._asks:
-            return self._unmeasured.not_measured
+            return self.unmeasured.not_measured
         silent = self._engine.not_measured
-        kept = [self._said_of(item) for item in self._unmeasured.not_measured if self._is_unknown(item)]
+        kept = [self._said_of(item) for item in self.unmeasured.not_measured if self._is_unknown(item)]
         listed = {item.process.pid for item in kept if item.process is not None}
         silent_ones = (why for pid, why in silent.items() if pid not in listed)
         return (*kept, *silent_ones, *self._engine.not_judged, *self._unexplained)
@@ -372,7 +376,7 @@ class OtherProcesses:
             return msgspec.structs.replace(item, why=self._engine.not_measured[pid].why)
         has_slept, is_known = pid in self._asleep, pid in self._engine.answering
         if not has_slept and _has_ended(pid):
-            return self._unmeasured.growth_unseen(pid)
+            return self.unmeasured.growth_unseen(pid)
         if has_slept or self._is_marked:
             why = _TOO_FEW if is_known else _SAYS_NOTHING
         else:
@@ -431,7 +435,7 @@ class OtherProcesses:
         named = _by_device(found)
         for key, size in self._more(before, now, named).items():
             finding = self._engine.named_by_arrays(left_by_test(process, key, size), size)
-            if not self._agents.has_agent(pid):
+            if not self.agents.has_agent(pid):
                 self._leave_unexplained(process, finding, _NO_AGENT)
             elif finding.holder:
                 found.append(finding)
@@ -455,7 +459,7 @@ class OtherProcesses:
         return risen
 
     def _has_torch(self, pid: int) -> bool:
-        return pid in self._followed or (self._agents.has_agent(pid) and maps_library(pid, _TORCH))
+        return pid in self._followed or (self.agents.has_agent(pid) and maps_library(pid, _TORCH))
 
     def _outside(self) -> dict[int, _Outside]:
         """Return what is seen of each descendant."""

@@ -25,6 +25,7 @@ from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import ExplainGrown, FilledCache, Left, Levels, Seen, TensorKind, written
 from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
+from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.allocations import sleeping_bytes
 from lowtide.probes.device.torch_allocator import (
     AllocatorReading,
@@ -33,6 +34,7 @@ from lowtide.probes.device.torch_allocator import (
     read_allocators,
     read_pinned,
 )
+from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.roots import is_library
@@ -87,7 +89,7 @@ class OwnTensors:
     def begin(self, stage: str, cycle: int) -> None:
         """Attribute what appears from here on to this stage."""
         if self._leftovers is None:
-            self._leftovers = LeftoverTensors(card=_uses_cards())
+            self._leftovers = LeftoverTensors(Births(), AllocationStacks(card=_uses_cards()))
             self._leftovers.open()
         self._note_imports()
         self._note_waiting()
@@ -216,7 +218,7 @@ class OwnTensors:
         return self._apart(lambda: written(self._held(stage, kind, most)), list[Finding])
 
     def _held(self, stage: str, kind: str, most: int) -> list[Finding]:
-        leftovers = self._leftovers or LeftoverTensors(card=False)
+        leftovers = self._leftovers or LeftoverTensors(Births(), AllocationStacks(card=False))
         context = leftovers.context(None)
         survey = survey_storages()
         is_pooled = within(announced_pools())

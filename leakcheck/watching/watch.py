@@ -56,6 +56,7 @@ class Watch(Attribution):
 
     Args:
         policy: how strictly.
+        watched: what is followed, where somebody else follows it, too.
 
     Attributes:
         others: the other processes.
@@ -65,8 +66,8 @@ class Watch(Attribution):
         heap: where the heap of the test of now is kept if it leaves something; None: nowhere.
     """
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        super().__init__(Watched(policy or Policy()))
+    def __init__(self, policy: Policy | None = None, watched: Watched | None = None) -> None:
+        super().__init__(watched or Watched(policy or Policy()))
         self.policy = self._watched.policy
         self.others = self._watched.others
         self.tolerance = self.policy.tolerance

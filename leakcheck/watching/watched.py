@@ -99,9 +99,11 @@ class Watched:
 
     Args:
         policy: how strictly is watched.
+        driver: whom to ask for the driver's figures, and not to close; None: one that is found when it is needed.
 
     Attributes:
         makers: which code made threads, processes and descriptors.
+        segments: the names that `multiprocessing.shared_memory` has made.
         environment: who set environment variables.
         tree: the descendants.
         others: what these hold.
@@ -117,25 +119,25 @@ class Watched:
         events: processes that begin and end.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, driver: Driver | None = None) -> None:
         self.policy = policy
-        self._driver: Driver | None = None
+        self._given = self._driver = driver
         self.makers = Makers()
-        self._segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
+        self.segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
         self.environment = EnvironmentSetters()
         self.tree = ProcessTree(self.makers.processes)
         self.others = OtherProcesses(
             self.tree,
-            self._ask_driver if policy.card else None,
+            self.ask_driver if policy.card else None,
             asks=policy.processes,
             clears=policy.remedies != "never",
             tolerance=policy.tolerance,
         )
         self.orphaned_files = OrphanedFiles(
-            self.tree, self._segments, self.makers, self.others.began, alone=policy.driver
+            self.tree, self.segments, self.makers, self.others.began, alone=policy.driver
         )
         self.ownership = Ownership(
-            self._segments,
+            self.segments,
             self.orphaned_files.shared_memory,
             self.environment,
             self.makers,
@@ -145,7 +147,7 @@ class Watched:
         self.caches = FilledCaches()
         self.device_memory = DeviceMemory(driver=policy.driver)
         self.counters = CounterReader(
-            self._ask_driver if policy.driver else None,
+            self.ask_driver if policy.driver else None,
             card=policy.card,
             orphans=self.tree.orphans,
             temporary_files=self.orphaned_files.temporary_files,
@@ -160,7 +162,7 @@ class Watched:
     def start(self) -> None:
         """Begin to follow all of it."""
         self.births.start()
-        self._segments.start()
+        self.segments.start()
         self.tree.start()
         self.others.start()
         self.makers.start()
@@ -172,16 +174,16 @@ class Watched:
         """End it; legal twice."""
         self.stacks.stop()
         self.births.stop()
-        self._segments.stop()
+        self.segments.stop()
         self.orphaned_files.stop()
         self.others.stop()
         self.tree.stop()
         self.events.stop()
         self.makers.stop()
         self.environment.stop()
-        if self._driver is not None:
+        if self._driver is not None and self._driver is not self._given:
             self._driver.close()
-            self._driver = None
+        self._driver = self._given
 
     @property
     def froze_before(self) -> bool:
@@ -190,7 +192,8 @@ class Watched:
         owners = any(owner.growth.get("gc-frozen", 0) > 0 for owner in self.ownership.live)
         return at_baseline > FROZEN_AT_STARTUP or owners
 
-    def _ask_driver(self) -> Driver:
+    def ask_driver(self) -> Driver:
+        """Return whom to ask for the driver's figures."""
         if self._driver is None:
             self._driver = find_driver()
         return self._driver

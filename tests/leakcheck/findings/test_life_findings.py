@@ -16,6 +16,7 @@ from lowtide.leakcheck.judging.owners import Claims
 from lowtide.leakcheck.judging.storages import read_heap
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.resource import Rung
+from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.heap.births import Births
 from lowtide.probes.objects.listed import frozen_by_program
@@ -385,7 +386,7 @@ def test_a_thread_that_ends_late_gives_it_back_when_it_is_joined() -> None:
 @pytest.fixture
 def leftovers() -> Iterator[LeftoverTensors]:
     forget()
-    made = LeftoverTensors(card=False)
+    made = LeftoverTensors(Births(), AllocationStacks(card=False))
     made.open()
     yield made
     made.close()
@@ -397,7 +398,7 @@ def leftovers() -> Iterator[LeftoverTensors]:
 def test_what_was_there_before_is_nobodys() -> None:
     forget()
     GROWS.append(numbers(10))
-    leftovers = LeftoverTensors(card=False)
+    leftovers = LeftoverTensors(Births(), AllocationStacks(card=False))
     leftovers.open()
     try:
         leftovers.stage("create", 1)
