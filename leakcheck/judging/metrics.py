@@ -120,36 +120,35 @@ def _key_of(rule: Rule, device: str) -> str:
 def shutdown_metrics(device: str) -> tuple[Metric, ...]:
     """Return what must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
 
-    `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.life_record` compares them.
+    `globals` are not among them: `lowtide.leakcheck.lives.life_reader` compares them one by one.
 
     Args:
         device: where the engine ran.
     """
     card = device != "cpu"
     return tuple(
-        _metric_of(rule, rule.life, where, rule.life.allowed(card=card), is_named=rule.key in _ITEMS_OF_SNAPSHOT)
+        _metric_of(rule, rule.life, where, rule.life.allowed(card=card), is_named=rule.key not in _LEVELS_OF_SNAPSHOT)
         for rule, where in _rows_of_lives(device)
         if rule.life is not None
     )
 
 
 def reading_of(snapshot: Snapshot, device: str) -> Reading:
-    """Return what the life of an engine on a device is judged by, at the moment of a snapshot."""
+    """Return what the life of an engine on a device is judged by at the moment of a snapshot, as far as that has it."""
     items: dict[str, Items] = {}
     amounts: dict[str, int | None] = {}
     for rule, where in _rows_of_lives(device):
         key = _key_of(rule, where)
         if rule.key in _ITEMS_OF_SNAPSHOT:
             items[key] = _ITEMS_OF_SNAPSHOT[rule.key](snapshot, where)
-        else:
+        elif rule.key in _LEVELS_OF_SNAPSHOT:
             amounts[key] = _LEVELS_OF_SNAPSHOT[rule.key](snapshot, where)
     return Reading(items, amounts)
 
 
 def _rows_of_lives(device: str) -> list[tuple[Rule, str]]:
-    """Return the rows that are read from snapshots, each with where it is judged in a life on a device."""
-    read = _ITEMS_OF_SNAPSHOT.keys() | _LEVELS_OF_SNAPSHOT.keys()
-    return [(rule, where) for rule in RULES if rule.life and rule.key in read for where in _places(rule, device)]
+    """Return the rows that are judged in a life, but for settings, each with where it is on a device."""
+    return [(rule, where) for rule in RULES if rule.life and rule.key != "globals" for where in _places(rule, device)]
 
 
 def _places(rule: Rule, device: str) -> Sequence[str]:

@@ -39,7 +39,8 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_levels import explain_kept, role_of
-from lowtide.leakcheck.resources.resource import Rung
+from lowtide.leakcheck.resources import LISTED, read_items
+from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (
@@ -211,6 +212,7 @@ class Lives:
         self._around = LivedProcess(able.device, watched, self._importing, self._after_import)
         self.counters, self.imported = self._around.counters, self._around.imported
         self._is_watching = False
+        self._at_first: Mapping[str, Items] = {}
         self.processes = LifeProcesses(self._around.processes, able.emptying_levels)
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
@@ -227,7 +229,8 @@ class Lives:
         self._listening.enter_context(self.interrupts)
         self._listening.callback(self._around.stop)
         self._around.start()
-        self._around.process.mark()
+        self._around.settings.mark()
+        self._at_first = read_items()
         self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
             for version in self._versions:
@@ -279,7 +282,14 @@ class Lives:
 
         A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
         """
-        self._around.process.findings("shutdown", remedies=True)
+        self._around.settings.findings("shutdown", remedies=True)
+        now = read_items()
+        for resource in LISTED:
+            key = resource.rule.key
+            for change in resource.changes(now[key].keys() - self._at_first[key].keys()):
+                # What does not end is there when the next one begins, and so is none of that one's.
+                with suppress(Exception):
+                    change.apply()
         self.watch.forget_settings()
         if frozen_by_program(gc.get_freeze_count()) > self._frozen:
             gc.unfreeze()

@@ -7,12 +7,15 @@ and what a library keeps from its first use, is the process's, and is left out o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
+from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import (
     DRIVER_PATIENCE,
@@ -24,12 +27,21 @@ from lowtide.leakcheck.judging.ladder import (
 )
 from lowtide.leakcheck.judging.metrics import Metric, Reading, as_counted, reading_of, shutdown_metrics
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.leakcheck.lives.life_record import ProcessState
+from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.lives.tenant import context_sizes
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
+from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
-from lowtide.leakcheck.resources.resource import Rung
+from lowtide.leakcheck.resources.resource import Items, Rung
+from lowtide.leakcheck.resources.settings import (
+    ABSENT,
+    EnvironmentSetters,
+    SettingChange,
+    advice,
+    changes_between,
+    describe_change,
+)
 from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.watching.watched import Policy, Watched
 from lowtide.probes.device.driver import Driver
@@ -42,6 +54,7 @@ from lowtide.probes.processes.shared_memory_files import read_shared_memory
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.statement import Statement
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,77 @@ class LifeReading(Reading):
     """What a life is judged by at one moment, and the snapshot that its tables show."""
 
     snapshot: Snapshot = field(kw_only=True)
+
+
+class LifeSettings:
+    """Compares process-wide settings after a life with what they were when it began.
+
+    Args:
+        read: gives what they are, by name.
+        environment: who set which environment variable.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, str]], environment: EnvironmentSetters) -> None:
+        self._read = read
+        self._environment = environment
+        self._before: Mapping[str, str] = {}
+        # What earlier lives left, with what was there before the first that did: a later life begins with it.
+        self._left: dict[str, SettingChange] = {}
+
+    def mark(self) -> None:
+        """Note what they are when a life begins."""
+        self._before = self._read()
+
+    def adopt(self, owner: Owner) -> None:
+        """Take what the import of a module has set for what lives must leave as it is."""
+        known = {**self._before, **owner.settings}
+        self._before = {name: text for name, text in known.items() if text != ABSENT}
+
+    def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
+        """Report each that is not what it was at the mark.
+
+        Args:
+            stage: after which this is.
+            remedies: whether to put each back, to show that this ends it; then also those that earlier lives left.
+        """
+        changes = {change.name: change for change in changes_between(self._before, self._read())}
+        changes = {
+            name: change
+            for name, change in changes.items()
+            # What puts back what an earlier life had changed is no change.
+            if not self._environment.is_own_of_library(change)
+            and not (name in self._left and self._left[name].before == change.now)
+        }
+        if remedies:
+            changes |= {first.name: first for first in self._left.values() if still_changed((first,))}
+        for name, change in changes.items():
+            self._left.setdefault(name, change)
+        if remedies:
+            self._left.clear()
+        return [_changed(change, stage, remedies=remedies) for change in changes.values()]
+
+
+def _changed(change: SettingChange, stage: str, *, remedies: bool) -> Finding:
+    rule, cause = rule_of("globals"), rule_of("globals").life
+    assert cause is not None
+    finding = finding_of(
+        rule.resource,
+        cause=cause.cause,
+        device="",
+        stage=stage,
+        suspects=(change.setting, cause.cause),
+        statement=Statement(unit=rule.unit, amount=describe_change(change), came=", and not restored"),
+        holder=change.setting,
+        advice=None if remedies else advice((change,)),
+    )
+    if not remedies:
+        return finding
+    leak = ItemLeak(finding, rule.key, {change.setting: 1}, 0, changes=(change,))
+
+    def left() -> Mapping[str, int]:
+        return {each.setting: 1 for each in still_changed((change,))}
+
+    return try_actions(leak, actions_for(leak, patience=0, may_unfreeze=False), left, lambda: 0)
 
 
 class LivedProcess:
@@ -62,7 +146,7 @@ class LivedProcess:
 
     Attributes:
         counters: reads what is counted.
-        process: follows process groups and settings.
+        settings: follows process-wide settings.
         processes: asks the other processes of the engine.
         imports: notices imports while it is active.
         imported: what they took.
@@ -75,7 +159,7 @@ class LivedProcess:
         self.cards = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self.watched = watched
         self.counters = watched.counters
-        self.process = ProcessState(self.driver_bytes, self.counters.read, watched.environment)
+        self.settings = LifeSettings(lambda: self.counters.read().settings, watched.environment)
         self.processes = EngineProcesses(watched.tree, watched.others.agents, device, watched.ask_driver)
         self.imports = ImportWatch(self._begin_import, self._end_import)
         self.imported = Imported(self.counters.read)
@@ -104,7 +188,7 @@ class LivedProcess:
         self.imported.begin(owner)
 
     def _end_import(self) -> None:
-        self.process.adopt(self.imported.end())
+        self.settings.adopt(self.imported.end())
         self._after_import()
         # A library may have come with it that binds sockets in C.
         self.watched.makers.start()
@@ -135,6 +219,7 @@ class LifeReader(LivedProcess):
         self.processes.context = context_sizes(device, watched.ask_driver, lambda pid: self.unseen.is_reported([pid]))
         self.processes.passed_over = self.left_running
         self._library_items = LibraryItems(self.makers)
+        self._at_first: Mapping[str, Items] = {}
         # By resource, what libraries have from their first use, with the life.
         self._first_use: dict[str, dict[str, int]] = {}
         self.used_before: dict[str, set[int]] = {}
@@ -188,7 +273,18 @@ class LifeReader(LivedProcess):
         for key, size in taken.items():
             if (level := amounts.get(key)) is not None:
                 amounts[key] = level - size
-        return LifeReading(found.items, amounts, snapshot=snapshot)
+        return LifeReading({**found.items, **self._listed()}, amounts, snapshot=snapshot)
+
+    def _listed(self) -> dict[str, Items]:
+        """Read what no snapshot has, without what is new since the first reading and there to stay."""
+        now = read_items()
+        self._at_first = self._at_first or now
+        new = {key: items.keys() - self._at_first[key].keys() for key, items in now.items()}
+        stays = {key: exempt(key, names) for key, names in new.items() if names}
+        return {
+            key: {name: size for name, size in items.items() if name not in stays.get(key, ())}
+            for key, items in now.items()
+        }
 
     def read_after_shutdown(self) -> LifeReading:
         """Read when a life is over."""

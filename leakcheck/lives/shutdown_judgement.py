@@ -6,9 +6,11 @@ They are read without what imports and libraries' first use have left.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -17,7 +19,9 @@ from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_poo
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import (
     Excess,
     Judgement,
@@ -32,7 +36,8 @@ from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.lives.life_reader import LifeReader, LifeReading
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
-from lowtide.leakcheck.resources.resource import Rung
+from lowtide.leakcheck.resources import LISTED, read_items
+from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.objects.foreign import mro_of, namespace_of, type_name
 from lowtide.probes.objects.listed import all_objects
@@ -44,6 +49,9 @@ _NO_SECOND_LIFE = "libraries move it in a first life, and no whole second life f
 
 _OF_PRIVATE_POOLS = "reserved "
 """The beginning of the keys of private pools."""
+
+_OF_ALL_LIVES = frozenset(resource.rule.key for resource in LISTED)
+"""What is judged since the first life began alone: one finding has what all have left, which one change may end."""
 
 _OF_GROUPS = ("driver", "file-descriptors", "threads")
 """What a process group holds besides itself."""
@@ -108,6 +116,7 @@ class ShutdownJudgement:
         # Whether the run ends with the life that is judged.
         self._is_last = False
         self._steps: list[LadderStep[LifeReading]] = []
+        self._of_all_lives: list[ItemLeak] = []
         self.is_concluded = False
         self.excesses: list[tuple[Excess, ...]] = []
 
@@ -161,16 +170,16 @@ class ShutdownJudgement:
             context = dataclasses.replace(
                 self._leftovers.context(engine), made_at=self._reader.makers.place_of, walk=walk
             )
-            judgements = [(start, self._judged(start, actions, context)) for start in self._baselines]
-        for start, judgement in judgements:
+            judgements = [self._judged(start, actions, context) for start in self._baselines]
+        # What several lives have left together says nothing of this one.
+        self._record.note_returns(judgements[0], cycle, explained)
+        for judgement in judgements:
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
             found = [finding for finding in judgement.findings if not is_reported(finding, explained)]
             if hidden or (not is_last and any(finding.resource == "gc-frozen" for finding in found)):
                 found = [finding for finding in found if finding.resource != "arena"]
             self._record.findings += found
-            if start.reading is self._starts[-1]:
-                self._record.note_returns(judgement, cycle, explained)
             self._record.note_levels(judgement)
         self._record.findings += of_tensors if is_last else ()
         self._judge_process()
@@ -205,9 +214,16 @@ class ShutdownJudgement:
             names = metric.new_items(then, now)
             finding = self._reader.explained(finding, names.keys())
             leak = ItemLeak(finding, metric.key, names, 0)
-            findings.append(_with_holder(leak, context) if self._is_last else finding)
+            findings.append(self._concluded(leak, context) if self._is_last else _marked(leak))
         metrics = tuple(metric for _, metric in rows)
         return dataclasses.replace(judgement, findings=tuple(findings), metrics=metrics)
+
+    def _concluded(self, leak: ItemLeak, context: Context) -> Finding:
+        """Return a finding after the last life, with its holder; note it where what ends it is tried later."""
+        finding = _with_holder(dataclasses.replace(leak, finding=_marked(leak)), context)
+        if leak.key in _OF_ALL_LIVES:
+            self._of_all_lives.append(dataclasses.replace(leak, finding=finding))
+        return finding
 
     def _conclude(self, engine: object, devices: set[str], actions: dict[Rung, str]) -> list[Finding]:
         """Climb on after the last life, single holders before whole caches; add to `actions` what lets go of these."""
@@ -230,17 +246,22 @@ class ShutdownJudgement:
         return findings
 
     def _judge_process(self) -> None:
-        """Process groups and settings, and what went with the groups."""
-        changed = self._reader.process.findings("shutdown", remedies=self._is_last)
-        groups = next((finding for finding in changed if finding.resource == "process-groups"), None)
-        if groups is not None:
-            # One remedy ends those of all lives.
+        """Try what ends process groups and their like, judge settings, and what went with the groups."""
+        for leak in self._of_all_lives:
+            read = functools.partial(_read_of, leak.key)
+            actions = actions_for(leak, patience=0, may_unfreeze=False)
+            tried = try_actions(leak, actions, read, self._reader.driver_bytes)
+            are_groups = leak.key == "process-groups"
             self._record.findings = [
-                finding for finding in self._record.findings if finding.resource != "process-groups"
+                finding
+                for finding in self._record.findings
+                # One remedy ends the groups of all lives.
+                if finding is not leak.finding and not (are_groups and finding.resource == leak.finding.resource)
             ]
-        if groups is not None and groups.changed:
-            changed[changed.index(groups)] = self._with_what_went_too(groups)
-        self._record.findings += changed
+            if are_groups and tried.changed:
+                tried = self._with_what_went_too(tried)
+            self._record.findings.append(tried)
+        self._record.findings += self._reader.settings.findings("shutdown", remedies=self._is_last)
 
     def _with_what_went_too(self, groups: Finding) -> Finding:
         """Make what is back now that process groups are destroyed a part of their finding: it was theirs.
@@ -267,18 +288,20 @@ class ShutdownJudgement:
 
     @property
     def _baselines(self) -> list[_Baseline]:
-        """Return what the present life must return to: its own beginning, and after the last that of all lives.
+        """Return what the present life must return to: its own beginning first, and after the last that of all lives.
 
         What each life leaves may be within the tolerance; what all of them leave must be too. From the first beginning
         on nothing is judged that libraries move in a first life.
         """
         judged = self._judged_in(len(self._starts))
+        of_all = [metric for metric in judged if metric.key in _OF_ALL_LIVES]
+        judged = [metric for metric in judged if metric not in of_all]
         # Not where several lives add up: their noise does, too.
         own = [
             dataclasses.replace(metric, tolerance=self._tolerances.get(metric.key, metric.tolerance))
             for metric in judged
         ]
-        found = [_Baseline(self._starts[-1], own)]
+        found = [_Baseline(self._starts[-1], own), _Baseline(self._starts[0], of_all)]
         for start in self._starts[:2] if self._is_last else ():
             is_first = start is self._starts[0]
             if start is not self._starts[-1]:
@@ -327,6 +350,21 @@ def _with_holder(leak: ItemLeak, context: Context) -> Finding:
     # It stays the same leak as in the lives before, of which only the level is known.
     marks = {name: getattr(leak.finding, name) for name in ("fingerprint", "former_fingerprint")}
     return msgspec.structs.replace(with_array_holder(leak, context).finding, **marks)
+
+
+def _marked(leak: ItemLeak) -> Finding:
+    """Return a finding by the name for ever that it has, which of some is not made by the judge."""
+    finding = leak.finding
+    if leak.key not in _OF_ALL_LIVES:
+        return finding
+    facts: dict[str, Any] = {"resource": finding.resource, "device": "", "stage": finding.stage}
+    mark = fingerprint_of_items(leak.key, leak.names, **facts, suspects=(finding.cause,))
+    former = fingerprint(**facts, suspects=(finding.cause,))
+    return msgspec.structs.replace(finding, fingerprint=mark, former_fingerprint=former if former != mark else "")
+
+
+def _read_of(key: str) -> Items:
+    return read_items()[key]
 
 
 def less(finding: Finding, rest: Finding) -> Finding:

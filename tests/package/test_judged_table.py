@@ -118,8 +118,8 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
     judged = {metric.key: metric for metric in shutdown_metrics("cuda:0")}
     for rule in RULES:
         key = rule.key if rule.place == "process" else f"{rule.key} cuda:0"
-        # What is no part of a snapshot is compared by `ProcessState`.
-        if rule.life is None or rule.key in {"globals", *(resource.rule.key for resource in LISTED)}:
+        # Settings are compared one by one by `LifeSettings`.
+        if rule.life is None or rule.key == "globals":
             assert key not in judged
             continue
         assert figures(judged[key]) == expected(rule.life)
@@ -129,7 +129,8 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
 def test_each_metric_of_a_life_has_its_place_in_a_reading() -> None:
     reading = reading_of(take_snapshot(driver=NoDriver("a test")), "cpu")
     judged = shutdown_metrics("cpu")
-    assert {metric.key for metric in judged if metric.is_named} == reading.items.keys()
+    listed = {resource.rule.key for resource in LISTED}
+    assert {metric.key for metric in judged if metric.is_named} == reading.items.keys() | listed
     assert {metric.key for metric in judged if not metric.is_named} == reading.amounts.keys()
 
 

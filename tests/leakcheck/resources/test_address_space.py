@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.lives.life_record import ProcessState
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.address_space import LEAST, AddressSpace, Range, parts_of, reserved_ranges
+from lowtide.probes.device.driver import NoDriver
 
 GIB = 1 << 30
 MAPS = """\
@@ -129,17 +132,39 @@ def test_what_no_object_stands_for_has_advice(memory: Memory) -> None:
     assert space.advice(list(space.read())) == "give the addresses back in teardown: munmap"
 
 
-def test_a_life_is_judged_by_what_it_leaves() -> None:
-    state = ProcessState(lambda: 0)
-    state.mark()
-    reserve().close()
-    assert state.findings("shutdown", remedies=True) == []
-    left = reserve()
-    (found,) = state.findings("shutdown", remedies=True)
-    assert (found.resource, found.count, found.stage) == ("address-space", 1, "shutdown")
-    assert found.message.startswith("1 reserved range of addresses still reserved after shutdown: 2.0 GiB at 0x")
-    left.close()
-    assert state.findings("shutdown", remedies=True) == []
+LEFT: list[mmap.mmap] = []
+
+
+class Reserves:
+    """An engine that reserves addresses, and gives them back or leaves them."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.keeps = keeps
+
+    def create(self) -> None:
+        LEFT.append(reserve())
+
+    def infer(self) -> list[list[int]]:
+        return [[1]]
+
+    def shutdown(self) -> None:
+        if not self.keeps:
+            LEFT.pop().close()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_life_is_judged_by_what_it_leaves(*, keeps: bool) -> None:
+    make: Any = functools.partial(Reserves, keeps=keeps)
+    script = ("create", "infer", "shutdown")
+    run = LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=2, script=script)
+    found = run.run().findings
+    for left in LEFT:
+        left.close()
+    LEFT.clear()
+    assert [(each.resource, each.count, each.stage) for each in found] == [("address-space", 2, "shutdown")] * keeps
+    for finding in found:
+        assert finding.message.startswith("2 reserved ranges of addresses still reserved after shutdown: 2.0 GiB at 0x")
+        assert f"held by {__name__}.LEFT" in finding.message
 
 
 _ranges = st.lists(st.integers(1, 60), min_size=2, max_size=8, unique=True).map(

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.lives.life_record import ProcessState
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources import threads as asyncio_tasks
 from lowtide.leakcheck.resources.threads import AsyncioTasks
+from lowtide.probes.device.driver import NoDriver
 
 KEPT: list[Any] = []
 
@@ -214,16 +215,22 @@ def test_many_holders_are_taken_to_wake(loop: asyncio.AbstractEventLoop) -> None
 
 @pytest.mark.parametrize(("make", "count"), [(forever, 1), (sleeps, 0)])
 def test_a_life_is_judged_by_what_it_leaves(loop: asyncio.AbstractEventLoop, make: Make, count: int) -> None:
-    state = ProcessState(lambda: 0)
-    state.mark()
-    start(loop, make)
-    found = [each for each in state.findings("shutdown", remedies=True) if each.resource == "asyncio-tasks"]
-    assert [(each.count, each.stage, each.holder is not None) for each in found] == [(1, "shutdown", True)] * count
+    class Starts:
+        def create(self) -> None:
+            start(loop, make)
+
+        def infer(self) -> list[list[int]]:
+            return [[1]]
+
+        def shutdown(self) -> None: ...
+
+    engine: Any = Starts
+    script = ("create", "infer", "shutdown")
+    run = LifecycleRun("small", engine, device="cpu", driver=NoDriver("a test"), cycles=2, script=script)
     # Of two lives that leave one each, there is one finding.
-    state.mark()
-    start(loop, make)
-    found = [each for each in state.findings("shutdown", remedies=True) if each.resource == "asyncio-tasks"]
-    assert [each.count for each in found] == [2] * count
+    found = [each for each in run.run().findings if each.resource == "asyncio-tasks"]
+    assert [(each.count, each.stage) for each in found] == [(2, "shutdown")] * count
+    assert all(f"held by {__name__}.KEPT" in each.message for each in found)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lives.life_record import ProcessState
+from lowtide.leakcheck.lives.life_reader import LifeSettings
+from lowtide.leakcheck.resources.settings import EnvironmentSetters
+from lowtide.probes.host.counters import SettingReader
 from lowtide.reports.schema import Finding
 
 
@@ -61,18 +63,18 @@ def put_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def state() -> ProcessState:
-    state = ProcessState(lambda: 0)
+def state() -> LifeSettings:
+    state = LifeSettings(SettingReader().read, EnvironmentSetters())
     state.mark()
     return state
 
 
-def test_where_nothing_changed_nothing_is_found(state: ProcessState) -> None:
+def test_where_nothing_changed_nothing_is_found(state: LifeSettings) -> None:
     assert state.findings("shutdown", remedies=True) == []
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_was_not_restored_is_reported_and_left_alone(name: str, state: ProcessState) -> None:
+def test_a_setting_that_was_not_restored_is_reported_and_left_alone(name: str, state: LifeSettings) -> None:
     change, message, _ = CHANGES[name]
     change()
     for _ in range(2):
@@ -83,7 +85,7 @@ def test_a_setting_that_was_not_restored_is_reported_and_left_alone(name: str, s
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_was_not_restored_is_put_back(name: str, state: ProcessState) -> None:
+def test_a_setting_that_was_not_restored_is_put_back(name: str, state: LifeSettings) -> None:
     change, _, action = CHANGES[name]
     change()
     (finding,) = state.findings("shutdown", remedies=True)
@@ -93,7 +95,7 @@ def test_a_setting_that_was_not_restored_is_put_back(name: str, state: ProcessSt
 
 def test_a_collector_that_was_off_and_is_on_is_put_back_too() -> None:
     gc.disable()
-    state = ProcessState(lambda: 0)
+    state = LifeSettings(SettingReader().read, EnvironmentSetters())
     state.mark()
     gc.enable()
     (finding,) = state.findings("shutdown", remedies=True)
@@ -102,7 +104,7 @@ def test_a_collector_that_was_off_and_is_on_is_put_back_too() -> None:
     assert not gc.isenabled()
 
 
-def test_several_changes_are_several_findings_with_fingerprints_of_their_own(state: ProcessState) -> None:
+def test_several_changes_are_several_findings_with_fingerprints_of_their_own(state: LifeSettings) -> None:
     for change, *_ in CHANGES.values():
         change()
     findings = state.findings("shutdown", remedies=False)
@@ -110,7 +112,7 @@ def test_several_changes_are_several_findings_with_fingerprints_of_their_own(sta
 
 
 def test_what_cannot_be_put_back_is_reported_with_what_was_tried(
-    state: ProcessState, monkeypatch: pytest.MonkeyPatch
+    state: LifeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_dtype = torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", functools.partial(refuse, "not now"))
@@ -128,7 +130,7 @@ def refuse(why: str, *args: object) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_first_life_left_is_put_back_after_the_last_as_it_was_before_all(name: str, state: ProcessState) -> None:
+def test_what_a_first_life_left_is_put_back_after_the_last_as_it_was_before_all(name: str, state: LifeSettings) -> None:
     change, message, undo = CHANGES[name]
     change()
     assert len(state.findings("shutdown", remedies=False)) == 1
@@ -142,7 +144,7 @@ def test_what_a_first_life_left_is_put_back_after_the_last_as_it_was_before_all(
     assert state.findings("shutdown", remedies=True) == []
 
 
-def test_a_life_that_puts_back_what_an_earlier_one_left_has_changed_nothing(state: ProcessState) -> None:
+def test_a_life_that_puts_back_what_an_earlier_one_left_has_changed_nothing(state: LifeSettings) -> None:
     gc.disable()
     assert len(state.findings("shutdown", remedies=False)) == 1
     state.mark()
