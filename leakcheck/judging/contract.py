@@ -242,6 +242,11 @@ def holders(usage: Any) -> dict[str, int]:
     return {who: blocks for who, blocks in held.items() if blocks}
 
 
+def held_by_nobody(usage: Any) -> dict[str, int]:
+    """Return who holds KV blocks although no request does, where an engine could not forget its prefixes."""
+    return (holders(usage) if usage else {}) or {"a holder that the engine does not name": 0}
+
+
 def after_sleep(stage: str, device: str, baseline: Snapshot, after: Snapshot) -> list[Finding]:
     """Report the arenas of weights, KV cache and workspaces that have pages after a sleep beyond those before create.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, digests, says_the_same
@@ -38,7 +38,7 @@ from lowtide.leakcheck.lives.script import (
     varied,
 )
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_levels import explain_kept, role_of
+from lowtide.leakcheck.processes.process_levels import judged_asleep, role_of
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.suppressions.entries import shipped
@@ -454,10 +454,8 @@ class CheckedLife:
         elif call.name == "wake":
             self._woke(arguments.get("tags"))
         elif call.name == "reset_prefix_cache" and not (result or model.unfinished):
-            usage = asked(self._target, "kv_usage")
-            held = {} if usage is None else contract.holders(usage)
-            nobody = {"a holder that the engine does not name": 0}
-            self._raise(contract.after_idle(call.name, self._device, held or nobody, None))
+            held = contract.held_by_nobody(asked(self._target, "kv_usage"))
+            self._raise(contract.after_idle(call.name, self._device, held, None))
         elif call.name == "reload":
             model.version = 0
         elif call.name == UPDATE:
@@ -787,14 +785,13 @@ class CheckedLife:
 
     def _check_slept(self, level: int) -> None:
         """Judge what an engine without arenas has given back in a sleep of a level."""
-        stage = f"sleep({level})"
-        self._raise(self._slept.only_collected(stage))
-        sizes = self._slept.kept_asleep()
-        if sizes is not None and level in self._capabilities.emptying_levels:
-            holders = self._slept.explain_kept(stage, self._context())
-            self._raise([explain_kept(stage, self._device, sizes, None, {}, holders)])
-        elif sizes is not None:
-            self._lives.not_measured[not_judged(stage, sizes, self._slept.kind)] = None
+        empties = level in self._capabilities.emptying_levels
+        found, missing = judged_asleep(
+            self._slept, f"sleep({level})", self._device, empties=empties, context=self._context
+        )
+        if missing is not None:
+            self._lives.not_measured[missing] = None
+        self._raise(found)
 
     def _context(self) -> Context:
         return Context(roots=[(ENGINE, getattr(self._target, "engine", self._target))], living=True)

@@ -6,6 +6,7 @@ its shutdown it may give all of them back, and a server is not shut down for wee
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
@@ -16,11 +17,11 @@ import msgspec
 
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
-from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
+from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests, holders
+from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests
 from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import release, trim_heap
@@ -43,7 +44,7 @@ from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
-from lowtide.leakcheck.processes.process_levels import explain_kept
+from lowtide.leakcheck.processes.process_levels import judged_asleep
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
@@ -315,17 +316,12 @@ class LifecycleRun:
 
     def _kept_asleep(self, slept: SleptTensors, stage: str, engine: object) -> list[Finding]:
         """Report what an engine of this process holds asleep, if most of what it held; note it if nobody forbids it."""
-        collected = slept.only_collected(stage)
-        sizes = slept.kept_asleep()
-        if sizes is None:
-            return collected
-        # On a card each sleep gives up what it keeps on the host.
-        if not self._reader.cards and stage not in self.emptying:
-            missing = not_judged(stage, sizes, slept.kind)
+        empties = stage in self.emptying
+        context = functools.partial(self._leftovers.context, engine)
+        found, missing = judged_asleep(slept, stage, self.device, empties=empties, context=context)
+        if missing is not None:
             self._record.not_measured[missing.what] = missing
-            return collected
-        holders = slept.explain_kept(stage, self._leftovers.context(engine))
-        return [*collected, explain_kept(stage, self.device, sizes, None, {}, holders)]
+        return found
 
     def _infer_again(self, life: Life, engine: object, *, is_looked_at: bool) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show, and look for it.
@@ -629,6 +625,10 @@ class TargetLife:
         """What a user of the engine holds: the target's `engine`, or the target itself."""
         return getattr(self._target, "engine", None) or self._target
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the target has, as a life has it: `shutdown`, `reload`, `weights`, `graph_buffers`."""
+        return getattr(self._target, name)
+
     def create(self) -> None:
         """Make the engine."""
         self._target.create(simplest(self._able))
@@ -647,10 +647,6 @@ class TargetLife:
         """Wake all of it."""
         self._target.wake(None)
 
-    def reload(self) -> None:
-        """Load its weights anew."""
-        self._target.reload()
-
     def update_weights(self, version: int) -> None:
         """Send it the weights of a version."""
         # Not the tensors themselves: whoever sends them need not keep them.
@@ -660,31 +656,16 @@ class TargetLife:
         """Return what was sent last, by name, as `digests` has it, if the target says it."""
         return self._sent
 
-    def weights(self) -> Mapping[str, Any]:
-        """Return what it has, by name, if it says it."""
-        weights: Mapping[str, Any] = asked(self._target, "weights") or {}
-        return weights
-
-    def shutdown(self) -> None:
-        """Shut it down."""
-        self._target.shutdown()
-
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """Return what must survive a sleep, by name, if the target reports it."""
         tensors: Mapping[str, torch.Tensor] = asked(self._target, "preserved") or {}
         return tensors
 
-    def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Return address and bytes of what captured graphs read, by name, if the target reports it."""
-        buffers: Mapping[str, tuple[int, int]] = asked(self._target, "graph_buffers") or {}
-        return buffers
-
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Return who holds how many KV blocks although no request does, once the target has forgotten its prefixes."""
         if not self._able.prefix_cache or self._target.reset_prefix_cache():
             return {}
-        usage = asked(self._target, "kv_usage")
-        return holders(usage) if usage else {"a holder that the engine does not name": 0}
+        return contract.held_by_nobody(asked(self._target, "kv_usage"))
 
     def step(self) -> None:
         """Make one step, where the target has steps."""

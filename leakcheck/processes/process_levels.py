@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from lowtide.leakcheck.findings.life_findings import SleptTensors, not_judged
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.host.process_files import name_of, rollup, stat
 from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import reworded
 
@@ -245,6 +247,29 @@ def mapped_by_failed_wake(
         for tag, mapped in ProcessLevels(process, levels).arenas(kind).items()
         if (left := mapped - asleep[pid].arenas(kind).get(tag, 0)) > 0
     ]
+
+
+def judged_asleep(
+    slept: SleptTensors, stage: str, device: str, *, empties: bool, context: Callable[[], Context]
+) -> tuple[list[Finding], NotMeasured | None]:
+    """Return what an engine of this process has kept in a sleep, if most of what it held; and what nobody can judge.
+
+    Args:
+        slept: followed the sleep.
+        stage: it.
+        device: where the engine keeps its memory.
+        empties: whether somebody says that the sleep leaves nothing there.
+        context: gives what is known around the engine, where something is found.
+    """
+    collected = slept.only_collected(stage)
+    sizes = slept.kept_asleep()
+    if sizes is None:
+        return collected, None
+    # On a card each sleep gives up what it keeps on the host.
+    if not empties and device == "cpu":
+        return collected, not_judged(stage, sizes, slept.kind)
+    holders = slept.explain_kept(stage, context())
+    return [*collected, explain_kept(stage, device, sizes, None, {}, holders)], None
 
 
 def explain_kept(

@@ -45,7 +45,7 @@ from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.processes.remote_errors import RemoteError, describe_error, restore_error
 from lowtide.engine.weight_transfer.bucket_memory import FileMemory
 from lowtide.engine.weight_transfer.checksums import checksum
-from lowtide.leakcheck.judging.contract import holders
+from lowtide.leakcheck.judging.contract import held_by_nobody
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import (
     DamagedShardError,
@@ -183,6 +183,10 @@ class ReferenceLife(_OfReference):
         self._prompts = make_prompts(vocab_size, config.seed, prompt_scale)
         self._trainer = Trainer(config)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the engine does without more: `step`, `sleep`, `wake`."""
+        return getattr(self.engine, name)
+
     def create(self) -> None:
         """Create the engine."""
         self.engine.create()
@@ -194,21 +198,7 @@ class ReferenceLife(_OfReference):
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Return who holds how many KV blocks although no request does, once the engine has forgotten its prefixes."""
-        if self.engine.reset_prefix_cache():
-            return {}
-        return holders(self.engine.kv_cache_usage())
-
-    def step(self) -> None:
-        """Make one step of the engine."""
-        self.engine.step()
-
-    def sleep(self, level: int) -> None:
-        """Put the engine to sleep."""
-        self.engine.sleep(level)
-
-    def wake(self) -> None:
-        """Wake all of the engine."""
-        self.engine.wake()
+        return {} if self.engine.reset_prefix_cache() else held_by_nobody(self.engine.kv_cache_usage())
 
     def update_weights(self, version: int) -> None:
         """Send the engine the weights of a version."""
