@@ -11,6 +11,7 @@ A checkpoint is damaged in a copy of its shards: cut short, or with a tensor of 
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -264,10 +265,11 @@ def injecting(
     with ExitStack() as stack:
         for seam in seams:
             if isinstance(seam, Seam):
-                stack.enter_context(_patched(seam, injection))
+                stand_in = functools.partial(_reaching, seam, injection)
             else:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-")))
-                stack.enter_context(_opening(seam, injection, folder))
+                stand_in = functools.partial(_opening, injection, folder)
+            stack.enter_context(_in_place(seam.owner, seam.name, stand_in))
         stack.enter_context(_TorchFaults(injection, device))
         yield injection
 
@@ -289,35 +291,29 @@ def injecting_into(target: Any, injection: Injection) -> AbstractContextManager[
 
 
 @contextmanager
-def _patched(seam: Seam, injection: Injection) -> Iterator[None]:
+def _in_place(owner: Any, name: str, stand_in: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     # Not getattr: a static method must be put back as what it is.
-    original = vars(seam.owner)[seam.name]
-    function = original.__func__ if isinstance(original, staticmethod) else original
+    original = vars(owner)[name]
+    is_static = isinstance(original, staticmethod)
+    call = stand_in(original.__func__ if is_static else original)
+    setattr(owner, name, staticmethod(call) if is_static else call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
+
+def _reaching(seam: Seam, injection: Injection, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         injection.reach(seam.kind, seam.name, seam.error)
         with injection.within() if seam.covers else nullcontext():
             return function(*args, **kwargs)
 
-    setattr(seam.owner, seam.name, staticmethod(call) if isinstance(original, staticmethod) else call)
-    try:
-        yield
-    finally:
-        setattr(seam.owner, seam.name, original)
+    return call
 
 
-@contextmanager
-def _opening(seam: ShardSeam, injection: Injection, folder: Path) -> Iterator[None]:
-    original = vars(seam.owner)[seam.name]
-
-    def call(shard: str | Path, *args: Any, **kwargs: Any) -> Any:
-        return original(injection.open(Path(shard), folder), *args, **kwargs)
-
-    setattr(seam.owner, seam.name, call)
-    try:
-        yield
-    finally:
-        setattr(seam.owner, seam.name, original)
+def _opening(injection: Injection, folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda shard, *args, **kwargs: function(injection.open(Path(shard), folder), *args, **kwargs)
 
 
 def _allocates(function: Any) -> bool:
