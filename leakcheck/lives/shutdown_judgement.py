@@ -39,7 +39,7 @@ from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.probes.heap.holders import sharing_walk
-from lowtide.probes.objects.foreign import mro_of, namespace_of, type_name
+from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.objects.listed import all_objects
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured, TypeGrowth
@@ -423,20 +423,5 @@ def _counts() -> dict[str, int]:
     _, places, numbers = np.unique(types_of(identities(objects)), return_index=True, return_counts=True)
     counts: Counter[str] = Counter()
     for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
-        counts[_name(objects[place])] += number
+        counts[type_name(type(objects[place]))] += number
     return {name: count for name, count in counts.items() if not name.startswith(_OWN)}
-
-
-def _name(item: object) -> str:
-    """Return module and name of an object's class, which is asked for them unless its metaclass may answer anything."""
-    cls = type(item)
-    return type_name(cls) if _answers_itself(cls) else f"{cls.__module__}.{cls.__name__}"
-
-
-def _answers_itself(cls: type) -> bool:
-    """Whether a class's metaclass has code of its own for attributes that every class has."""
-    own = [namespace_of(base) for base in mro_of(type(cls)) if base is not type and base is not object]
-    return any(
-        "__getattribute__" in names or "__name__" in names or type(names.get("__module__", "")) is not str
-        for names in own
-    )
