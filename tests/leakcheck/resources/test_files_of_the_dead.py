@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
+from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.lifecycle import check_run
+from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.resources.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver import NoDriver
@@ -444,6 +446,37 @@ def test_a_file_that_a_living_process_maps_is_not_left() -> None:
         assert remains.shared_memory([name]) == {name}
     Path("/dev/shm", name).unlink()
     tree.stop()
+
+
+class Crashes(Killed):
+    """An engine whose core crashes, and leaves a segment that it has no more open."""
+
+    kinds = ("segment",)
+
+    def shutdown(self) -> None:
+        with self.core:
+            self.core.communicate(b"crash")
+
+
+class CrashesTidily(Crashes):
+    kinds = ()
+
+
+@pytest.mark.parametrize(("target", "resources"), [(Crashes, ["shared-memory"]), (CrashesTidily, [])])
+def test_what_a_core_that_crashes_leaves_is_found_in_a_checked_life_too(
+    target: type[Killed], resources: list[str]
+) -> None:
+    left: list[str] = []
+    with Lives(target, explain=False) as lives:
+        # What the warm-up has left.
+        Path("/dev/shm/lowtide_test_segment").unlink(missing_ok=True)
+        life = CheckedLife(lives)
+        life.create()
+        try:
+            life.close()
+        except LifeError as error:
+            left = [finding.resource for finding in error.findings]
+    assert left == resources
 
 
 class StaysBehind(EndsByItself):
