@@ -196,9 +196,8 @@ class Lives:
         able = self.capabilities = make_target(factory).capabilities
         self.coverage = Coverage()
         # Other processes are asked by `processes`, whose growth counts over all lives.
-        policy = Policy(remedies="never", explain=explain, processes=False)
-        watched = Watched(policy)
-        self.watch = Watch(policy, watched)
+        watched = Watched(Policy(remedies="never", explain=explain, processes=False))
+        self.watch = Watch(watched=watched)
         self.growth = GrowthWatch(able.device)
         self._frozen = 0
         self._listening = ExitStack()

@@ -69,10 +69,11 @@ class LifeSettings:
 
     Args:
         read: gives what they are, by name.
-        environment: who set which environment variable.
+        environment: who set which environment variable; None: what is added, and not only replaced or removed, is left
+            alone, as where lives follow that may need it.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, str]], environment: EnvironmentSetters) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, str]], environment: EnvironmentSetters | None = None) -> None:
         self._read = read
         self._environment = environment
         self._before: Mapping[str, str] = {}
@@ -100,8 +101,7 @@ class LifeSettings:
             name: change
             for name, change in changes.items()
             # What puts back what an earlier life had changed is no change.
-            if not self._environment.is_own_of_library(change)
-            and not (name in self._left and self._left[name].before == change.now)
+            if self._is_judged(change) and not (name in self._left and self._left[name].before == change.now)
         }
         if remedies:
             changes |= {first.name: first for first in self._left.values() if still_changed((first,))}
@@ -110,6 +110,11 @@ class LifeSettings:
         if remedies:
             self._left.clear()
         return [_changed(change, stage, remedies=remedies) for change in changes.values()]
+
+    def _is_judged(self, change: SettingChange) -> bool:
+        if self._environment is None:
+            return change.before != ABSENT or change.is_replaced
+        return not self._environment.is_own_of_library(change)
 
 
 def _changed(change: SettingChange, stage: str, *, remedies: bool) -> Finding:
@@ -143,6 +148,7 @@ class LivedProcess:
         watched: what is followed of it; started and stopped with this.
         importing: hears of each module that a life is about to import, with whom what it makes belongs to.
         imported: hears when that is done.
+        environment: who set which environment variable, where what is added is judged.
 
     Attributes:
         counters: reads what is counted.
@@ -153,13 +159,18 @@ class LivedProcess:
     """
 
     def __init__(
-        self, device: str, watched: Watched, importing: Callable[[Owner], None], imported: Callable[[], None]
+        self,
+        device: str,
+        watched: Watched,
+        importing: Callable[[Owner], None],
+        imported: Callable[[], None],
+        environment: EnvironmentSetters | None = None,
     ) -> None:
         self.device = device
         self.cards = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self.watched = watched
         self.counters = watched.counters
-        self.settings = LifeSettings(lambda: self.counters.read().settings, watched.environment)
+        self.settings = LifeSettings(lambda: self.counters.read().settings, environment)
         self.processes = EngineProcesses(watched.tree, watched.others.agents, device, watched.ask_driver)
         self.imports = ImportWatch(self._begin_import, self._end_import)
         self.imported = Imported(self.counters.read)
@@ -212,7 +223,7 @@ class LifeReader(LivedProcess):
     def __init__(self, device: str, driver: Driver) -> None:
         watched = Watched(Policy(processes=False, stacks="off" if device == "cpu" else "auto"), driver)
         self.leftovers = LeftoverTensors(watched.births, watched.stacks)
-        super().__init__(device, watched, self.leftovers.importing, self.leftovers.imported)
+        super().__init__(device, watched, self.leftovers.importing, self.leftovers.imported, watched.environment)
         self._driver = driver
         self.left_running: set[int] = set()
         self.makers, self.unseen = watched.makers, watched.others.unmeasured

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import mmap
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -386,6 +387,28 @@ def test_what_the_warm_up_has_left_changed_already_is_found_in_every_life() -> N
             life.abandon()
             assert torch.accelerator.synchronize is before
     assert gc.get_freeze_count() < 2000
+
+
+class SetsOnce(SmallTarget):
+    """As a library that sets a variable for the process when it is first used, and reads it ever after."""
+
+    name = "LOWTIDE_TEST_ONCE"
+    has_set: ClassVar[bool] = False
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        if not SetsOnce.has_set:
+            os.environ[self.name] = "1"
+            SetsOnce.has_set = True
+        assert os.environ[self.name] == "1"
+        super().create(config)
+
+
+def test_a_variable_that_the_warm_up_has_added_is_there_for_the_lives_that_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SetsOnce.name, "")
+    monkeypatch.delenv(SetsOnce.name)
+    live(SetsOnce, sleeps)
 
 
 class MadeOnce(SmallTarget):
