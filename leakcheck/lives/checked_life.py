@@ -73,35 +73,21 @@ class LifeProcesses:
     Args:
         engine: asks them.
         emptying: the levels of a sleep that leave nothing on the device.
+
+    Attributes:
+        engine: as given.
+        life: which one this is, from 1.
     """
 
     def __init__(self, engine: EngineProcesses, emptying: Collection[int]) -> None:
-        self._engine, self._tree = engine, engine.tree
+        self.engine = engine
         self._emptying = {f"sleep({level})" for level in emptying}
-        self._life = 0
+        self.life = 0
         # By process: host memory that nothing explained when it was read first.
         self._at_first: dict[int, int] = {}
         # Those that were there at the end of a call, and those of them that have answered then.
         self._present: set[int] = set()
         self._answered: set[int] = set()
-
-    def begin_life(self) -> None:
-        """Begin another life."""
-        self._life += 1
-
-    def begin_call(self, name: str) -> None:
-        """Take what appears in any process from here on for what appeared in this call."""
-        if self._tree.any_alive():
-            self._engine.begin_stage(name, self._life)
-
-    def before_sleep(self) -> None:
-        """Have each process remember what must survive the sleep that begins."""
-        if self._tree.any_alive():
-            self._engine.before_sleep()
-
-    def after_wake(self) -> list[Finding]:
-        """Report what any process has lost of it, once everything is awake."""
-        return self._engine.after_wake("wake")
 
     def end_call(self, name: str, level: int | None = None) -> list[Finding]:
         """Report what is not as it must be in any process after a call, also after one that failed.
@@ -110,32 +96,28 @@ class LifeProcesses:
             name: of the call.
             level: of a sleep that did not fail.
         """
-        found = self._engine.ended.findings()
-        if not self._tree.any_alive():
+        found = self.engine.ended.findings()
+        if not self.engine.tree.any_alive():
             return found
         stage = name if level is None else f"{name}({level})"
-        self._engine.end_stage(stage)
-        self._present.update(self._tree.descendants())
-        self._answered.update(self._engine.has_answered)
+        self.engine.end_stage(stage)
+        self._present.update(self.engine.tree.descendants())
+        self._answered.update(self.engine.has_answered)
         if level is not None:
-            found += self._engine.after_sleep(stage, self._life, empties=stage in self._emptying)
+            found += self.engine.after_sleep(stage, self.life, empties=stage in self._emptying)
         elif name == "wake":
-            found += self._engine.more_awake(stage)
-        found += [left for reading in self._engine.readings if (left := self._nobodys(reading, stage)) is not None]
+            found += self.engine.more_awake(stage)
+        found += [left for reading in self.engine.readings if (left := self._nobodys(reading, stage)) is not None]
         return found
-
-    def grown(self) -> list[Finding]:
-        """Report what has grown from inference to inference in the processes of all lives so far."""
-        return self._engine.findings_at_end()
 
     def _nobodys(self, reading: ProcessStage, stage: str) -> Finding | None:
         """Report host memory of one process under no tensor and in no arena, where it has grown too much."""
         pid, now = reading.process.pid, reading.unexplained.get("cpu")
         if now is None or reading.host is None:
             return None
-        allowed = self._at_first.setdefault(pid, now) + host_memory_tolerance([self._engine.device or "cpu"])
+        allowed = self._at_first.setdefault(pid, now) + host_memory_tolerance([self.engine.device or "cpu"])
         if now > allowed:
-            imported = self._engine.trim(pid)
+            imported = self.engine.trim(pid)
             trimmed = rollup(pid)
             if imported is None or trimmed is None:
                 return None  # it is listed as not measured, or has ended
@@ -168,9 +150,9 @@ class LifeProcesses:
             pid = None if item.process is None else item.process.pid
             if pid is None or pid in self._present - self._answered:
                 left.append(item)
-            elif growth and pid in self._engine.answering - self._engine.judged:
+            elif growth and pid in self.engine.answering - self.engine.judged:
                 left.append(msgspec.structs.replace(item, why=_TOO_FEW))
-        return [*left, *self._engine.not_measured.values()]
+        return [*left, *self.engine.not_measured.values()]
 
 
 _SMALLEST_LEVEL = 8 << 20
@@ -258,7 +240,7 @@ class Lives:
     def begin(self) -> None:
         """Take what is there when a life begins as its baseline."""
         with self._judging():
-            self.processes.begin_life()
+            self.processes.life += 1
             self.watch.begin("create")
             self._is_watching = True
 
@@ -419,7 +401,7 @@ class CheckedLife:
             level = call.arguments["level"]
             if level in self._capabilities.preserving_levels and self.model.keeps(level):
                 self._preserved_state.before_sleep(self._preserved())
-                self._lives.processes.before_sleep()
+                self._lives.processes.engine.before_sleep()
         if call.name in ("sleep", "wake") and not self._pages_at_work:
             self._slept.begin(call.name)
 
@@ -478,7 +460,7 @@ class CheckedLife:
         self._raise(self._slept.more_awake("wake", self._context))
         if self.model.phase == "running":
             lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
-            self._raise([*lost, *self._lives.processes.after_wake()])
+            self._raise([*lost, *self._lives.processes.engine.after_wake("wake")])
             self._preserved_state.mark()
 
     def _shut_down(self, call: Call) -> bool:
@@ -627,7 +609,7 @@ class CheckedLife:
             # Since when: asked of one life only, because noting it costs as much as many a call.
             self._lives.watch.phase(name)
         before = self._pages()
-        self._lives.processes.begin_call(name)
+        self._lives.processes.engine.begin_stage(name, self._lives.processes.life)
         injection = None if fault is None else Injection(fault.kind, fault.at)
         failed = False
         try:
@@ -735,15 +717,8 @@ class CheckedLife:
         for tag in sorted({*before, *now}):
             # The workspaces grow with what was computed before it failed, and are the engine's to keep.
             if tag != "workspace" and before.get(tag, 0) != now.get(tag, 0):
-                self._fail(
-                    "arena",
-                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {what} "
-                    f"{format_bytes(before.get(tag, 0))} before",
-                    tag,
-                    "not-restored",
-                    abs(now.get(tag, 0) - before.get(tag, 0)),
-                    f"arena {tag!r}",
-                )
+                then = before.get(tag, 0)
+                self._fail_arena(tag, now.get(tag, 0), then, f"{what} {format_bytes(then)} before", "not-restored")
 
     def _check_state(self, name: str) -> None:
         state = asked(self._target, "state")
@@ -777,10 +752,11 @@ class CheckedLife:
                 wanted = 0 if asleep else at_work
             if now.get(tag, 0) != wanted:
                 cause: Cause = "not-restored" if wanted else "unknown"
-                said = (
-                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
-                )
-                self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
+                self._fail_arena(tag, now.get(tag, 0), wanted, f"{name}, not {format_bytes(wanted)}", cause)
+
+    def _fail_arena(self, tag: str, now: int, wanted: int, rest: str, cause: Cause) -> None:
+        message = f"arena {tag!r} has {format_bytes(now)} mapped after {rest}"
+        self._fail("arena", message, tag, cause, abs(now - wanted), f"arena {tag!r}")
 
     def _check_slept(self, level: int) -> None:
         """Judge what an engine without arenas has given back in a sleep of a level."""

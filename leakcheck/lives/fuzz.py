@@ -178,7 +178,7 @@ class _TestCaseOf:
             def runTest(self) -> None:  # noqa: N802 - unittest's name
                 with cls.lives:
                     run_state_machine_as_test(cls, settings=self.settings)
-                    grown = cls.lives.processes.grown()
+                    grown = cls.lives.processes.engine.findings_at_end()
                 if grown:
                     raise failure_of(grown)
 
@@ -358,7 +358,7 @@ def fuzz(
             findings = tuple(machine.findings)
             return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.unmeasured)
         # No single life shows it, so there is none to be shortened.
-        grown = tuple(lives.processes.grown())
+        grown = tuple(lives.processes.engine.findings_at_end())
     return Found(lives.coverage, time.perf_counter() - started, grown, not_measured=lives.unmeasured)
 
 

@@ -138,11 +138,11 @@ def test_growth_adds_up_over_the_processes_of_several_lives() -> None:
 
     with lives(Leaks) as opened:
         lived(opened, infers=3)
-        assert opened.processes.grown() == []
+        assert opened.processes.engine.findings_at_end() == []
         # Five that add show it however much of a heap that is trimmed meanwhile was free.
         for _ in range(2):
             lived(opened, infers=3)
-        (finding,) = opened.processes.grown()
+        (finding,) = opened.processes.engine.findings_at_end()
     assert re.search(r"grows by 1\d\.\d MiB with each infer, ", finding.message)
     assert " in 6 of 6 that followed another one" in finding.message
 
@@ -156,7 +156,7 @@ def test_what_asking_for_holders_takes_and_gives_back_is_no_growth() -> None:
     with lives(Leaks) as opened:
         # Seven come to what no process may take at all.
         lived(opened, infers=6)
-        (finding,) = opened.processes.grown()
+        (finding,) = opened.processes.engine.findings_at_end()
     # From the fourth one on, the child has searched its heap for holders in between.
     assert re.search(r"grows by 8\.[01] MiB with each infer, ", finding.message)
     assert re.search(r" in (\d) of \1 that followed another one", finding.message)
