@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -100,6 +101,8 @@ def test_what_counts_is_not_compiled() -> None:
 
 @pytest.mark.nightly
 def test_what_counts_is_not_compiled_where_torch_has_no_mark_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its own import needs the mark.
+    importlib.import_module("torch._dynamo")
     with monkeypatch.context() as other:
         other.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
         kept = faults._uncompiled(negated_again)
