@@ -20,7 +20,7 @@ from typing import Any
 from lowtide.leakcheck.explaining.expressions import is_name, of_module
 from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
 from lowtide.leakcheck.explaining.path_reading import can_end
-from lowtide.leakcheck.judging.growth import adding_turns, adds_late, kept_steps, rate
+from lowtide.leakcheck.growth.steps import KeptSteps
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import held_in_all
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys, tensors_over
@@ -166,10 +166,9 @@ class _Kept:
             self.turn, self._is_told, self.growth = turn, False, ""
             self._levels.append(level)
         self._levels[-1] = level
-        steps = kept_steps(self._levels)
-        none = [0] * len(steps)
-        if not self._has_grown and len(adding_turns(steps, none)) >= FEWEST_TURNS and adds_late(steps, none):
-            self.growth, self._has_grown = rate(steps, none, format_bytes), True
+        steps = KeptSteps.between(self._levels)
+        if not self._has_grown and len(steps.turns) >= FEWEST_TURNS and steps.adds_late:
+            self.growth, self._has_grown = steps.said(format_bytes), True
         too_much = level > (most if turn == self.first else self._base + MOST_ADDED)
         self._is_told = self._is_told or bool(self.growth) or too_much
         return self._is_told

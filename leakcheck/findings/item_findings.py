@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.growth.steps import KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.growth import grows
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
@@ -311,7 +311,7 @@ class NamedGrowth:
             for brought in reversed(self._brought[1:]):
                 turns.insert(0, left & brought[key])
                 left -= brought[key]
-            if grows([len(turn) for turn in turns], [0] * len(turns)):
+            if KeptSteps([len(turn) for turn in turns]).grows:
                 grown = {name: items[name] for turn in turns for name in turn}
                 mapped |= {name.partition(", inode ")[0] for name in grown}
                 growth_of = _stranding_of if key == _STRANDED else _growth_of

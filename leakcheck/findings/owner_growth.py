@@ -15,8 +15,8 @@ from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
+from lowtide.leakcheck.growth.steps import FEWEST_STEPS, LevelKey
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.growth import FEWEST_TURNS, rate
 from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Claims, Count, Key, Owner
 from lowtide.probes.heap.caches import read_caches
@@ -57,7 +57,7 @@ def note_growth(
     wanted = list(owners)
     under = claims.storages({id(owner): owner.ledger.sizes for owner in wanted}, fresh) if wanted else {}
     for owner in wanted:
-        counts: dict[str, Count] = {}
+        counts: dict[ResourceName, Count] = {}
         for key in COUNTED:
             there = owner.items.get(key, set()) & now.items.get(key, {}).keys()
             if there:
@@ -79,9 +79,9 @@ def growth_of(
         made_at: as of `Context`.
     """
     growing = owner.ledger.growing()
-    tensors = [_of_tensors(owner, key, stacks) for key in growing if key.startswith("tensors ")]
+    tensors = [_of_tensors(owner, key, stacks) for key in growing if key.resource == "tensors"]
     context = Context(roots=tuple(owner.named()), living=True, stacks=stacks, made_at=made_at)
-    items = [_of_items(owner, resource, now, context) for resource in COUNTED if resource in growing]
+    items = [_of_items(owner, resource, now, context) for resource in COUNTED if LevelKey(resource) in growing]
     return [*(finding for finding in tensors if finding is not None), *items]
 
 
@@ -98,8 +98,8 @@ def limit_passed(owner: Owner, limit: int, stacks: Stacks) -> list[Finding]:
     if total - ledger.limit_passed <= limit:
         return []
     ledger.limit_passed = total
-    keys = [f"tensors {device}" for device in sorted({device for device, _ in ledger.storages})]
-    found = [_of_tensors(owner, key, stacks, past=limit) for key in keys if len(ledger.adding_turns(key)) > 1]
+    keys = [LevelKey("tensors", device) for device in sorted({device for device, _ in ledger.storages})]
+    found = [_of_tensors(owner, key, stacks, past=limit) for key in keys if len(ledger.steps(key).turns) > 1]
     return [finding for finding in found if finding is not None]
 
 
@@ -127,17 +127,16 @@ def _is_of(growth: Finding, finding: Finding) -> bool:
     )
 
 
-def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None) -> Finding | None:
-    ledger = owner.ledger
-    device = key.partition(" ")[2]
-    place = _place_of_growth(owner, device)
+def _of_tensors(owner: Owner, key: LevelKey, stacks: Stacks, past: int | None = None) -> Finding | None:
+    ledger, device = owner.ledger, key.device
+    place = _place_of_growth(owner, key)
     if place is None:
         return None
     held, explanations = place
     largest = max(held, key=lambda storage: ledger.storages[storage].bytes)
     explanation = explanations.get(largest)
-    steps, allowed = ledger.steps(key), ledger.allowed(key)
-    total = sum(steps[turn - 1] for turn in ledger.adding_turns(key))
+    steps = ledger.steps(key)
+    total = sum(steps.added)
     stack = tuple(stacks(device, [largest[1]]).get(largest[1], ()))
     holder = explanation.holder if explanation is not None else ""
     notes = [Note(f", {format_bytes(total)} on {device} in all")]
@@ -145,7 +144,7 @@ def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None)
         notes.append(Note(f", past the limit of {format_bytes(past)}"))
     if holder:
         notes.append(Note(", held by ", holder))
-    said = f"{rate(steps, allowed, format_bytes)} under {owner.name}"
+    said = f"{steps.said(format_bytes)} under {owner.name}"
     suspects = () if explanation is None else explanation.suspects[:1]
     return StatedFinding(
         resource="tensors",
@@ -172,7 +171,7 @@ def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None)
     )
 
 
-def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key, Explanation]] | None:
+def _place_of_growth(owner: Owner, key: LevelKey) -> tuple[list[Key], Mapping[Key, Explanation]] | None:
     """Return the storages that grew in one place, and how all that were looked at are held; None where no place grows.
 
     Three attributes, each filled once by another test, are three places, and none of them grows. Where what a turn made
@@ -181,7 +180,7 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
     lying = owner.ledger.storages
     by_turn: dict[int, list[Key]] = {}
     for storage, facts in lying.items():
-        if storage[0] == device and facts.turn:
+        if storage[0] == key.device and facts.turn:
             by_turn.setdefault(facts.turn, []).append(storage)
     keys = {
         storage
@@ -198,9 +197,9 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
             storage
         )
     turns = {place: {lying[storage].turn for storage in storages} for place, storages in places.items()}
-    growing = [place for place, found in turns.items() if len(found) >= FEWEST_TURNS]
-    replaced = set(owner.ledger.adding_turns(f"tensors {device}")) - by_turn.keys()
-    if not growing and len(replaced) >= FEWEST_TURNS - 1:
+    growing = [place for place, found in turns.items() if len(found) >= FEWEST_STEPS]
+    replaced = set(owner.ledger.steps(key).turns) - by_turn.keys()
+    if not growing and len(replaced) >= FEWEST_STEPS - 1:
         growing = [place for place, found in turns.items() if max(by_turn) in found]
     if not growing:
         return None
@@ -237,14 +236,12 @@ def place_of(edges: Iterable[str]) -> str:
 
 
 def _of_items(owner: Owner, resource: ResourceName, now: Counters, context: Context) -> Finding:
-    ledger = owner.ledger
-    steps, allowed = ledger.steps(resource), ledger.allowed(resource)
-    turns = ledger.adding_turns(resource)
-    total = sum(steps[turn - 1] for turn in turns)
+    steps = owner.ledger.steps(LevelKey(resource))
+    total = sum(steps.added)
     names = sorted(owner.items.get(resource, set()) & now.items.get(resource, {}).keys())
     amount: Callable[[int], str] = lambda count: format_amount(count, resource.replace("-", " "))  # noqa: E731
     holder = listed(resource, names)
-    said = f"{rate(steps, allowed, amount)} under {owner.name}"
+    said = f"{steps.said(amount)} under {owner.name}"
     notes = (Note(f", {amount(total)} in all"), *([Note(": ", holder)] if holder else []))
     finding = StatedFinding(
         resource=resource,

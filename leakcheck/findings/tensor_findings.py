@@ -17,8 +17,8 @@ from lowtide.leakcheck.findings.storage_holders import (
     common_holder,
     explain_storages,
 )
+from lowtide.leakcheck.growth.steps import trend_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.growth import trend_of
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import held_in_all

@@ -6,10 +6,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.growth.slope import Slope
+from lowtide.leakcheck.growth.series import Rise, Slope, TurnSeries
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts, malloc_in_use, read_parts
@@ -122,40 +120,30 @@ class HostLevels:
     def grown(self) -> HostGrowth | None:
         """Say by how much it has grown; to be asked when what can go back has gone."""
         now = self._read_levels()
-        for rising in self._rising():
+        for place, (slope, turns) in self._rising():
             # A step beside what each turn adds, such as the table of a reading, is none of it.
-            steady = round(rising.slope.high * rising.turns)
-            kept = min(now[rising.place] - self._first[rising.place], steady)
-            least = max(LEAST_IN_ALL, rising.slope.rate * rising.turns / 2)
+            kept = min(now[place] - self._first[place], round(slope.high * turns))
+            least = max(LEAST_IN_ALL, slope.rate * turns / 2)
             if self._parts is None or kept < least:
                 continue
             parts = self._read_parts().since(self._parts)
             # Python's heap gives an arena back only once nothing in it is in use: what is free there nobody holds.
-            free = max(0, parts[NAMES["python_free"]]) if rising.place == _RESIDENT else 0
+            free = max(0, parts[NAMES["python_free"]]) if place == _RESIDENT else 0
             if kept - free >= least:
                 part = max(parts, key=lambda name: parts[name])
                 # What imports have added is in the parts.
-                return HostGrowth(rising.slope, rising.turns, kept, part, min(parts[part], kept), now)
+                return HostGrowth(slope, turns, kept, part, min(parts[part], kept), now)
         return None
 
-    def _rising(self) -> Iterator[_Rising]:
+    def _rising(self) -> Iterator[tuple[int, Rise]]:
         for place, series in enumerate((self._resident, self._malloc)):
-            growth = series.growth_at_end()
-            if growth.kind == "growth" and growth.slope is not None and growth.slope.low >= LEAST_A_TURN:
-                # The first turn is the level from which it has grown.
-                yield _Rising(place, growth.slope, growth.turns - 1)
+            rise = series.rise(LEAST_A_TURN)
+            if rise is not None:
+                yield place, rise
 
 
 _RESIDENT = 0
 """The place of the kernel's count among the levels."""
-
-
-class _Rising(NamedTuple):
-    """Which of the levels rises."""
-
-    place: int
-    slope: Slope
-    turns: int
 
 
 def read_levels(held: int | None = None) -> tuple[int, int]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
-
-from lowtide.leakcheck.growth.slope import Slope, chance_of_rise, slope_of
+from typing import Literal, NamedTuple
 
 _MOST_FLOORS = 64
 
@@ -37,7 +36,27 @@ _FEWEST_FLOORS = 12
 _DEPTH = 8
 """Down to such a part of its height above its lowest a saw has to fall back."""
 
+_MOST_EXACT = 12
+"""Steps whose signs are tried in every combination: of more, their sum is nearly normal."""
+
+_CONFIDENCE = statistics.NormalDist().inv_cdf(0.975)
+
 Kind = Literal["growth", "bounded", "sawtooth", "undecided"]
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How steeply a series rises.
+
+    Attributes:
+        rate: by how much from one value to the next.
+        low: the lower end of the interval that has the true rate in 95 of 100 cases.
+        high: its upper end.
+    """
+
+    rate: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,18 @@ class Growth:
     turns: int
     slope: Slope | None = None
     more: int = 0
+
+
+class Rise(NamedTuple):
+    """A growth that matters.
+
+    Attributes:
+        slope: by how much each turn adds.
+        turns: how many have: the first one is the level from which it has grown.
+    """
+
+    slope: Slope
+    turns: int
 
 
 @dataclass
@@ -110,6 +141,19 @@ class TurnSeries:
         if self.turns < FEWEST_AT_THE_END:
             return Growth("undecided", self.turns, more=FEWEST_AT_THE_END - self.turns)
         return self._judged(_FALSE_ALARMS)
+
+    def rise(self, least: float, in_all: float = 0) -> Rise | None:
+        """Return the growth, when it is over; None where it does not grow, or by too little to speak of.
+
+        Args:
+            least: what each turn must add.
+            in_all: what all of them must.
+        """
+        growth = self.growth_at_end()
+        slope = growth.slope
+        if growth.kind != "growth" or slope is None or slope.low < least or slope.rate * growth.turns < in_all:
+            return None
+        return Rise(slope, growth.turns - 1)
 
     def _judged(self, chance: float) -> Growth:
         # The last floor may be that of a few turns only.
@@ -203,3 +247,47 @@ def _falls(floors: Iterable[float]) -> Iterable[float]:
         depth = floor
     if height > depth:
         yield height - depth
+
+
+def slope_of(values: Sequence[float]) -> Slope:
+    """Return the median of the slopes between all pairs of values: outliers do not move it (Theil 1950, Sen 1968).
+
+    Args:
+        values: one behind the other, at equal distances; at least two.
+    """
+    pairs = itertools.combinations(enumerate(values), 2)
+    slopes = sorted((later - earlier) / (right - left) for (left, earlier), (right, later) in pairs)
+    half = _CONFIDENCE * math.sqrt(_variance_of_ranks(values))
+    first = max(round((len(slopes) - half) / 2) - 1, 0)
+    last = min(round((len(slopes) + half) / 2), len(slopes) - 1)
+    return Slope(statistics.median(slopes), slopes[first], slopes[last])
+
+
+def _variance_of_ranks(values: Sequence[float]) -> float:
+    """Return the variance of the number of rising less falling pairs, if the order of the values is chance."""
+    count = len(values)
+    ties = [len(list(same)) for _, same in itertools.groupby(sorted(values))]
+    pairs = count * (count - 1) * (2 * count + 5) - sum(tie * (tie - 1) * (2 * tie + 5) for tie in ties)
+    return pairs / 18
+
+
+def chance_of_rise(steps: Sequence[float]) -> float:
+    """Return how likely steps add up to as much if each might as well have gone down: 0.5 ** n for n that all rise.
+
+    The test of Fisher (1935) that turns the sign of each step. Unlike a test for a trend (Mann-Kendall), it does not
+    take for growth that a level wanders, as that of a heap does, which keeps what it once had.
+
+    Args:
+        steps: from each value to the next, in their order.
+    """
+    moving = [step for step in steps if step]
+    total = sum(moving)
+    if not moving or total <= 0:
+        return 1.0
+    if len(moving) > _MOST_EXACT:
+        return math.erfc(total / math.sqrt(2 * sum(step * step for step in moving))) / 2
+    sums = [0.0]
+    for step in moving:
+        sums = [each + signed for each in sums for signed in (step, -step)]
+    # What only rounding makes smaller counts.
+    return sum(each >= total * (1 - 1e-9) for each in sums) / len(sums)

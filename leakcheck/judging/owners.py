@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Optional
 
+from lowtide.leakcheck.growth.steps import KeptSteps, LevelKey, rises
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.judging.growth import adding_turns, grows, kept_steps, repeated, rises
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.resources.settings import (
     ABSENT,
@@ -39,12 +39,10 @@ from lowtide.probes.objects.foreign import is_a, place_of_definition, thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import gc, loaded, os, threading, weakref
+from lowtide.reports.schema import ResourceName
 
 Key = tuple[str, int]
 """A storage: its device and its address."""
-
-_NUMBER = "number of "
-"""The beginning of the key under which the number of storages is kept beside their bytes."""
 
 ANYTHING = sys.maxsize
 """What a test may add that is not judged, in bytes."""
@@ -75,6 +73,13 @@ class Count:
     now: int
     came: int
 
+    def plus(self, amount: int, *, came: bool) -> Count:
+        """Return it with some more, which came in this turn or was there before."""
+        return Count(self.now + amount, self.came + (amount if came else 0))
+
+
+_NONE = Count(0, 0)
+
 
 class OwnerHistory:
     """Kept for an owner from its setup to its end; a turn is a test that used it.
@@ -92,7 +97,9 @@ class OwnerHistory:
         self.storages: dict[Key, Lying] = {}
         self._is_new = True
         self._allowed: list[int] = []
-        self._levels: dict[str, list[int]] = {}
+        self._levels: dict[LevelKey, list[int]] = {}
+        # How many storages there are, beside their bytes.
+        self._numbers: dict[LevelKey, list[int]] = {}
 
     @property
     def turns(self) -> int:
@@ -116,10 +123,10 @@ class OwnerHistory:
             allowed: bytes that it may add.
         """
         self._allowed.append(allowed)
-        for levels in self._levels.values():
+        for levels in (*self._levels.values(), *self._numbers.values()):
             levels.append(levels[-1])
 
-    def note(self, storages: Mapping[Key, int], fresh: Collection[Key], counts: Mapping[str, Count]) -> None:
+    def note(self, storages: Mapping[Key, int], fresh: Collection[Key], counts: Mapping[ResourceName, Count]) -> None:
         """Note what lies under the owner at the end of a turn.
 
         Args:
@@ -129,17 +136,19 @@ class OwnerHistory:
         """
         self.storages = {key: Lying(size, self._turn_of(key, size, fresh)) for key, size in storages.items()}
         self._is_new = False
-        now = dict(counts)
+        now = {LevelKey(resource): count for resource, count in counts.items()}
+        numbers: dict[LevelKey, Count] = {}
         for (device, _), lying in self.storages.items():
-            key = f"tensors {device}"
-            known = now.get(key, Count(0, 0))
-            came = lying.bytes if lying.turn == self.turns else 0
-            now[key] = Count(known.now + lying.bytes, known.came + came)
-            number = now.get(_NUMBER + key, Count(0, 0))
-            now[_NUMBER + key] = Count(number.now + 1, number.came + (lying.turn == self.turns))
-        for key in {*self._levels, *now}:
-            count = now.get(key, Count(0, 0))
-            self._levels.setdefault(key, [count.now - count.came] * (self.turns + 1))[-1] = count.now
+            key, came = LevelKey("tensors", device), lying.turn == self.turns
+            now[key] = now.get(key, _NONE).plus(lying.bytes, came=came)
+            numbers[key] = numbers.get(key, _NONE).plus(1, came=came)
+        self._set(self._levels, now)
+        self._set(self._numbers, numbers)
+
+    def _set(self, levels: dict[LevelKey, list[int]], now: Mapping[LevelKey, Count]) -> None:
+        for key in {*levels, *now}:
+            count = now.get(key, _NONE)
+            levels.setdefault(key, [count.now - count.came] * (self.turns + 1))[-1] = count.now
 
     def forget(self, gone: Collection[Key]) -> None:
         """Forget storages in whose place others lie."""
@@ -158,40 +167,37 @@ class OwnerHistory:
         # Of what lies there at the first reading, only what is known to be new is.
         return 0 if self._is_new else self.turns
 
-    def steps(self, key: str) -> list[int]:
+    def steps(self, key: LevelKey) -> KeptSteps:
         """Return what each turn added for good to a level."""
-        return kept_steps(self._levels[key])
+        return KeptSteps.between(
+            self._levels[key], self._allowed if key.resource == "tensors" else self._allowed_of_things
+        )
 
-    def allowed(self, key: str) -> Sequence[int]:
-        """Return what each turn may add to a level."""
-        if key.startswith("tensors "):
-            return self._allowed
+    @property
+    def _allowed_of_things(self) -> Sequence[int]:
         return [limit if limit == ANYTHING else 0 for limit in self._allowed]
 
-    def adding_turns(self, key: str) -> list[int]:
-        """Return the turns that added something for good to a level."""
-        return adding_turns(self.steps(key), self.allowed(key))
+    def growing(self) -> list[LevelKey]:
+        """Return the levels that grow test after test."""
+        return sorted(key for key in self._levels if self._grows(key))
 
-    def growing(self) -> list[str]:
-        """Return the keys of the levels that grow test after test, as `tensors cpu` and `threads`."""
-        return sorted(key for key in self._levels if not key.startswith(_NUMBER) and self._grows(key))
-
-    def _grows(self, key: str) -> bool:
+    def _grows(self, key: LevelKey) -> bool:
         """Return whether a level grows; one that goes up and down only if the number of things grows."""
-        if not grows(self.steps(key), self.allowed(key)):
+        if not self.steps(key).grows:
             return False
-        number = _NUMBER + key
-        return rises(self._levels[key]) or (number in self._levels and grows(self.steps(number), self.allowed(number)))
+        numbers = self._numbers.get(key)
+        return rises(self._levels[key]) or (
+            numbers is not None and KeptSteps.between(numbers, self._allowed_of_things).grows
+        )
 
     def repeated_bytes(self) -> int:
         """Return the bytes of tensors by which it has grown, as far as that repeats."""
-        keys = [key for key in self._levels if key.startswith("tensors ")]
-        return sum(repeated(self.steps(key), self.allowed(key)) for key in keys)
+        return sum(self.steps(key).repeated for key in self._levels if key.resource == "tensors")
 
     @property
     def may_grow(self) -> bool:
         """Whether so many turns have added something that one more would make a growth of it."""
-        return any(len(self.adding_turns(key)) > 1 for key in self._levels if not key.startswith(_NUMBER))
+        return any(len(self.steps(key).turns) > 1 for key in self._levels)
 
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.

@@ -20,7 +20,6 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, digests, says_the_same
 from lowtide.leakcheck.judging.fingerprints import finding_of
-from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
@@ -37,6 +36,7 @@ from lowtide.leakcheck.lives.script import (
     simplest,
     varied,
 )
+from lowtide.leakcheck.lives.workspace_growth import GrowthWatch
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_levels import judged_asleep, role_of
 from lowtide.leakcheck.resources import LISTED, read_items

@@ -22,7 +22,6 @@ from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests
-from lowtide.leakcheck.judging.growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import release, trim_heap
 from lowtide.leakcheck.lives.life_reader import LifeReader
@@ -42,6 +41,7 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
+from lowtide.leakcheck.lives.workspace_growth import GrowthWatch
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
 from lowtide.leakcheck.processes.process_levels import judged_asleep

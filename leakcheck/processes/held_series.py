@@ -250,12 +250,10 @@ def _grown(stretches: Sequence[Sequence[Point]], key: HeldKey) -> GrownLevel | N
     series = TurnSeries(0.0 if is_counted else LEAST_A_TURN)
     for floor in _floors(points, turns):
         series.add(floor)
-    growth = series.growth_at_end()
-    if growth.kind != "growth" or growth.slope is None or growth.slope.low < (0 if is_counted else LEAST_A_TURN):
+    rise = series.rise(series.least, FEWEST_TURNS - 0.5 if is_counted else LEAST_IN_ALL)
+    if rise is None:
         return None
-    more = round(growth.slope.rate * growth.turns)
-    if more < (FEWEST_TURNS if is_counted else LEAST_IN_ALL):
-        return None
+    more = round(rise.slope.rate * series.turns)
     watches = f" in {len(stretches)} watches" if len(stretches) > 1 else ""
     return GrownLevel(_finding(key, more, seconds, f"over {seconds:.0f} s{watches}"), seconds)
 

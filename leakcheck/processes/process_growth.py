@@ -19,8 +19,8 @@ import msgspec
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import TurnSeries
+from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps, rises
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
-from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, rises
 from lowtide.leakcheck.processes.counted_things import COUNTED, MAKING, UNITS, kind_of
 from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
@@ -96,7 +96,7 @@ class Turns:
     @property
     def missing(self) -> int:
         """Return how many more turns in a row would show growth."""
-        return max(0, FEWEST_TURNS - len(self.again))
+        return max(0, FEWEST_STEPS - len(self.again))
 
     def after(self, stage: str) -> None:
         """Note that a stage has ended."""
@@ -142,7 +142,7 @@ class _Role:
     """
 
     allowed: int
-    fewest: int = FEWEST_TURNS
+    fewest: int = FEWEST_STEPS
     levels: dict[int, list[int]] = field(default_factory=dict)
     again: dict[int, list[bool]] = field(default_factory=dict)
     processes: dict[int, ProcessName] = field(default_factory=dict)
@@ -156,7 +156,9 @@ class _Role:
         """
         found = {}
         for pid, levels in self.levels.items():
-            steps = [step for step, again in zip(kept_steps(levels), self.again[pid][1:], strict=True) if again]
+            steps = [
+                step for step, again in zip(KeptSteps.between(levels).sizes, self.again[pid][1:], strict=True) if again
+            ]
             if steps:
                 found[self.processes[pid]] = steps
         return found
@@ -186,8 +188,8 @@ class _Role:
         return rises_slowly([0, *accumulate(in_a_row)])
 
     def _grows(self, steps: list[int]) -> bool:
-        allowed = [self.allowed] * len(steps)
-        return grows(steps, allowed) and len(adding_turns(steps, allowed)) >= self.fewest
+        kept = KeptSteps(steps, self.allowed)
+        return kept.grows and len(kept.turns) >= self.fewest
 
 
 def rises_slowly(levels: Sequence[int]) -> bool:
@@ -195,10 +197,7 @@ def rises_slowly(levels: Sequence[int]) -> bool:
     series = TurnSeries()
     for level in levels:
         series.add(level)
-    growth = series.growth_at_end()
-    if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
-        return False
-    return growth.slope.rate * growth.turns >= LEAST_IN_ALL
+    return series.rise(LEAST_A_TURN, LEAST_IN_ALL) is not None
 
 
 class ProcessGrowth:
@@ -225,7 +224,7 @@ class ProcessGrowth:
             again: whether the inference came right after another one.
         """
         for key, size in self._with_gone(process, levels).items():
-            fewest = _FEWEST_OF_THINGS if key in COUNTED else FEWEST_TURNS
+            fewest = _FEWEST_OF_THINGS if key in COUNTED else FEWEST_STEPS
             fresh = _Role(ALLOWED if key == HOST else 0, fewest)
             role = self._roles.setdefault((role_of(process.name), key), fresh)
             role.levels.setdefault(process.pid, []).append(size)
@@ -256,7 +255,7 @@ class ProcessGrowth:
         return {
             pid
             for (_, key), role in self._roles.items()
-            if key == HOST and sum(map(len, role.steps.values())) >= FEWEST_TURNS
+            if key == HOST and sum(map(len, role.steps.values())) >= FEWEST_STEPS
             for pid in role.levels
         }
 
@@ -351,10 +350,10 @@ def growth_on_card(process: ProcessName, device: str, series: TurnSeries, second
         series: bytes there after each interval.
         seconds: of an interval.
     """
-    growth = series.growth_at_end()
-    if growth.kind != "growth" or growth.slope is None or growth.slope.low < LEAST_A_TURN:
+    rise = series.rise(LEAST_A_TURN)
+    if rise is None:
         return None
-    rate, turns = growth.slope.rate, growth.turns - 1
+    rate, turns = rise.slope.rate, rise.turns
     each, in_time = (format_bytes(round(size)) for size in (rate, rate / seconds))
     size = round(rate * turns)
     said = (
@@ -414,19 +413,21 @@ def grown_under(root: str, left: Left, turns: Turns) -> list[Finding]:
     nobody = ProcessName(pid=0, name="")
     return [
         held_by(
-            _of_turns(turns.stage, f"{_TENSORS}{finding.device}", nobody, steps, 0), _facts_of(finding, turns.stage)
+            _of_turns(turns.stage, f"{_TENSORS}{finding.device}", nobody, steps.sizes, 0),
+            _facts_of(finding, turns.stage),
         )
         for finding, steps in _growing(left, turns.again, 0)
         if is_under(root, finding)
     ]
 
 
-def _growing(left: Left, turns: Collection[int], tolerance: int) -> Iterator[tuple[Finding, list[int]]]:
+def _growing(left: Left, turns: Collection[int], tolerance: int) -> Iterator[tuple[Finding, KeptSteps]]:
     """Yield the holders that keep more with each of some turns, with what each turn has added to them."""
     for finding, by_turn in left:
         steps = [by_turn.get(turn, 0) for turn in turns]
-        if grows(steps, [tolerance] * len(steps)):
-            yield finding, steps
+        kept = KeptSteps(steps, tolerance)
+        if kept.grows:
+            yield finding, kept
 
 
 def held_by(finding: Finding, facts: HolderFacts) -> Finding:
@@ -530,7 +531,7 @@ class ProcessTurns:
     @property
     def can_show_growth(self) -> bool:
         """Return whether so many tests were noted that growth would show."""
-        return len(self._levels.get(HOST, ())) > FEWEST_TURNS
+        return len(self._levels.get(HOST, ())) > FEWEST_STEPS
 
     @property
     def last_turn(self) -> int:
@@ -549,16 +550,15 @@ class ProcessTurns:
         for key, levels in self._levels.items():
             if key in self._unknown or len(levels) < 2:
                 continue
-            steps = kept_steps(levels)
-            allowed = [ALLOWED] * len(steps)
-            if not grows(steps, allowed) or not rises(levels):
+            steps = KeptSteps.between(levels, ALLOWED)
+            if not steps.grows or not rises(levels):
                 if key != HOST or not rises_slowly(levels):
                     continue
-                allowed = [0] * len(steps)
-            sizes = [steps[turn - 1] for turn in adding_turns(steps, allowed)]
+                steps = KeptSteps(steps.sizes)
+            sizes = steps.added
             if sum(sizes) <= named.get(_device(key), 0) * 2:
                 continue
-            said = f"{_what(key)} {rate(steps, allowed, format_bytes)}"
+            said = f"{_what(key)} {steps.said(format_bytes)}"
             facts = {"count": len(sizes), "trend": "growth", "advice": ADVICE}
             found.append((_finding(process, key, stage, sum(sizes), said, **facts), sorted(sizes)[len(sizes) // 2]))
         return found
@@ -616,19 +616,17 @@ def growing_tensors(
     """
     found = []
     for finding, steps in _growing(left, turns, tolerance):
-        allowed = [tolerance] * len(steps)
-        adding = adding_turns(steps, allowed)
-        if adding[0] > (len(steps) + 1) // 2:
+        if steps.turns[0] > (len(steps.sizes) + 1) // 2:
             continue
-        total = sum(steps[turn - 1] for turn in adding)
-        message = f"{rate(steps, allowed, format_bytes)}, {format_bytes(total)} on {finding.device} in all"
+        total = sum(steps.added)
+        message = f"{steps.said(format_bytes)}, {format_bytes(total)} on {finding.device} in all"
         held = f", held by {finding.holder}" if finding.holder else ""
         found.append(
             reworded(
                 finding,
                 f"{process.text}: {message}{held}",
                 bytes=total,
-                count=len(adding),
+                count=len(steps.turns),
                 stage=stage,
                 fingerprint=fingerprint(
                     resource="tensors",

@@ -21,8 +21,7 @@ from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
-from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.growth.slope import Slope
+from lowtide.leakcheck.growth.series import Slope, TurnSeries
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment

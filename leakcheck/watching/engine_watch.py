@@ -15,8 +15,8 @@ from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
+from lowtide.leakcheck.growth.steps import FEWEST_STEPS
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.growth import FEWEST_TURNS
 from lowtide.leakcheck.processes.process_growth import Turns, grown_under
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.watching.watch import Watch
@@ -215,7 +215,7 @@ class EngineGrowth:
         self._turns = [Turns("infer"), Turns(UPDATE)]
         # By the stage: how the watch calls it, after how many turns is looked, and what was found.
         self._labels = {turns.stage: "" for turns in self._turns}
-        self._next = dict.fromkeys(self._labels, FEWEST_TURNS)
+        self._next = dict.fromkeys(self._labels, FEWEST_STEPS)
         self._found: dict[str, dict[str, Finding]] = {stage: {} for stage in self._labels}
         self._inferences, self._readings = 0, OpenEnd()
         self._of_containers: tuple[Finding, ...] = ()

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.findings.storage_watch import Collected
+from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, kept_steps, rate, repeated
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, trim_heap
 from lowtide.leakcheck.judging.metrics import (
     DRIVER_TOLERANCE,
@@ -280,11 +280,11 @@ class SmallRetention:
             return False
         if self._levels[-1] - min(self._levels) <= tolerance:
             return False
-        steps, allowed = self._steps()
-        return len(adding_turns(steps, allowed)) >= FEWEST_TURNS and repeated(steps, allowed) > tolerance
+        steps = self._steps()
+        return len(steps.turns) >= FEWEST_STEPS and steps.repeated > tolerance
 
-    def _steps(self) -> tuple[list[int], list[int]]:
-        return kept_steps(self._levels), [LEAST_KEPT - 1 if turn.counts else ANYTHING for turn in self._turns]
+    def _steps(self) -> KeptSteps:
+        return KeptSteps.between(self._levels, [LEAST_KEPT - 1 if turn.counts else ANYTHING for turn in self._turns])
 
     def finding(self, stage: str) -> Finding:
         """What tests have kept, the last one included; it is reported once.
@@ -292,13 +292,13 @@ class SmallRetention:
         Args:
             stage: to which it is attributed.
         """
-        steps, allowed = self._steps()
-        turns = adding_turns(steps, allowed)
+        steps = self._steps()
+        turns = steps.turns
         # What came once beside it, as the tables of a first look at a large heap, is no part of what the tests keep.
-        total = repeated(steps, allowed)
+        total = steps.repeated
         module = self._turns[-1].name.partition("::")[0]
         names = _last_of([self._turns[turn - 1].name for turn in turns])
-        size = rate([steps[turn - 1] for turn in turns], [0] * len(turns), format_bytes)
+        size = KeptSteps(steps.added).said(format_bytes)
         self._levels, self._turns = [self._levels[-1]], []
         return Finding(
             resource="host-memory",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.findings.owner_growth import growth_of, limit_passed, merged, note_growth, place_of, rest_of
+from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.judging.owners import ANYTHING, Claims, Count, Owner, OwnerHistory
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding
@@ -146,7 +147,7 @@ def test_attributes_that_are_filled_once_each_are_no_growth(owner: Owner, engine
     for name in ("encoder", "decoder", "head"):
         setattr(engine, name, torch.zeros(KIB))
         turn(owner)
-    assert owner.ledger.growing() == ["tensors cpu"]
+    assert owner.ledger.growing() == [LevelKey("tensors", "cpu")]
     assert found(owner) == []
 
 
@@ -242,4 +243,4 @@ def test_a_turn_that_was_not_read_has_the_level_of_the_one_before() -> None:
         ledger.begin_turn(0)
         count = ledger.turns // 2
         ledger.note({}, (), {"threads": Count(count, 1)})
-    assert ledger.steps("threads") == [0, 1, 0, 1]
+    assert ledger.steps(LevelKey("threads")).sizes == [0, 1, 0, 1]

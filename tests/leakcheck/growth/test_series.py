@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from lowtide.leakcheck.growth.series import Growth, TurnSeries
-from lowtide.leakcheck.growth.slope import chance_of_rise, slope_of
+from lowtide.leakcheck.growth.series import Growth, TurnSeries, chance_of_rise, slope_of
 
 KIB = 1024
 

@@ -17,10 +17,10 @@ import torch
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.judging import growth as growth
-from lowtide.leakcheck.judging.growth import GrowthWatch
+from lowtide.leakcheck.lives import workspace_growth
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT
+from lowtide.leakcheck.lives.workspace_growth import GROWTH, GrowthWatch
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatedRanges
 from lowtide.probes.memory.ranges import merge
@@ -414,7 +414,7 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reserved = self.allocated = 0
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
-        monkeypatch.setattr(growth, "release", self.empty)
+        monkeypatch.setattr(workspace_growth, "release", self.empty)
 
     def stats(self, device: object) -> dict[str, Any]:
         return {
@@ -475,8 +475,8 @@ class Blocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.segments: dict[int, tuple[int, bool]] = {}
-        monkeypatch.setattr(growth, "allocated_ranges", self.ranges)
-        monkeypatch.setattr(growth, "release", self.empty)
+        monkeypatch.setattr(workspace_growth, "allocated_ranges", self.ranges)
+        monkeypatch.setattr(workspace_growth, "release", self.empty)
         monkeypatch.setattr(GrowthWatch, "_figures", lambda watch: (0, 0))
 
     def ranges(self, index: int) -> AllocatedRanges:
@@ -610,4 +610,4 @@ def test_the_engine_marks_its_growths(tmp_path: Path) -> None:
         workspace.get(((1000,), torch.uint8))
         workspace.get(((1000,), torch.uint8))
     workspace.close()
-    assert heard == [growth.GROWTH]
+    assert heard == [GROWTH]

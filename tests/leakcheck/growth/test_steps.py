@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from lowtide.leakcheck.judging.growth import FEWEST_TURNS, adding_turns, grows, kept_steps, rate, repeated, trend_of
+from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps, trend_of
 from lowtide.reports.sizes import format_bytes
 
 
-def steps(*levels: int) -> list[int]:
-    return kept_steps(levels)
+def steps(*levels: int) -> Sequence[int]:
+    return KeptSteps.between(levels).sizes
 
 
 def added(*sizes: int) -> list[int]:
@@ -21,8 +21,7 @@ def added(*sizes: int) -> list[int]:
 
 
 def is_growth(levels: Sequence[int], allowed: int = 0) -> bool:
-    found = kept_steps(levels)
-    return grows(found, [allowed] * len(found))
+    return KeptSteps.between(levels, allowed).grows
 
 
 def test_what_each_turn_added_is_kept() -> None:
@@ -84,16 +83,17 @@ def test_what_a_turn_may_add_is_no_growth() -> None:
 
 
 def test_only_what_repeats_counts_against_a_limit() -> None:
-    assert repeated([100], [0]) == 0
-    assert repeated([4, 4, 4], [0] * 3) == 12
-    assert repeated([100, 4, 4], [0] * 3) == 12
-    assert repeated([100, 4, 4], [0, 4, 4]) == 0
+    assert KeptSteps([100]).repeated == 0
+    assert KeptSteps([4, 4, 4]).repeated == 12
+    assert KeptSteps([100, 4, 4]).repeated == 12
+    assert KeptSteps([100, 4, 4], [0, 4, 4]).repeated == 0
 
 
 def test_the_rate_in_words() -> None:
-    assert rate([4 << 20] * 10, [0] * 10, format_bytes) == "+4.0 MiB in each of 10 tests"
-    assert rate([0, 4, 0, 4, 0, 5], [0] * 6, format_bytes) == "+4 B to +5 B in each of 3 of 6 tests"
-    assert adding_turns([0, 4, 0, 4, 0, 5], [0] * 6) == [2, 4, 6]
+    assert KeptSteps([4 << 20] * 10).said(format_bytes) == "+4.0 MiB in each of 10 tests"
+    some = KeptSteps([0, 4, 0, 4, 0, 5])
+    assert some.said(format_bytes) == "+4 B to +5 B in each of 3 of 6 tests"
+    assert some.turns == [2, 4, 6]
 
 
 # In which turns what is left was made, and what that says.
@@ -162,8 +162,8 @@ def test_the_order_does_not_matter() -> None:
 
 
 def test_as_many_turns_as_are_needed_are_enough() -> None:
-    assert trend_of(range(1, FEWEST_TURNS + 1), FEWEST_TURNS) == "growth"
-    assert trend_of(range(1, FEWEST_TURNS), FEWEST_TURNS - 1) is None
+    assert trend_of(range(1, FEWEST_STEPS + 1), FEWEST_STEPS) == "growth"
+    assert trend_of(range(1, FEWEST_STEPS), FEWEST_STEPS - 1) is None
 
 
 def test_one_turn_of_a_hundred_that_left_nothing_is_no_growth() -> None:
