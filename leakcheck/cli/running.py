@@ -42,10 +42,10 @@ from lowtide.leakcheck.cli.history import VARIABLE
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.gate.watch_history import WatchHistory
+    from lowtide.leakcheck.growth.quantities import HeldSource
     from lowtide.leakcheck.processes import messages
     from lowtide.leakcheck.processes.attachment import Attachment
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-    from lowtide.leakcheck.processes.held_levels import HeldSource
     from lowtide.leakcheck.processes.held_series import HeldKey, HeldSeries, Point
     from lowtide.leakcheck.processes.messages import Seen
     from lowtide.leakcheck.processes.server_watch import ServerWatch
@@ -345,7 +345,7 @@ def _watch_fork(attachment: Attachment, seconds: float, allowed: int, as_json: b
 
     pid = attachment.pid
     growth = LookedGrowth({pid: attachment}, seconds)
-    say(f"lowtide: growth of {growth.processes[pid].text} is watched for {seconds:g} s", err=True)
+    say(f"lowtide: growth of {growth.named[pid].text} is watched for {seconds:g} s", err=True)
     while not growth.is_over:
         growth.look()
         time.sleep(_ATTACH_LOOKS_S)
@@ -357,7 +357,7 @@ def _watch_fork(attachment: Attachment, seconds: float, allowed: int, as_json: b
 
 def _outside(pid: int) -> str:
     """Say what is seen of a process without a look into it."""
-    from lowtide.leakcheck.processes.counted_things import counted
+    from lowtide.leakcheck.growth.quantities import counted
     from lowtide.probes.host.process_files import descriptors_of, thread_names
     from lowtide.probes.processes.injection import python_of
     from lowtide.reports.sizes import first_of, format_amount
@@ -649,7 +649,7 @@ class _Watching:
         pids: Callable[[], Sequence[int]],
         stacks_of: Callable[[int], messages.ThreadStacks],
     ) -> ServerWatch:
-        from lowtide.leakcheck.processes.held_levels import HeldSource
+        from lowtide.leakcheck.growth.quantities import HeldSource
         from lowtide.leakcheck.processes.held_series import HeldSeries
         from lowtide.leakcheck.processes.server_watch import ServerWatch
         from lowtide.probes.host.process_files import anonymous_bytes_of

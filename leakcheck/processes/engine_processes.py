@@ -14,10 +14,10 @@ import msgspec
 from lowtide.leakcheck.findings.life_findings import LEAST, has_slept, is_cached, not_judged
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, not_decided
+from lowtide.leakcheck.growth.quantities import COUNTED, SHARED, Things, things_of
+from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes import messages, process_levels
-from lowtide.leakcheck.processes.counted_things import COUNTED, Things, things_of
 from lowtide.leakcheck.processes.process_growth import (
-    SHARED,
     ProcessGrowth,
     growing_holder,
     held_by,
@@ -383,7 +383,7 @@ class EngineProcesses:
             if facts is not None:
                 self._holders[finding.fingerprint] = facts
 
-    def _levels(self, now: process_levels.ProcessLevels, levels: messages.Levels) -> dict[str, int]:
+    def _levels(self, now: process_levels.ProcessLevels, levels: messages.Levels) -> dict[LevelKey, int]:
         """Return the levels by which a process's growth is judged, without what it has taken to answer.
 
         Args:
@@ -395,11 +395,11 @@ class EngineProcesses:
         private = None if private is None else private - self._imported.get(now.process.pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
-    def _counts(self, pid: int) -> dict[str, int]:
+    def _counts(self, pid: int) -> dict[LevelKey, int]:
         """Return how many threads and descriptors a process has."""
         things = things_of(pid)
         self._first_things.setdefault(pid, things)
-        return {key: len(each) for key, each in things.items()}
+        return {LevelKey(resource): len(each) for resource, each in things.items()}
 
     def _holder_of_things(self, finding: Finding) -> HolderFacts | None:
         """Return who holds the threads or descriptors that a process has more, and what these are."""

@@ -12,7 +12,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
-from lowtide.leakcheck.processes.held_levels import QUANTITIES, HeldSource, Quantity
+from lowtide.leakcheck.growth.quantities import QUANTITIES, HeldSource, Quantity
 from lowtide.probes.host.process_files import name_of
 
 if TYPE_CHECKING:
@@ -100,13 +100,11 @@ class ExportedMetrics:
 
     def _make(self) -> None:
         meter = self._provider.get_meter("lowtide")
-        for quantity in QUANTITIES:
-            meter.create_observable_up_down_counter(
-                quantity.metric,
-                [partial(self._held, quantity)],
-                unit=quantity.unit,
-                description=quantity.description,
-            )
+        for quantity in QUANTITIES.values():
+            name, unit, said = quantity.metric
+            if name:
+                held = partial(self._held, quantity)
+                meter.create_observable_up_down_counter(name, [held], unit=unit, description=said)
         meter.create_observable_counter(
             "lowtide.requests", [self._of_requests], unit="{request}", description="Requests, by how they ended."
         )

@@ -6,22 +6,19 @@ a process's agent follows them, and begins anew with each watch.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
-from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
+from lowtide.leakcheck.growth.quantities import QUANTITIES, HeldSource, counted, most_of
 from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.judging.fingerprints import finding_of
-from lowtide.leakcheck.processes.counted_things import counted
-from lowtide.leakcheck.processes.held_levels import QUANTITIES, HeldSource
+from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.processes.process_growth import ToldGrowth, risen
 from lowtide.leakcheck.processes.process_levels import describe_process
-from lowtide.probes.host.process_files import descriptors_of, stat, thread_names
+from lowtide.probes.host.process_files import stat
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, ResourceName
-from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, Statement, in_process
+from lowtide.reports.statement import in_process
 
 LEAST_S = 1.0
 """Seconds between two readings at least."""
@@ -31,14 +28,6 @@ _READINGS = 300
 
 _MOST_TURNS = 60
 """Parts of equal length into which the time is cut when it is judged: as many floors as a series keeps."""
-
-_COUNTED: Mapping[ResourceName, tuple[str, Callable[[int], Sequence[str]], str]] = {
-    "file-descriptors": ("descriptors", descriptors_of, "close with each request what it opens"),
-    "threads": ("threads", thread_names, "end with each request the threads that it starts"),
-}
-"""What is counted: its unit, what names each of them now, and what to do."""
-
-_ADVICE = "look in that process for what keeps bytes of each request, as with `memray attach`"
 
 
 class HeldKey(NamedTuple):
@@ -169,11 +158,11 @@ class HeldSeries:
     def _read(self) -> Iterator[HeldReading]:
         at = time.time()
         started = {pid: process.started for pid in self._source.pids() if (process := stat(pid)) is not None}
-        for quantity in QUANTITIES:
+        for resource, quantity in QUANTITIES.items():
             for pid, device, amount in quantity.read(self._source):
                 # One that has just ended, or may not be read, has none of what each process has some of.
                 if pid in started and (amount or device):
-                    key = HeldKey(pid, started[pid], quantity.resource, device)
+                    key = HeldKey(pid, started[pid], resource, device)
                     if key[:2] not in self._named:
                         self._named[key[:2]] = describe_process(pid).text
                     yield HeldReading(key, self._named[key[:2]], Point(at, amount))
@@ -191,25 +180,20 @@ class HeldSeries:
         Args:
             explained: bytes a second that are known to grow in a process, and whether on a card.
         """
-        if not self._is_judged:
-            return []
-        known = defaultdict(float, explained)
-        found = []
+        known, found = ToldGrowth(), []
+        for place, rate in explained.items():
+            known.add(place, rate)
         # In the order of the quantities: what the driver counts explains nothing that tensors have not.
-        for course in sorted(self.courses(), key=lambda each: _PLACES[each.key.resource]):
-            grown = _grown(course.stretches, course.key)
-            if grown is None or (process := stat(course.key.pid)) is None or process.started != course.key.started:
+        for course in sorted(self.courses() if self._is_judged else (), key=lambda each: _PLACES[each.key.resource]):
+            grown, key = _grown(course.stretches, course.key), course.key
+            if grown is None or (process := stat(key.pid)) is None or process.started != key.started:
                 continue
-            place = (course.key.pid, bool(course.key.device))
-            if course.key.resource in _COUNTED:
+            if QUANTITIES[key.resource].things or not known.explains((key.pid, bool(key.device)), grown.rate):
                 found.append(grown)
-            elif 2 * known[place] < grown.rate:
-                found.append(grown)
-                known[place] += grown.rate
         return found
 
 
-_PLACES = {quantity.resource: place for place, quantity in enumerate(QUANTITIES)}
+_PLACES = {resource: place for place, resource in enumerate(QUANTITIES)}
 
 
 def _joined(stretches: Sequence[Sequence[Point]]) -> list[Point]:
@@ -241,44 +225,21 @@ def _floors(points: Sequence[Point], turns: int) -> Iterator[int]:
 
 def _grown(stretches: Sequence[Sequence[Point]], key: HeldKey) -> GrownLevel | None:
     """Return by how much a series grows; None where it does not, or was read too seldom to say."""
-    points = _joined(stretches)
+    points, quantity = _joined(stretches), QUANTITIES[key.resource]
     seconds = points[-1].at
     turns = min(_MOST_TURNS, len(points) - 1, int(seconds / LEAST_S))
     if turns < FEWEST_TURNS:
         return None
-    is_counted = key.resource in _COUNTED
-    series = TurnSeries(0.0 if is_counted else LEAST_A_TURN)
+    series = TurnSeries(quantity.least)
     for floor in _floors(points, turns):
         series.add(floor)
-    rise = series.rise(series.least, FEWEST_TURNS - 0.5 if is_counted else LEAST_IN_ALL)
+    rise = series.rise(quantity.least, quantity.in_all)
     if rise is None:
         return None
     more = round(rise.slope.rate * series.turns)
     watches = f" in {len(stretches)} watches" if len(stretches) > 1 else ""
-    return GrownLevel(_finding(key, more, seconds, f"over {seconds:.0f} s{watches}"), seconds)
-
-
-def _finding(key: HeldKey, more: int, seconds: float, over: str) -> Finding:
-    notes: tuple[Note, ...] = ()
-    if key.resource in _COUNTED:
-        unit, names_of, advice = _COUNTED[key.resource]
-        amount = f"{format_amount(more, unit)} more {over}, {more / seconds:.2g} a second"
-        most = counted(names_of(key.pid)).most_common(1)
-        notes = tuple(Note(f": {count} of {kind} now") for kind, count in most)
-    else:
-        what = {"tensors": "tensors", "driver": "driver memory"}.get(key.resource, "host memory")
-        on = f" on {key.device}" if key.device else ""
-        amount = f"{format_bytes(more)} more of {what}{on} {over}, {format_bytes(round(more / seconds))} a second"
-        advice = _ADVICE
-    finding = finding_of(
-        key.resource,
-        device=key.device,
-        stage="watch",
-        bytes=0 if key.resource in _COUNTED else more,
-        count=more if key.resource in _COUNTED else 1,
-        statement=Statement(amount=amount, came=None, notes=notes),
-        suspects=("growth",),
-        advice=advice,
-        trend="growth",
-    )
-    return in_process(finding, describe_process(key.pid))
+    said = f"{quantity.more(more, key.device)} over {seconds:.0f} s{watches}, {quantity.rate(more / seconds)} a second"
+    if quantity.things is not None and (kinds := counted(quantity.things(key.pid).values())):
+        said += f": {most_of(kinds)} now"
+    finding = risen(LevelKey(key.resource, key.device), more, said, "watch", suspects=("growth",))
+    return GrownLevel(in_process(finding, describe_process(key.pid)), seconds)

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import largest_of_cause
+from lowtide.leakcheck.growth.quantities import HOST
+from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_growth import HOST, ProcessTurns, growing_tensors, left_by_test
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors, left_by_test
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
@@ -63,6 +65,11 @@ class _Outside:
     private: int | None
     cards: Mapping[str, int | None]
 
+    @property
+    def levels(self) -> dict[LevelKey, int | None]:
+        """Return both as the levels by which growth is judged."""
+        return {HOST: self.private, **{LevelKey("driver", device): size for device, size in self.cards.items()}}
+
 
 @dataclass
 class _Owned:
@@ -74,7 +81,7 @@ class _Owned:
     """
 
     turns: list[int] = field(default_factory=list)
-    levels: dict[int, ProcessTurns] = field(default_factory=dict)
+    levels: dict[int, ProcessGrowth] = field(default_factory=dict)
 
 
 class OtherProcesses:
@@ -306,9 +313,9 @@ class OtherProcesses:
             if stat(pid) is None or pid in self._reported_pids:
                 continue
             process = describe_process(pid)
-            stage = f"tests with {owner.name}"
+            stage = _stage_of(owner)
             # Before it is asked for more, for which it takes memory itself.
-            is_trimmed = not turns.findings(process, stage, {}) or self._trim(pid, turns)
+            is_trimmed = not turns.findings() or self._trim(process, turns)
             tensors = []
             if self._has_torch(pid):
                 left = self._engine.left(pid, None)
@@ -319,18 +326,18 @@ class OtherProcesses:
             found += tensors
             named = Counter(_by_device(tensors))
             named["cpu"] += self._in_containers.pop(pid, 0)
-            for finding, step in turns.findings(process, stage, named):
+            for finding in turns.findings(named):
                 if is_trimmed:
-                    found.append(self._engine.named_by_arrays(finding, step))
+                    found.append(self._engine.named_by_arrays(finding, turns.usual_step(finding)))
                 else:
                     self._leave_unexplained(process, finding, _NO_AGENT)
         return found
 
-    def _trim(self, pid: int, turns: ProcessTurns) -> bool:
+    def _trim(self, process: ProcessName, turns: ProcessGrowth) -> bool:
         """Note anew the levels of a process that has given back what is free in it; False where it did not."""
-        trimmed = self._trimmed(pid)
+        trimmed = self._trimmed(process.pid)
         if trimmed is not None:
-            turns.note(turns.last_turn, trimmed.private, trimmed.cards)
+            turns.correct(process, trimmed.levels)
         return trimmed is not None
 
     def _trimmed(self, pid: int) -> _Outside | None:
@@ -415,11 +422,10 @@ class OtherProcesses:
                     # What is free since its imports would go with what is trimmed at the end, and hide as much growth.
                     if self._has_torch(pid) and self._engine.trim(pid) is not None:
                         seen = self._outside().get(pid, seen)
-                    known.levels[pid] = ProcessTurns()
+                    known.levels[pid] = ProcessGrowth(_stage_of(owner), of_tests=True)
                 levels = known.levels[pid]
-                levels.note(self._turn, seen.private, seen.cards)
-                if levels.can_show_growth:
-                    self._judged.add(pid)
+                levels.note(describe_process(pid), seen.levels, turn=self._turn)
+                self._judged.update(levels.judged)
         return owned
 
     def _left_in(self, pid: int, before: _Outside, now: _Outside) -> list[Finding]:
@@ -443,9 +449,9 @@ class OtherProcesses:
                 self._leave_unexplained(process, finding, _UNNAMED if key == HOST else _FIRST_USE)
         return found
 
-    def _more(self, before: _Outside, now: _Outside, named: Mapping[str, int]) -> dict[str, int]:
+    def _more(self, before: _Outside, now: _Outside, named: Mapping[str, int]) -> dict[LevelKey, int]:
         """Return by how many bytes each level of a process has risen, where that is more than it may."""
-        risen: dict[str, int] = {}
+        risen: dict[LevelKey, int] = {}
         if before.private is not None and now.private is not None:
             on_host = now.private - before.private - named.get("cpu", 0)
             if on_host > max(self._tolerance, host_memory_tolerance(())):
@@ -455,7 +461,7 @@ class OtherProcesses:
             if size is not None and then is not None:
                 on_card = size - then - named.get(device, 0)
                 if on_card > max(self._tolerance, DRIVER_TOLERANCE):
-                    risen[device] = on_card
+                    risen[LevelKey("driver", device)] = on_card
         return risen
 
     def _has_torch(self, pid: int) -> bool:
@@ -478,6 +484,10 @@ class OtherProcesses:
 
 def _is_unreadable(process: OtherProcess) -> bool:
     return process.host is None or None in [card.bytes for card in process.cards]
+
+
+def _stage_of(owner: Owner) -> str:
+    return f"tests with {owner.name}"
 
 
 def _has_ended(pid: int) -> bool:

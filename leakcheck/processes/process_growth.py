@@ -1,64 +1,50 @@
-"""Whether an engine's other processes grow from inference to inference: their tensors, and host memory beside them.
+"""Whether an engine's other processes grow from turn to turn: their tensors, and host memory beside them.
 
 The first inference of a process fills what is filled once, and so does the first one after a sleep: what an inference
 adds is judged where it comes right after another one. Each life may have processes of its own: those of one name are
-turns of one. What grows test after test in a process that belongs to a fixture is told by the same levels, and by its
-tensors.
+turns of one. The same is asked of a process that belongs to a fixture, of which tests are the turns.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
-from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
+from lowtide.leakcheck.growth.quantities import HOST, QUANTITIES, SHARED, Quantity, kind_of
 from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps, rises
+from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps, LevelKey, rises
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
-from lowtide.leakcheck.processes.counted_things import COUNTED, MAKING, UNITS, kind_of
 from lowtide.leakcheck.processes.process_levels import role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding, ResourceName
+from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, Statement, reworded, with_holder
-
-HOST = "host-memory"
-"""The key of the level that is no card's."""
 
 _ADVICE = {
     "infer": "let go of what each request adds when it ends, or bound what is kept",
     UPDATE: f"let go in {UPDATE} of what was sent, once it is copied; and of what it replaces",
 }
-"""What to do about what each turn of a stage leaves."""
+"""What to do about the memory that each turn of a stage leaves."""
 
-_TENSORS = "tensors "
-"""What the key of a level begins with that is counted under tensors, with the device behind it."""
+_TENSORS = LevelKey("tensors", "cpu")
 
-SHARED = "shared-memory"
-"""The key of the level of shared memory that a process maps."""
-
-_LEVELS: Mapping[str, ResourceName] = {HOST: "host-memory", SHARED: "shared-memory", **{key: key for key in COUNTED}}
-"""The levels that are on no card and under no tensor, with what they are called."""
-
-_EXPLAINED_BY = {SHARED: (f"{_TENSORS}cpu",), HOST: (SHARED, f"{_TENSORS}cpu")}
+_EXPLAINED_BY = {SHARED: (_TENSORS,), HOST: (SHARED, _TENSORS)}
 """What lies under which level, too: a tensor over a mapping, and pages of it that no other process maps."""
 
 _LISTED_PIDS = 3
 
-_FEWEST_OF_THINGS = 5
-"""Turns that must add some of what is counted: a pool of threads or connections fills by one with each, too."""
+NOBODY = ProcessName(pid=0, name="")
 
-ALLOWED = 4 << 20
-"""Bytes of host memory that an inference may add for good: allocators take memory in pieces of this order."""
-
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 _FIRST = ("create", "reload", "shutdown")
 """What the names of stages begin with after which the next inference is the first one of an engine, or as good as."""
@@ -115,89 +101,41 @@ class Turns:
         self._had_one, self._between, self._known = False, (), {()}
 
 
-class _Growing(NamedTuple):
-    """A level of a process that grows.
+@dataclass
+class _Course:
+    """One level of one process, after each turn.
 
     Attributes:
-        process: which.
-        steps: what each turn has added for good.
-        allowed: bytes of a step that are no growth.
+        process: as it was described last: its device may be known only later.
+        levels: in bytes, or how many.
+        again: for each of these, whether the turn came right after another one.
+        turn: the number of the last one.
+        is_known: whether the level was known each time.
     """
 
     process: ProcessName
-    steps: list[int]
-    allowed: int
+    levels: list[int] = field(default_factory=list)
+    again: list[bool] = field(default_factory=list)
+    turn: int = 0
+    is_known: bool = True
 
-
-@dataclass
-class _Role:
-    """One level of the processes of one name.
-
-    Attributes:
-        allowed: bytes that an inference may add for good: tensors are counted to the byte.
-        fewest: turns that must add something.
-        levels: of each process, in the order in which they were first seen, the levels after its inferences.
-        again: for each of these, whether the inference came right after another one.
-        processes: each of them as it was described last: its device may be known only later.
-    """
-
-    allowed: int
-    fewest: int = FEWEST_STEPS
-    levels: dict[int, list[int]] = field(default_factory=dict)
-    again: dict[int, list[bool]] = field(default_factory=dict)
-    processes: dict[int, ProcessName] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> dict[ProcessName, list[int]]:
-        """Return what each inference has added to a process for good that came right after another one.
+    def steps(self, allowed: int) -> KeptSteps:
+        """Return what each turn has added for good that came right after another one.
 
         Not one with a sleep before it for the first time: its host copy, or a cache of pinned memory, is there from
         then on, once.
         """
-        found = {}
-        for pid, levels in self.levels.items():
-            steps = [
-                step for step, again in zip(KeptSteps.between(levels).sizes, self.again[pid][1:], strict=True) if again
-            ]
-            if steps:
-                found[self.processes[pid]] = steps
-        return found
+        kept = KeptSteps.between(self.levels).sizes
+        return KeptSteps([step for step, again in zip(kept, self.again[1:], strict=True) if again], allowed)
 
-    def growing(self) -> _Growing | None:
-        """Return the process that grows most; the last one and all steps, if only these show it.
-
-        One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
-        """
-        steps = self.steps
-        alone = {process: own for process, own in steps.items() if self._grows(own)}
-        if alone:
-            process = max(alone, key=lambda each: sum(alone[each]))
-            return _Growing(process, alone[process], self.allowed)
-        rising = {process: own for process, own in steps.items() if self.allowed and self._rises(process.pid)}
-        if rising:
-            process = max(rising, key=lambda each: sum(rising[each]))
-            return _Growing(process, rising[process], 0)
-        together = [step for own in steps.values() for step in own]
-        # That steps of different processes alternate with others says nothing: what fills once in each does so, too.
-        often = sum(step > self.allowed for step in together) * 3 > len(together)
-        return _Growing(list(steps)[-1], together, self.allowed) if often and self._grows(together) else None
-
-    def _rises(self, pid: int) -> bool:
-        moves = [after - before for before, after in pairwise(self.levels[pid])]
-        in_a_row = [move for move, again in zip(moves, self.again[pid][1:], strict=True) if again]
-        return rises_slowly([0, *accumulate(in_a_row)])
-
-    def _grows(self, steps: list[int]) -> bool:
-        kept = KeptSteps(steps, self.allowed)
-        return kept.grows and len(kept.turns) >= self.fewest
-
-
-def rises_slowly(levels: Sequence[int]) -> bool:
-    """Return whether host memory rises turn by turn, by less than one of a few turns may add, in bytes."""
-    series = TurnSeries()
-    for level in levels:
-        series.add(level)
-    return series.rise(LEAST_A_TURN, LEAST_IN_ALL) is not None
+    def rises_slowly(self, quantity: Quantity) -> bool:
+        """Return whether it rises turn by turn, by less than one of a few turns may add."""
+        series = TurnSeries()
+        moves = (after - before for before, after in pairwise(self.levels))
+        in_a_row = (move for move, again in zip(moves, self.again[1:], strict=True) if again)
+        for level in accumulate(in_a_row, initial=0):
+            series.add(level)
+        return quantity.is_slow and series.rise(quantity.least, quantity.in_all) is not None
 
 
 class ProcessGrowth:
@@ -205,78 +143,148 @@ class ProcessGrowth:
 
     Args:
         stage: whose turns they are.
+        of_tests: whether these are tests: one leaves more or less than another, and what goes up and down is none.
 
     Attributes:
         turns: those so far.
     """
 
-    def __init__(self, stage: str = "infer") -> None:
+    def __init__(self, stage: str = "infer", *, of_tests: bool = False) -> None:
         self.turns = Turns(stage)
-        # By the processes' name, and the level.
-        self._roles: dict[tuple[str, str], _Role] = {}
+        self._of_tests = of_tests
+        # By the processes' name, and what it is a level of: of each process, in the order in which they came.
+        self._courses: dict[tuple[str, LevelKey], dict[int, _Course]] = defaultdict(dict)
 
-    def note(self, process: ProcessName, levels: Mapping[str, int], *, again: bool = True) -> None:
-        """Note a process's levels after an inference.
+    def note(
+        self, process: ProcessName, levels: Mapping[LevelKey, int | None], *, again: bool = True, turn: int = 0
+    ) -> None:
+        """Note a process's levels after a turn; one that is not known once is never judged.
 
         Args:
             process: which.
             levels: bytes, as of `levels_of`, and numbers of things.
-            again: whether the inference came right after another one.
+            again: whether the turn came right after another one.
+            turn: its number, where it may be read twice: then the later reading counts.
         """
         for key, size in self._with_gone(process, levels).items():
-            fewest = _FEWEST_OF_THINGS if key in COUNTED else FEWEST_STEPS
-            fresh = _Role(ALLOWED if key == HOST else 0, fewest)
-            role = self._roles.setdefault((role_of(process.name), key), fresh)
-            role.levels.setdefault(process.pid, []).append(size)
-            role.again.setdefault(process.pid, []).append(again)
-            role.processes[process.pid] = process
+            course = self._courses[role_of(process.name), key].setdefault(process.pid, _Course(process))
+            if turn and course.turn == turn:
+                course.levels.pop()
+                course.again.pop()
+            course.process, course.turn = process, turn
+            course.is_known = course.is_known and size is not None
+            course.levels.append(size or 0)
+            course.again.append(again)
 
-    def correct(self, process: ProcessName, levels: Mapping[str, int]) -> None:
-        """Another reading after the same inference, as of a heap that was trimmed; as `note`."""
+    def correct(self, process: ProcessName, levels: Mapping[LevelKey, int | None]) -> None:
+        """Another reading after the same turn, as of a heap that was trimmed; as `note`."""
         for key, size in self._with_gone(process, levels).items():
-            role = self._roles.get((role_of(process.name), key))
-            if role is not None and process.pid in role.levels:
-                role.levels[process.pid][-1] = size
+            course = self._courses.get((role_of(process.name), key), {}).get(process.pid)
+            if course is not None:
+                course.is_known = course.is_known and size is not None
+                course.levels[-1] = size or 0
 
-    def _with_gone(self, process: ProcessName, levels: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the levels, with 0 for a device on which there is no tensor any more."""
+    def _with_gone(self, process: ProcessName, levels: Mapping[LevelKey, int | None]) -> Mapping[LevelKey, int | None]:
+        """Return the levels, with 0 for a device on which there is nothing any more."""
         name = role_of(process.name)
-        known = [key for (of, key), role in self._roles.items() if of == name and process.pid in role.levels]
-        return {**{key: 0 for key in known if key.startswith(_TENSORS)}, **levels}
+        known = [key for (of, key), courses in self._courses.items() if of == name and process.pid in courses]
+        return {**{key: 0 for key in known if key.resource in ("tensors", "driver")}, **levels}
 
     @property
     def noted(self) -> Collection[int]:
         """Return the processes whose host memory is known."""
-        return {pid for (_, key), role in self._roles.items() if key == HOST for pid in role.levels}
+        return {pid for (_, key), courses in self._courses.items() if key == HOST for pid in courses}
 
     @property
     def judged(self) -> Collection[int]:
         """Return the processes of which there were enough turns to say whether they grow."""
         return {
             pid
-            for (_, key), role in self._roles.items()
-            if key == HOST and sum(map(len, role.steps.values())) >= FEWEST_STEPS
-            for pid in role.levels
+            for (_, key), courses in self._courses.items()
+            if key == HOST and sum(len(course.steps(0).sizes) for course in courses.values()) >= FEWEST_STEPS
+            for pid in courses
         }
 
     @property
     def suspects(self) -> Collection[ProcessName]:
         """Return the processes of all names that grow."""
-        growing = [role for role in self._roles.values() if role.growing() is not None]
-        return list({process.pid: process for role in growing for process in role.processes.values()}.values())
+        growing = (courses for place, courses in self._courses.items() if self._growing(*place) is not None)
+        return list({pid: course.process for courses in growing for pid, course in courses.items()}.values())
 
-    def findings(self) -> list[Finding]:
-        """One for each name whose processes grow, and for each of their levels that does."""
-        growing = {place: found for place, role in self._roles.items() if (found := role.growing()) is not None}
+    def _growing(self, name: str, key: LevelKey) -> tuple[ProcessName, KeptSteps] | None:
+        """Return the process of a name that grows most; the last one and all steps, if only these show it.
+
+        One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
+        """
+        quantity, courses = QUANTITIES[key.resource], self._courses[name, key].values()
+        steps = [(course, course.steps(quantity.allowed)) for course in courses if course.is_known]
+        alone = [(course, own) for course, own in steps if self._grow(course.levels, own, quantity)]
+        if not alone:
+            # To the last byte, as each step is too small for more.
+            alone = [(course, replace(own, allowed=0)) for course, own in steps if course.rises_slowly(quantity)]
+        if alone:
+            course, own = max(alone, key=lambda each: sum(each[1].sizes))
+            return course.process, own
+        judged = [(course, own) for course, own in steps if own.sizes]
+        together = KeptSteps([size for _, own in judged for size in own.sizes], quantity.allowed)
+        # That steps of different processes alternate with others says nothing: what fills once in each does so, too.
+        often = len(together.turns) * 3 > len(together.sizes)
+        is_any = len(judged) > 1 and often and self._grow([], together, quantity)
+        return (judged[-1][0].process, together) if is_any else None
+
+    def _grow(self, levels: Sequence[int], steps: KeptSteps, quantity: Quantity) -> bool:
+        is_steady = not self._of_tests or rises(levels)
+        return steps.grows and len(steps.turns) >= quantity.fewest and is_steady
+
+    def findings(self, named: Mapping[str, int] = _NONE) -> list[Finding]:
+        """One for each name whose processes grow, and for each of their levels that does.
+
+        Args:
+            named: bytes on each device that are told already.
+        """
+        growing = {place: found for place in self._courses if (found := self._growing(*place)) is not None}
         return [
-            _of_turns(self.turns.stage, key, *found)
-            for (name, key), found in growing.items()
+            self._told(key, process, steps)
+            for (name, key), (process, steps) in growing.items()
             if not any(
-                sum(growing[name, other].steps) * 2 > sum(found.steps)
+                sum(growing[name, other][1].sizes) * 2 > sum(steps.sizes)
                 for other in _EXPLAINED_BY.get(key, ())
                 if (name, other) in growing
             )
+            and named.get(key.device, 0) * 2 < sum(steps.added)
         ]
+
+    def usual_step(self, finding: Finding) -> int:
+        """Return how much a turn usually adds to the level that a finding is about, which grows."""
+        name = "" if finding.process is None else finding.process.name
+        growing = self._growing(role_of(name), LevelKey(finding.resource, finding.device))
+        return 0 if growing is None else growing[1].usual
+
+    def _told(self, key: LevelKey, process: ProcessName, steps: KeptSteps) -> Finding:
+        if not self._of_tests:
+            return _of_turns(self.turns.stage, key, process, steps)
+        said = f"{_what(key)} {steps.said(format_bytes)}"
+        return risen(
+            key, sum(steps.added), said, self.turns.stage, process=process, count=len(steps.added), advice=ADVICE
+        )
+
+
+class ToldGrowth:
+    """What of what has grown is told already, by where it is, in bytes or bytes a second: half explains the rest."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, float] = defaultdict(float)
+
+    def add(self, place: Hashable, amount: float) -> None:
+        """Note what is told."""
+        self._known[place] += amount
+
+    def explains(self, place: Hashable, amount: float) -> bool:
+        """Return whether so much growth is explained; what is not counts as told from here on."""
+        if 2 * self._known[place] >= amount:
+            return True
+        self.add(place, amount)
+        return False
 
 
 def one_of_each(grown: Sequence[Finding], containers: Sequence[Finding]) -> list[Finding]:
@@ -291,19 +299,19 @@ def one_of_each(grown: Sequence[Finding], containers: Sequence[Finding]) -> list
     by_role = Counter[str]()
     for each in named:
         by_role[_role_in(each)] += each.bytes
-    explained = [
+    unexplained = [
         each
         for each in grown
         if each.resource != "host-memory" or each.holder or by_role[_role_in(each)] * 2 < each.bytes
     ]
-    return [*explained, *named]
+    return [*unexplained, *named]
 
 
 def _role_in(finding: Finding) -> str:
     return "" if finding.process is None else role_of(finding.process.name)
 
 
-def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) -> dict[str, int]:
+def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) -> dict[LevelKey, int]:
     """Return the levels by which a process's growth is judged.
 
     Args:
@@ -312,57 +320,72 @@ def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) ->
         tensors: bytes under its tensors outside pools, by device.
     """
     host = {} if private is None else {HOST: private - resident}
-    return {**host, **{f"{_TENSORS}{device}": size for device, size in tensors.items()}}
+    return {**host, **{LevelKey("tensors", device): size for device, size in tensors.items()}}
 
 
-def _of_turns(stage: str, key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
-    kept = [step for step in steps if step > allowed]
-    usual = sorted(kept)[len(kept) // 2]
-    more = f"in {len(kept)} of {len(steps)} that followed another one"
-    if key in COUNTED:
-        said = f"{format_amount(usual, UNITS[key])} more with each {stage}, {sum(kept)} {more}"
-        advice = f"{MAKING[key]} each {stage}"
-        return _finding(process, key, stage, 0, said, count=sum(kept), trend="growth", advice=advice)
-    what = {
-        HOST: "host memory that is under no tensor grows",
-        SHARED: "shared memory that it maps grows",
-    }.get(key, f"tensors on {_device(key)} grow")
-    looking = f"look in that process for what keeps bytes of each {stage}, as with `memray attach`"
-    said = f"{what} by {format_bytes(usual)} with each {stage}, {format_bytes(sum(kept))} {more}"
-    return _finding(
-        process,
-        key,
-        stage,
-        sum(kept),
-        said,
-        count=len(kept),
-        trend="growth",
-        advice=looking if key == HOST else _ADVICE[stage],
-    )
+def _of_turns(stage: str, key: LevelKey, process: ProcessName, steps: KeptSteps) -> Finding:
+    quantity, total = QUANTITIES[key.resource], sum(steps.added)
+    more = f"in {len(steps.added)} of {len(steps.sizes)} that followed another one"
+    if quantity.things:
+        said = f"{quantity.amount(steps.usual)} more with each {stage}, {total} {more}"
+        return risen(key, total, said, stage, turn=stage, process=process)
+    what = {HOST: "host memory that is under no tensor grows", SHARED: f"{quantity.what} grows"}
+    grows = what.get(key, f"tensors on {key.device} grow")
+    said = f"{grows} by {format_bytes(steps.usual)} with each {stage}, {format_bytes(total)} {more}"
+    advice = {} if key == HOST else {"advice": _ADVICE[stage]}
+    return risen(key, total, said, stage, turn=stage, process=process, count=len(steps.added), **advice)
 
 
-def growth_on_card(process: ProcessName, device: str, series: TurnSeries, seconds: float) -> Finding | None:
-    """Return the finding on memory of torch's on a card, of which a process takes more with time; None if it does not.
+def left_by_test(process: ProcessName, key: LevelKey, size: int) -> Finding:
+    """Return what one test has left in a process that no fixture owns.
 
     Args:
-        process: which.
-        device: the card.
-        series: bytes there after each interval.
-        seconds: of an interval.
+        process: which it is.
+        key: of host memory, or of the driver's on a card.
+        size: bytes.
     """
-    rise = series.rise(LEAST_A_TURN)
-    if rise is None:
-        return None
-    rate, turns = rise.slope.rate, rise.turns
-    each, in_time = (format_bytes(round(size)) for size in (rate, rate / seconds))
-    size = round(rate * turns)
-    said = (
-        f"tensors on {device} grow by {format_bytes(size)} over {turns} intervals, "
-        f"{each} with each ({in_time} a second)"
+    said = f"{format_bytes(size)} more {_what(key)} than before the test"
+    return risen(key, size, said, "test", process=process, trend=None, advice=None)
+
+
+def _what(key: LevelKey) -> str:
+    return "host memory" if key == HOST else f"memory on {key.device}"
+
+
+def risen(
+    key: LevelKey,
+    more: int,
+    said: str,
+    stage: str,
+    *,
+    turn: str = "request",
+    process: ProcessName = NOBODY,
+    suspects: Sequence[str] = (),
+    **facts: Any,
+) -> Finding:
+    """Return the finding on a level of a process that is higher than it was.
+
+    Args:
+        key: which.
+        more: by how much: bytes, or how many.
+        said: that in words, with since when, and how fast.
+        stage: as the finding calls that time.
+        turn: what is to give it back.
+        process: whose; without a name: this one's, in which an engine is, or one that is named later.
+        suspects: what its fingerprint is made of, too, where that is not the role of the process.
+        facts: what else is known, as of `Finding`.
+    """
+    quantity = QUANTITIES[key.resource]
+    known: dict[str, Any] = {"trend": "growth", "advice": quantity.advice.format(turn=turn)}
+    return finding_of(
+        key.resource,
+        device=key.device,
+        stage=stage,
+        statement=Statement(amount=said, came=None, process=process.text if process.name else ""),
+        suspects=suspects or ("other process", role_of(process.name)),
+        process=process if process.name else None,
+        **{**known, "count" if quantity.things else "bytes": more, **facts},
     )
-    advice = "look in that process for what keeps tensors of each request, in no list, dict, set or deque that grows"
-    key = f"{_TENSORS}{device}"
-    return _finding(process, key, "intervals", size, said, count=turns, trend="growth", advice=advice)
 
 
 Left = Sequence[tuple[Finding, Mapping[int, int]]]
@@ -410,10 +433,9 @@ def grown_under(root: str, left: Left, turns: Turns) -> list[Finding]:
         left: what the turns of a stage have left.
         turns: which there were.
     """
-    nobody = ProcessName(pid=0, name="")
     return [
         held_by(
-            _of_turns(turns.stage, f"{_TENSORS}{finding.device}", nobody, steps.sizes, 0),
+            _of_turns(turns.stage, LevelKey("tensors", finding.device), NOBODY, steps),
             _facts_of(finding, turns.stage),
         )
         for finding, steps in _growing(left, turns.again, 0)
@@ -499,105 +521,6 @@ def things_held(finding: Finding, new: Sequence[str], holder: HolderFacts | None
         holder = msgspec.structs.replace(holder, note=note)
     # What ends one of them does not end what the next turn makes.
     return msgspec.structs.replace(holder, advice=finding.advice)
-
-
-class ProcessTurns:
-    """The levels of one process after each test that used it, in bytes."""
-
-    def __init__(self) -> None:
-        self._last_turn = 0
-        self._levels: dict[str, list[int]] = {}
-        self._unknown: set[str] = set()
-
-    def note(self, turn: int, private: int | None, cards: Mapping[str, int | None]) -> None:
-        """Its levels after a test; what is not known once is never judged.
-
-        Args:
-            turn: the test's number; again, the reading replaces that of before.
-            private: host memory that only it maps.
-            cards: what the driver counts for it, by device.
-        """
-        known = {HOST: private, **cards}
-        for key in {*known, *self._levels}:
-            size = known.get(key, 0)
-            if size is None:
-                self._unknown.add(key)
-            levels = self._levels.setdefault(key, [])
-            if turn == self._last_turn and levels:
-                levels.pop()
-            levels.append(size or 0)
-        self._last_turn = turn
-
-    @property
-    def can_show_growth(self) -> bool:
-        """Return whether so many tests were noted that growth would show."""
-        return len(self._levels.get(HOST, ())) > FEWEST_STEPS
-
-    @property
-    def last_turn(self) -> int:
-        """Return the number of the test that was noted last; 0 before the first."""
-        return self._last_turn
-
-    def findings(self, process: ProcessName, stage: str, named: Mapping[str, int]) -> list[tuple[Finding, int]]:
-        """Return what grows, each with the usual step.
-
-        Args:
-            process: which it is.
-            stage: since when.
-            named: bytes of tensors that are reported by name, by device.
-        """
-        found = []
-        for key, levels in self._levels.items():
-            if key in self._unknown or len(levels) < 2:
-                continue
-            steps = KeptSteps.between(levels, ALLOWED)
-            if not steps.grows or not rises(levels):
-                if key != HOST or not rises_slowly(levels):
-                    continue
-                steps = KeptSteps(steps.sizes)
-            sizes = steps.added
-            if sum(sizes) <= named.get(_device(key), 0) * 2:
-                continue
-            said = f"{_what(key)} {steps.said(format_bytes)}"
-            facts = {"count": len(sizes), "trend": "growth", "advice": ADVICE}
-            found.append((_finding(process, key, stage, sum(sizes), said, **facts), sorted(sizes)[len(sizes) // 2]))
-        return found
-
-
-def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
-    """Return what one test has left in a process that no fixture owns.
-
-    Args:
-        process: which it is.
-        key: `HOST`, or a card as `cuda:0`.
-        size: bytes.
-    """
-    return _finding(process, key, "test", size, f"{format_bytes(size)} more {_what(key)} than before the test")
-
-
-def _finding(process: ProcessName, key: str, stage: str, size: int, said: str, **facts: Any) -> Finding:
-    """Return a finding about a level of a process; one without a name is this one, in which an engine is."""
-    resource: ResourceName = "tensors" if key.startswith(_TENSORS) else _LEVELS.get(key, "driver")
-    return finding_of(
-        resource,
-        bytes=size,
-        device=_device(key),
-        stage=stage,
-        statement=Statement(amount=said, came=None, process=process.text if process.name else ""),
-        suspects=("other process", role_of(process.name)),
-        process=process if process.name else None,
-        **facts,
-    )
-
-
-def _device(key: str) -> str:
-    if key in COUNTED:
-        return ""
-    return "cpu" if key in _LEVELS else key.removeprefix(_TENSORS)
-
-
-def _what(key: str) -> str:
-    return "host memory" if key == HOST else f"memory on {key}"
 
 
 def growing_tensors(

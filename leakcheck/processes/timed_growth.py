@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -20,26 +21,26 @@ from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
 from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
-from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
+from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL, HostGrowth, HostLevels
+from lowtide.leakcheck.growth.quantities import QUANTITIES, counted, most_of, things_of
 from lowtide.leakcheck.growth.series import Slope, TurnSeries
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
-from lowtide.leakcheck.processes.counted_things import counted, own_descriptors
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import ExplainGrown, Look, Seen
-from lowtide.leakcheck.processes.process_growth import growth_on_card
+from lowtide.leakcheck.processes.process_growth import ToldGrowth, risen
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
-from lowtide.probes.host.process_files import anonymous_bytes_of, stat, thread_names
+from lowtide.probes.host.process_files import anonymous_bytes_of, stat
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, NoAgentError
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
-from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement, in_process
+from lowtide.reports.sizes import format_amount
+from lowtide.reports.statement import in_process
 
 INTERVALS = "intervals"
 """What turns of a running program are called."""
@@ -132,6 +133,7 @@ class TimeWindow(ABC):
         interval: seconds of one of the intervals into which the time is cut.
         is_over: whether what grows is known, or the time is over.
         tensors: bytes that torch had given out on each card, by process, at the last reading.
+        named: what each process is called.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], object]) -> None:
@@ -139,7 +141,9 @@ class TimeWindow(ABC):
         self.interval = max(1.0, seconds / _READINGS)
         self.is_over = False
         self.tensors: Mapping[int, Mapping[str, int]] = {}
+        self.named: dict[int, ProcessName] = {}
         self._turn = 0
+        self._on_cards: dict[tuple[int, str], TurnSeries] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -161,6 +165,38 @@ class TimeWindow(ABC):
 
     def _is_last(self, turn: int) -> bool:
         return turn > round(self.seconds / self.interval)
+
+    def _note_tensors(self, tensors: Mapping[int, Mapping[str, int]]) -> None:
+        """Note the bytes that torch has given out on each device, by process: those of cards are followed here."""
+        self.tensors = {
+            pid: {device: size for device, size in sizes.items() if device != "cpu"} for pid, sizes in tensors.items()
+        }
+        for pid, cards in self.tensors.items():
+            for device, size in cards.items():
+                self._on_cards.setdefault((pid, device), TurnSeries()).add(size)
+
+    def _causes(self, pid: int, found: Sequence[Finding]) -> list[Finding]:
+        """Return what grows in a process, each cause once: containers, and then what these do not explain.
+
+        Args:
+            pid: the process.
+            found: what is known to grow in it besides tensors on cards.
+        """
+        containers = [each for each in found if each.holder]
+        known = _explained_by(containers)
+        on_cards = (self._on_card(device, series, pid) for (of, device), series in self._on_cards.items() if of == pid)
+        others = (*(each for each in on_cards if each is not None), *(each for each in found if not each.holder))
+        told = [*containers, *(each for each in others if not known.explains(_is_on_card(each), each.bytes))]
+        return [in_process(each, self.named[pid]) for each in told]
+
+    def _on_card(self, device: str, series: TurnSeries, pid: int) -> Finding | None:
+        key, rise = LevelKey("tensors", device), series.rise(LEAST_A_TURN)
+        if rise is None:
+            return None
+        tensors, rate, more = QUANTITIES["tensors"], rise.slope.rate, round(rise.slope.rate * rise.turns)
+        each = f"{tensors.rate(rate)} with each ({tensors.rate(rate / self.interval)} a second)"
+        said = f"{tensors.more(more, device)} over {rise.turns} {INTERVALS}, {each}"
+        return risen(key, more, said, INTERVALS, process=self.named[pid], count=rise.turns)
 
     @abstractmethod
     def look(self) -> None:
@@ -210,10 +246,7 @@ class TimedGrowth(TimeWindow):
         # At the readings before: those that were there, and those that were not at the one before that.
         self._known: frozenset[int] = frozenset()
         self._new: frozenset[int] = frozenset()
-        self._named: dict[int, ProcessName] = {}
         self._grown: dict[int, messages.GrownContainers] = {}
-        self._on_cards: dict[tuple[int, str], TurnSeries] = {}
-        self._of_cards: list[Finding] = []
         # When each did not answer, in seconds.
         self._silent: dict[int, float] = {}
 
@@ -244,26 +277,18 @@ class TimedGrowth(TimeWindow):
         known = set(self._engine.not_measured)
         pids = self._pids()
         grown = self._engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
-        self.tensors = {pid: now.cards for pid, now in grown.items()}
+        self._note_tensors({pid: now.cards for pid, now in grown.items()})
         if self._starts_still(grown, is_first=is_first):
             self._begin_anew()
             return
         for pid, now in grown.items():
-            self._named[pid] = describe_process(pid, variables=now.variables, called=now.called)
-            for device, size in now.cards.items():
-                self._on_cards.setdefault((pid, device), TurnSeries()).add(size)
+            self.named[pid] = describe_process(pid, variables=now.variables, called=now.called)
         self._silent |= dict.fromkeys(self._engine.not_measured.keys() - known, time.monotonic())
         self._grown |= grown
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
         # Whoever has come just now may stay.
         if self._tells and (self._is_last(turn) or (is_known and not self._new)):
             self._grown |= self._engine.read_turn(list(grown), self._question(ends=True))
-            self._of_cards = [
-                finding
-                for (pid, device), series in self._on_cards.items()
-                if pid in grown
-                and (finding := growth_on_card(self._named[pid], device, series, self.interval)) is not None
-            ]
             self.is_over = True
             self._tell_end(grown)
 
@@ -310,21 +335,7 @@ class TimedGrowth(TimeWindow):
 
     def findings(self) -> list[Finding]:
         """See `TimeWindow`."""
-        found: list[Finding] = []
-        by_pid = Counter[int]()
-        of_processes = [
-            in_process(each, self._named[pid]) for pid, grown in self._grown.items() for each in grown.findings
-        ]
-        for finding in (
-            *(each for each in of_processes if each.holder),
-            *self._of_cards,
-            *(each for each in of_processes if not each.holder),
-        ):
-            pid = _pid_of(finding)
-            if finding.holder or 2 * by_pid[pid] < finding.bytes:
-                found.append(finding)
-                by_pid[pid] += finding.bytes
-        return found
+        return [each for pid, grown in self._grown.items() for each in self._causes(pid, grown.findings)]
 
     def end(self, status: int | None = None, *, asked: bool = False) -> None:
         """See `TimeWindow`; who did not answer meanwhile was about to end, too."""
@@ -350,7 +361,7 @@ class TimedGrowth(TimeWindow):
             not_decided(
                 self._readings,
                 grown.more,
-                self._named[pid].text,
+                self.named[pid].text,
                 turn=f"interval of {self.interval:g} s",
                 remedy="--growth",
             )
@@ -360,19 +371,13 @@ class TimedGrowth(TimeWindow):
 
 
 class WatchedLooks:
-    """Judges looks at one process that follow each other at equal distances, as of any turns.
+    """Judges looks at one process that follow each other at equal distances, as of any turns."""
 
-    Args:
-        seconds: from one look to the next.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._containers = ContainerCourses()
         self._host = HostLevels(lambda: self._levels, lambda: self._parts, lambda: 0)
         self._levels = (0, 0)
         self._parts = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)
-        self._on_cards: dict[str, TurnSeries] = {}
         self.turn = self.looks = 0
 
     def note(self, turn: int, seen: Seen, anonymous: int) -> None:
@@ -387,9 +392,6 @@ class WatchedLooks:
         self._levels, self._parts = (anonymous, seen.malloc), MemoryParts(**seen.parts)
         self._containers.note(turn, lengths_in(seen))
         self._host.note(self._levels)
-        for device, size in seen.tensors.items():
-            if device != "cpu":
-                self._on_cards.setdefault(device, TurnSeries()).add(size)
 
     @property
     def is_known(self) -> bool:
@@ -402,24 +404,19 @@ class WatchedLooks:
         """Return whether no container has begun to grow of which it is not known whether it does."""
         return not self._containers.undecided(self.turn)
 
-    def found_by(self, asked: Attachment) -> list[Finding]:
-        """Return what grows, each cause once, with holders that the process is asked for."""
+    def found_by(self, asked: Attachment, seconds: float) -> list[Finding]:
+        """Return the containers that grow, with holders that the process is asked for, and host memory that does.
+
+        Args:
+            asked: asks the process.
+            seconds: from one look to the next.
+        """
         growing = self._containers.growing(self.turn)
         fixed = _fixed_beside(growing, self._containers)
-        question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=self._seconds, fixed=fixed)
+        question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=seconds, fixed=fixed)
         found = asked.ask(question) if growing else []
-        process = describe_process(asked.pid)
-        for device, series in self._on_cards.items():
-            on_card = growth_on_card(process, device, series, self._seconds)
-            if on_card is not None and 2 * sum(finding.bytes for finding in found) < on_card.bytes:
-                found.append(on_card)
         host = self._host.grown() if self._host.seem_to_grow() else None
-        if (
-            host is not None
-            and 2 * sum(finding.bytes for finding in found if finding.device in ("", "cpu")) < host.bytes
-        ):
-            found.append(growth_of_host_memory(host, INTERVALS, "", self._seconds))
-        return found
+        return found if host is None else [*found, growth_of_host_memory(host, INTERVALS, "", seconds)]
 
 
 class LookedGrowth(TimeWindow):
@@ -429,9 +426,6 @@ class LookedGrowth(TimeWindow):
         looks: asks each process, by its number.
         seconds: as of `TimeWindow`.
         tell: as of `TimeWindow`; what grows is said as soon as it is known.
-
-    Attributes:
-        processes: what each is called.
     """
 
     def __init__(
@@ -440,8 +434,8 @@ class LookedGrowth(TimeWindow):
         super().__init__(seconds, tell)
         self._asked = dict(looks)
         self._began = time.monotonic()
-        self._watched = {pid: WatchedLooks(self.interval) for pid in looks}
-        self.processes = {pid: describe_process(pid) for pid in looks}
+        self._watched = {pid: WatchedLooks() for pid in looks}
+        self.named = {pid: describe_process(pid) for pid in looks}
         self._silent: dict[int, str] = {}
         self._found: list[Finding] = []
 
@@ -455,10 +449,10 @@ class LookedGrowth(TimeWindow):
         for pid in self._asked.keys() - self._silent.keys():
             seen = self._answer(pid, lambda asked: asked.ask(Look()))
             if seen is not None:
-                self.processes[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
+                self.named[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
                 self._watched[pid].note(turn, seen, anonymous_bytes_of(pid))
-                tensors[pid] = {device: size for device, size in seen.tensors.items() if device != "cpu"}
-        self.tensors = tensors
+                tensors[pid] = seen.tensors
+        self._note_tensors(tensors)
         watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
         is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
         if not watched or is_known or self._is_last(turn):
@@ -474,10 +468,10 @@ class LookedGrowth(TimeWindow):
                     "watch it longer"
                 )
                 continue
-            found = self._answer(pid, watched.found_by)
-            for finding in found or ():
-                self._found.append(in_process(finding, self.processes[pid]))
-                self.tell(self._found[-1].message)
+            found = self._answer(pid, partial(watched.found_by, seconds=self.interval))
+            for finding in () if found is None else self._causes(pid, found):
+                self._found.append(finding)
+                self.tell(finding.message)
 
     def _answer(self, pid: int, question: Callable[[Attachment], _Answer]) -> _Answer | None:
         try:
@@ -496,7 +490,7 @@ class LookedGrowth(TimeWindow):
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return what is not known of those that did not answer."""
         return tuple(
-            NotMeasured(what=f"what grows in {self.processes[pid].text}", why=why) for pid, why in self._silent.items()
+            NotMeasured(what=f"what grows in {self.named[pid].text}", why=why) for pid, why in self._silent.items()
         )
 
 
@@ -506,6 +500,19 @@ def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:
     for finding in findings:
         by_pid[_pid_of(finding)] += finding.bytes
     return {pid for pid, size in by_pid.items() if size > allowed}
+
+
+def _explained_by(containers: Iterable[Finding]) -> ToldGrowth:
+    """Return what containers explain, by whether that is on a card: what one takes may lie there, too, in part."""
+    known = ToldGrowth()
+    for each in containers:
+        known.add(True, each.bytes)
+        known.add(False, 0 if _is_on_card(each) else each.bytes)
+    return known
+
+
+def _is_on_card(finding: Finding) -> bool:
+    return finding.device not in ("", "cpu")
 
 
 def _pid_of(finding: Finding) -> int:
@@ -522,14 +529,12 @@ class Moment(msgspec.Struct, frozen=True):
     Attributes:
         started: when it began, in ticks since boot: another one may have its number.
         seen: what there is, as it says itself.
-        descriptors: how many it has open of each kind.
-        threads: how many it has of each name.
+        things: how many it has of each kind, of what is counted.
     """
 
     started: int
     seen: Seen
-    descriptors: Mapping[str, int]
-    threads: Mapping[str, int]
+    things: Mapping[ResourceName, Mapping[str, int]]
 
 
 def moment_of(pid: int, seen: Seen) -> Moment:
@@ -538,8 +543,7 @@ def moment_of(pid: int, seen: Seen) -> Moment:
     return Moment(
         started=0 if process is None else process.started,
         seen=seen,
-        descriptors=counted(own_descriptors(pid).values()),
-        threads=counted(thread_names(pid)),
+        things={resource: counted(each.values()) for resource, each in things_of(pid, mapped=True).items()},
     )
 
 
@@ -568,19 +572,32 @@ def grown_between(before: Moment, now: Moment, since: str, requests: int, explai
         explain: see `Explain`.
     """
     found = _containers(before.seen, now.seen, since, requests, explain)
-    since = "" if requests else since
-    known = sum(finding.bytes for finding in found)
+    known = _explained_by(found)
     for device, size in now.seen.tensors.items():
         more = size - before.seen.tensors.get(device, 0)
-        if more >= LEAST and 2 * known < more:
-            found.append(_of_tensors(device, more, since, requests))
-            known += more if device == "cpu" else 0
+        if more >= LEAST and not known.explains(device != "cpu", more):
+            found.append(_risen(LevelKey("tensors", device), more, since, requests))
     host = _host_growth(before.seen, now.seen, requests)
-    if host is not None and 2 * known < host.bytes:
-        found.append(growth_of_host_memory(host, REQUESTS if requests else _MARKED, "", since=since))
-    found += _more_of("file-descriptors", "descriptors", before.descriptors, now.descriptors, since, requests)
-    found += _more_of("threads", "threads", before.threads, now.threads, since, requests)
+    if host is not None and not known.explains(False, host.bytes):
+        turns = REQUESTS if requests else _MARKED
+        found.append(growth_of_host_memory(host, turns, "", since="" if requests else since))
+    for resource, things in now.things.items():
+        grown = Counter(things)
+        grown.subtract(before.things[resource])
+        if grown.total() >= FEWEST_TURNS:
+            found.append(_risen(LevelKey(resource), grown.total(), since, requests, grown))
     return found
+
+
+def _risen(key: LevelKey, more: int, since: str, requests: int, kinds: Counter[str] | None = None) -> Finding:
+    quantity, suspects, count = QUANTITIES[key.resource], ["growth"], max(1, requests)
+    over = f"over {requests} {REQUESTS}, {quantity.rate(more / requests)} with each" if requests else f"than at {since}"
+    said = f"{quantity.more(more, key.device)} {over}"
+    if kinds:
+        said, count = f"{said}: {most_of(kinds)}", more
+        suspects.append(kinds.most_common(1)[0][0])
+    found = risen(key, more, said, _MARKED, suspects=suspects, count=count)
+    return msgspec.structs.replace(found, stage=REQUESTS) if requests else found
 
 
 def _containers(before: Seen, now: Seen, since: str, requests: int, explain: Explain) -> list[Finding]:
@@ -613,54 +630,3 @@ def _host_growth(before: Seen, now: Seen, requests: int) -> HostGrowth | None:
     part = max(own, key=lambda name: own[name])
     rate = kept / max(1, requests)
     return HostGrowth(Slope(rate, rate, rate), max(1, requests), kept, part, own[part], (0, 0))
-
-
-def _with_each(more: str, each: str, since: str, requests: int) -> str:
-    return f"{more} more than at {since}" if since else f"{more} more over {requests} {REQUESTS}, {each} with each"
-
-
-def _of_tensors(device: str, more: int, since: str, requests: int) -> Finding:
-    said = _with_each(format_bytes(more), format_bytes(round(more / max(1, requests))), since, requests)
-    return StatedFinding(
-        resource="tensors",
-        cause="unknown",
-        bytes=more,
-        count=max(1, requests),
-        device=device,
-        stage=REQUESTS if requests else _MARKED,
-        statement=Statement(amount=f"tensors on {device} have {said}", came=None),
-        fingerprint=fingerprint(resource="tensors", device=device, stage=_MARKED, suspects=("growth",)),
-        advice="look for what keeps tensors of each request, in no list, dict, set or deque that grows",
-        trend="growth",
-    )
-
-
-def _more_of(
-    resource: ResourceName,
-    unit: str,
-    before: Mapping[str, int],
-    now: Mapping[str, int],
-    since: str,
-    requests: int,
-) -> list[Finding]:
-    more = sum(now.values()) - sum(before.values())
-    if more < FEWEST_TURNS:
-        return []
-    grown = Counter(now)
-    grown.subtract(before)
-    ((kind, count),) = grown.most_common(1)
-    said = _with_each(format_amount(more, unit), f"{more / max(1, requests):.2g}", since, requests)
-    return [
-        StatedFinding(
-            resource=resource,
-            cause="unknown",
-            bytes=0,
-            count=more,
-            device="",
-            stage=REQUESTS if requests else _MARKED,
-            statement=Statement(amount=said, came=None, notes=(Note(f": {count} of {kind}"),)),
-            fingerprint=fingerprint(resource=resource, device="", stage=_MARKED, suspects=("growth", kind)),
-            advice=f"close or end with each request the {unit} that it opens or starts",
-            trend="growth",
-        )
-    ]

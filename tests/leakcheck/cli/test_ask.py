@@ -124,9 +124,14 @@ def told(process: subprocess.Popen[str], word: str) -> None:
 @pytest.mark.parametrize(
     ("before", "word", "resource", "said"),
     [
-        ("nothing", "descriptors", "file-descriptors", "40 descriptors more than at mark 'mark': 40 of socket:[N]"),
+        (
+            "nothing",
+            "descriptors",
+            "file-descriptors",
+            "40 file descriptors more than at mark 'mark': 40 of socket:[N]",
+        ),
         ("nothing", "C", "host-memory", " more than at mark 'mark': malloc in use has "),
-        ("tensors", "chain", "tensors", "tensors on cpu have 10.0 MiB more than at mark 'mark'"),
+        ("tensors", "chain", "tensors", "10.0 MiB more of tensors on cpu than at mark 'mark'"),
     ],
 )
 @pytest.mark.nightly

@@ -25,8 +25,8 @@ pytest.importorskip("opentelemetry.sdk")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from lowtide.leakcheck.growth.quantities import HeldSource
 from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
-from lowtide.leakcheck.processes.held_levels import HeldSource
 from lowtide.leakcheck.targets.load import Load
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import Finding, Subject, decode

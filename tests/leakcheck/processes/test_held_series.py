@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lowtide.leakcheck.processes.held_levels import HeldSource
+from lowtide.leakcheck.growth.quantities import HeldSource
 from lowtide.leakcheck.processes.held_series import GrownLevel, HeldKey, HeldReading, HeldSeries, Point
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, stat
@@ -89,7 +89,7 @@ def test_another_process_that_had_the_number_is_another_one(source: HeldSource) 
 def test_descriptors_that_become_more_are_counted_with_their_kind(source: HeldSource) -> None:
     now = len(descriptors_of(OWN))
     (found,) = grown(source, key("file-descriptors"), rising(now, 1))
-    assert "39 descriptors more over 39 s in 2 watches, 1 a second: " in found.finding.message
+    assert "39 file descriptors more over 39 s in 2 watches, 1 a second: " in found.finding.message
     assert (found.finding.bytes, found.finding.count) == (0, 39)
     assert grown(source, key("file-descriptors"), stretch(*[now, now + 1] * 20)) == []
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
+from lowtide.leakcheck.growth.quantities import HOST
+from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes.other_processes import OtherProcesses, _Outside
-from lowtide.leakcheck.processes.process_growth import ProcessTurns, growing_tensors
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.reports.processes.stage_processes import ProcessName
@@ -26,28 +28,31 @@ CHILD = ProcessName(pid=4711, name="engine-core")
 KEPT: list[Any] = []
 
 
-def turns(*levels: int | None, cards: bool = False) -> ProcessTurns:
+def turns(*levels: int | None, cards: bool = False) -> ProcessGrowth:
     """In MiB."""
-    noted = ProcessTurns()
+    noted = ProcessGrowth("tests with module fixture 'engine'", of_tests=True)
     for turn, level in enumerate(levels, 1):
         size = None if level is None else level * MIB
-        noted.note(turn, 100 * MIB if cards else size, {"cuda:0": size} if cards else {})
+        on_card = {LevelKey("driver", "cuda:0"): size} if cards else {}
+        noted.note(CHILD, {HOST: 100 * MIB if cards else size, **on_card}, turn=turn)
     return noted
 
 
 def test_a_level_that_rises_with_each_test_is_growth() -> None:
-    ((finding, step),) = turns(100, 116, 132, 148).findings(CHILD, "tests with module fixture 'engine'", {})
-    assert (finding.resource, finding.bytes, finding.trend, step) == ("host-memory", 48 * MIB, "growth", 16 * MIB)
+    noted = turns(100, 116, 132, 148)
+    (finding,) = noted.findings()
+    assert (finding.resource, finding.bytes, finding.trend) == ("host-memory", 48 * MIB, "growth")
+    assert (finding.stage, noted.usual_step(finding)) == ("tests with module fixture 'engine'", 16 * MIB)
     assert "pid 4711 (engine-core): host memory +16.0 MiB in each of 3 tests" in finding.message
-    ((finding, _),) = turns(100, 116, 132, 148, cards=True).findings(CHILD, "tests", {})
+    (finding,) = turns(100, 116, 132, 148, cards=True).findings()
     assert (finding.resource, finding.device) == ("driver", "cuda:0")
 
 
 def test_little_in_each_of_many_tests_is_growth_of_host_memory() -> None:
-    ((finding, step),) = turns(*range(100, 116)).findings(CHILD, "tests", {})
-    assert (finding.resource, finding.bytes, step) == ("host-memory", 15 * MIB, MIB)
+    (finding,) = turns(*range(100, 116)).findings()
+    assert (finding.resource, finding.bytes, finding.count) == ("host-memory", 15 * MIB, 15)
     assert "host memory +1.0 MiB in each of 15 tests" in finding.message
-    assert turns(*range(100, 116), cards=True).findings(CHILD, "tests", {}) == []
+    assert turns(*range(100, 116), cards=True).findings() == []
 
 
 @pytest.mark.parametrize(
@@ -63,19 +68,19 @@ def test_little_in_each_of_many_tests_is_growth_of_host_memory() -> None:
     ids=["two steps", "filled slowly", "filled once", "up and down", "replaced by another size", "not always known"],
 )
 def test_other_levels_are_none(levels: tuple[int | None, ...]) -> None:
-    assert turns(*levels).findings(CHILD, "tests", {}) == []
+    assert turns(*levels).findings() == []
 
 
 def test_growth_that_tensors_explain_is_not_reported_again() -> None:
-    assert turns(100, 116, 132, 148).findings(CHILD, "tests", named={"cpu": 48 * MIB}) == []
-    assert len(turns(100, 116, 132, 148).findings(CHILD, "tests", named={"cpu": 8 * MIB})) == 1
+    assert turns(100, 116, 132, 148).findings(named={"cpu": 48 * MIB}) == []
+    assert len(turns(100, 116, 132, 148).findings(named={"cpu": 8 * MIB})) == 1
 
 
 def test_the_last_reading_of_a_test_counts() -> None:
     noted = turns(100, 116, 132)
-    noted.note(3, 148 * MIB, {})
-    noted.note(3, 164 * MIB, {})
-    assert noted.findings(CHILD, "tests", {}) == []
+    for level in (148, 164):
+        noted.note(CHILD, {HOST: level * MIB}, turn=3)
+    assert noted.findings() == []
 
 
 def left(by_turn: dict[int, int]) -> list[tuple[Finding, dict[int, int]]]:

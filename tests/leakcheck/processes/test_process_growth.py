@@ -10,10 +10,11 @@ import sys
 import msgspec
 import pytest
 
+from lowtide.leakcheck.growth.quantities import HOST, SHARED
+from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import (
-    HOST,
     ProcessGrowth,
     Turns,
     growing_holder,
@@ -341,15 +342,15 @@ def test_inferences_of_a_loop_that_sleeps_between_them_are_judged_from_its_secon
 @pytest.mark.parametrize(
     ("levels", "resources"),
     [
-        (("shared-memory",), ["shared-memory"]),
+        ((SHARED,), ["shared-memory"]),
         # Pages of a mapping that nobody else maps are this process's own, too; and a tensor over it is the whole tale.
-        (("shared-memory", HOST), ["shared-memory"]),
-        (("shared-memory", HOST, "tensors cpu"), ["tensors"]),
-        (("shared-memory", "tensors cuda:0"), ["shared-memory", "tensors"]),
+        ((SHARED, HOST), ["shared-memory"]),
+        ((SHARED, HOST, LevelKey("tensors", "cpu")), ["tensors"]),
+        ((SHARED, LevelKey("tensors", "cuda:0")), ["shared-memory", "tensors"]),
         ((HOST,), ["host-memory"]),
     ],
 )
-def test_what_lies_under_several_levels_is_told_once(levels: tuple[str, ...], resources: list[str]) -> None:
+def test_what_lies_under_several_levels_is_told_once(levels: tuple[LevelKey, ...], resources: list[str]) -> None:
     growth = ProcessGrowth("update_weights")
     process = ProcessName(pid=812, name="lowtide::Engine")
     for turn in range(6):

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from lowtide.leakcheck.growth.quantities import HOST
 from lowtide.leakcheck.processes import own_tensors
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
-from lowtide.leakcheck.processes.process_growth import HOST, ProcessGrowth
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth
 from lowtide.leakcheck.processes.process_levels import (
     NOTHING_SAID,
     ProcessLevels,

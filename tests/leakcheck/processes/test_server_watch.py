@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from lowtide.leakcheck.growth.quantities import HeldSource
 from lowtide.leakcheck.processes import server_watch
-from lowtide.leakcheck.processes.held_levels import HeldSource
 from lowtide.leakcheck.processes.held_series import HeldKey, HeldReading, HeldSeries, Point
 from lowtide.leakcheck.processes.server_watch import HANGS_S, SLOW_S, ServerWatch
 from lowtide.probes.device.driver import find_driver

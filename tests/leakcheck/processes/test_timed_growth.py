@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from lowtide.leakcheck.processes.timed_growth import Start, grown_above
+from lowtide.leakcheck.processes.timed_growth import LookedGrowth, Start, grown_above
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
 
@@ -81,6 +83,49 @@ def grown(pid: int, size: int) -> Finding:
         fingerprint=f"{pid} {size}",
         process=ProcessName(pid=pid, name="core"),
     )
+
+
+MIB = 1 << 20
+RISING = range(0, 20 * MIB, MIB)
+
+
+def causes(on_card: Sequence[int], *found: Finding) -> list[Finding]:
+    """What grows in this process, with what torch has given out on a card after each of some intervals."""
+    window = LookedGrowth({}, 60)
+    window.named[OWN] = ProcessName(pid=OWN, name="core")
+    for size in on_card:
+        window._note_tensors({OWN: {"cpu": 0, "cuda:0": size}, OWN + 1: {"cuda:0": 0}})
+    return window._causes(OWN, found)
+
+
+def held(size: int, device: str = "") -> Finding:
+    return msgspec.structs.replace(grown(OWN, size), holder="core.KEPT", device=device)
+
+
+def test_tensors_on_a_card_of_which_each_interval_adds_some_are_told_with_their_rate() -> None:
+    (finding,) = causes(RISING)
+    said = "19.0 MiB more of tensors on cuda:0 over 19 intervals, 1.0 MiB with each (341.3 KiB a second)"
+    assert finding.message == f"pid {OWN} (core): {said}"
+    assert (finding.resource, finding.device, finding.trend) == ("tensors", "cuda:0", "growth")
+    assert (finding.bytes, finding.count) == (19 * MIB, 19)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[5 * MIB] * 20, [*range(0, 8 * MIB, MIB), *[8 * MIB] * 12], [0, MIB] * 10, range(0, 20 * 1024, 1024)],
+    ids=["the same", "fills", "comes and goes", "next to nothing"],
+)
+def test_other_tensors_on_a_card_do_not_grow(sizes: Sequence[int]) -> None:
+    assert causes(sizes) == []
+
+
+def test_what_a_container_takes_explains_half_of_what_grows_where_it_lies() -> None:
+    host = grown(OWN, 20 * MIB)
+    assert [each.resource for each in causes(RISING, host)] == ["tensors", "host-memory"]
+    assert [each.holder for each in causes(RISING, held(10 * MIB), host)] == ["core.KEPT"]
+    # On the card it is no host memory.
+    assert [each.holder for each in causes(RISING, held(10 * MIB, "cuda:0"), host)] == ["core.KEPT", None]
+    assert [each.device for each in causes(RISING, held(2 * MIB, "cuda:0"))] == ["cuda:0", "cuda:0"]
 
 
 def test_what_grows_in_a_process_counts_together() -> None:

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from lowtide.leakcheck.growth.quantities import own_descriptors
 from lowtide.leakcheck.processes import engine_processes, other_processes, tree_end
-from lowtide.leakcheck.processes.counted_things import own_descriptors
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.processes.tree_end import EndedHolders, EndJudgement, held_by_a_gone
