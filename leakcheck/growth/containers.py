@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lowtide.leakcheck.growth.series import KEEPS_ON
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.original_numpy import np
 
@@ -18,9 +19,6 @@ FEWEST_READINGS = 5
 
 _EACH_TURN = 0.9
 """Things that a container must take in a turn: in the one or other turn nothing may happen."""
-
-_KEEPS_ON = 0.5
-"""What the later half of the stretches adds in a turn must be so much of what the earlier half does."""
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Course:
         steps = zip(itertools.pairwise(self.turns), itertools.pairwise(self.lengths), strict=True)
         rates = [(more - less) / (later - earlier) for (earlier, later), (less, more) in steps]
         half = len(rates) // 2
-        return _mean(rates[-half:]) >= _KEEPS_ON * _mean(rates[:half])
+        return _mean(rates[-half:]) >= KEEPS_ON * _mean(rates[:half])
 
 
 def _mean(rates: Sequence[float]) -> float:

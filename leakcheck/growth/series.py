@@ -27,8 +27,8 @@ _FALSE_ALARMS = 0.01
 _BETWEEN_LOOKS = 1.5
 """How many times as many turns there are at a look as at the one before."""
 
-_KEEPS_ON = 0.5
-"""What the last third of the turns adds must be so much of what the one before did: filling up slows down."""
+KEEPS_ON = 0.5
+"""What later turns add must be so much of what as many before them did: filling up slows down."""
 
 _FEWEST_FLOORS = 12
 """Floors are of as many turns as leave so many: saws that one of few turns follows are below one of more."""
@@ -233,7 +233,7 @@ class _Look:
         """Whether the last third of the turns adds about what the one before it did."""
         floors, third = self._floors, len(self._floors) // 3
         before, last = floors[-third - 1] - floors[-2 * third - 1], floors[-1] - floors[-third - 1]
-        return last > 0 and last >= _KEEPS_ON * before
+        return last > 0 and last >= KEEPS_ON * before
 
 
 def _falls(floors: Iterable[float]) -> Iterable[float]:

@@ -135,7 +135,7 @@ class _Course:
         in_a_row = (move for move, again in zip(moves, self.again[1:], strict=True) if again)
         for level in accumulate(in_a_row, initial=0):
             series.add(level)
-        return quantity.is_slow and series.rise(quantity.least, quantity.in_all) is not None
+        return series.rise(quantity.least, quantity.in_all) is not None
 
 
 class ProcessGrowth:
@@ -167,7 +167,7 @@ class ProcessGrowth:
             turn: its number, where it may be read twice: then the later reading counts.
         """
         for key, size in self._with_gone(process, levels).items():
-            course = self._courses[role_of(process.name), key].setdefault(process.pid, _Course(process))
+            course = self._courses[self._role_of(process), key].setdefault(process.pid, _Course(process))
             if turn and course.turn == turn:
                 course.levels.pop()
                 course.again.pop()
@@ -179,16 +179,20 @@ class ProcessGrowth:
     def correct(self, process: ProcessName, levels: Mapping[LevelKey, int | None]) -> None:
         """Another reading after the same turn, as of a heap that was trimmed; as `note`."""
         for key, size in self._with_gone(process, levels).items():
-            course = self._courses.get((role_of(process.name), key), {}).get(process.pid)
+            course = self._courses.get((self._role_of(process), key), {}).get(process.pid)
             if course is not None:
                 course.is_known = course.is_known and size is not None
                 course.levels[-1] = size or 0
 
     def _with_gone(self, process: ProcessName, levels: Mapping[LevelKey, int | None]) -> Mapping[LevelKey, int | None]:
         """Return the levels, with 0 for a device on which there is nothing any more."""
-        name = role_of(process.name)
+        name = self._role_of(process)
         known = [key for (of, key), courses in self._courses.items() if of == name and process.pid in courses]
         return {**{key: 0 for key in known if key.resource in ("tensors", "driver")}, **levels}
+
+    def _role_of(self, process: ProcessName) -> str:
+        # Each process of a fixture is judged by itself, and may get its title late.
+        return "" if self._of_tests else role_of(process.name)
 
     @property
     def noted(self) -> Collection[int]:
@@ -219,7 +223,7 @@ class ProcessGrowth:
         quantity, courses = QUANTITIES[key.resource], self._courses[name, key].values()
         steps = [(course, course.steps(quantity.allowed)) for course in courses if course.is_known]
         alone = [(course, own) for course, own in steps if self._grow(course.levels, own, quantity)]
-        if not alone:
+        if not alone and quantity.is_slow:
             # To the last byte, as each step is too small for more.
             alone = [(course, replace(own, allowed=0)) for course, own in steps if course.rises_slowly(quantity)]
         if alone:
@@ -256,8 +260,8 @@ class ProcessGrowth:
 
     def usual_step(self, finding: Finding) -> int:
         """Return how much a turn usually adds to the level that a finding is about, which grows."""
-        name = "" if finding.process is None else finding.process.name
-        growing = self._growing(role_of(name), LevelKey(finding.resource, finding.device))
+        role = self._role_of(finding.process or NOBODY)
+        growing = self._growing(role, LevelKey(finding.resource, finding.device))
         return 0 if growing is None else growing[1].usual
 
     def _told(self, key: LevelKey, process: ProcessName, steps: KeptSteps) -> Finding:

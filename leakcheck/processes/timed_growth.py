@@ -21,7 +21,7 @@ from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
 from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
-from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL, HostGrowth, HostLevels
+from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
 from lowtide.leakcheck.growth.quantities import QUANTITIES, counted, most_of, things_of
 from lowtide.leakcheck.growth.series import Slope, TurnSeries
 from lowtide.leakcheck.growth.steps import LevelKey
@@ -59,7 +59,6 @@ _RESTING_PAGES = 256
 
 _SETTLED_S = 30.0
 """Seconds without a new process after which a program that never rests has started."""
-
 
 _STAYS_S = 1.0
 """Seconds after which a process is no child that a server forks for a request."""
@@ -184,19 +183,20 @@ class TimeWindow(ABC):
         """
         containers = [each for each in found if each.holder]
         known = _explained_by(containers)
-        on_cards = (self._on_card(device, series, pid) for (of, device), series in self._on_cards.items() if of == pid)
+        on_cards = (self._on_card(pid, device) for device in self.tensors.get(pid, ()))
         others = (*(each for each in on_cards if each is not None), *(each for each in found if not each.holder))
         told = [*containers, *(each for each in others if not known.explains(_is_on_card(each), each.bytes))]
         return [in_process(each, self.named[pid]) for each in told]
 
-    def _on_card(self, device: str, series: TurnSeries, pid: int) -> Finding | None:
-        key, rise = LevelKey("tensors", device), series.rise(LEAST_A_TURN)
+    def _on_card(self, pid: int, device: str) -> Finding | None:
+        series, tensors = self._on_cards[pid, device], QUANTITIES["tensors"]
+        rise = series.rise(tensors.least) if series.turns >= FEWEST_TURNS else None
         if rise is None:
             return None
-        tensors, rate, more = QUANTITIES["tensors"], rise.slope.rate, round(rise.slope.rate * rise.turns)
+        rate, more = rise.slope.rate, round(rise.slope.rate * rise.turns)
         each = f"{tensors.rate(rate)} with each ({tensors.rate(rate / self.interval)} a second)"
         said = f"{tensors.more(more, device)} over {rise.turns} {INTERVALS}, {each}"
-        return risen(key, more, said, INTERVALS, process=self.named[pid], count=rise.turns)
+        return risen(LevelKey("tensors", device), more, said, INTERVALS, process=self.named[pid], count=rise.turns)
 
     @abstractmethod
     def look(self) -> None:
@@ -302,7 +302,6 @@ class TimedGrowth(TimeWindow):
         return may_start and (bool(stays) or has_imported)
 
     def _begin_anew(self) -> None:
-        """Wait again until the program has started."""
         self._start = Start(None, time.monotonic())
         self._began, self._turn, self._readings, self._new = None, 0, 0, frozenset()
         self._grown.clear()
@@ -498,7 +497,7 @@ def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:
     """Return the processes that grow by more than some bytes, all that grows in each together."""
     by_pid = Counter[int]()
     for finding in findings:
-        by_pid[_pid_of(finding)] += finding.bytes
+        by_pid[0 if finding.process is None else finding.process.pid] += finding.bytes
     return {pid for pid, size in by_pid.items() if size > allowed}
 
 
@@ -513,10 +512,6 @@ def _explained_by(containers: Iterable[Finding]) -> ToldGrowth:
 
 def _is_on_card(finding: Finding) -> bool:
     return finding.device not in ("", "cpu")
-
-
-def _pid_of(finding: Finding) -> int:
-    return 0 if finding.process is None else finding.process.pid
 
 
 def _processes(pids: Collection[int]) -> str:

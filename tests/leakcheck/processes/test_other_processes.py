@@ -71,6 +71,14 @@ def test_other_levels_are_none(levels: tuple[int | None, ...]) -> None:
     assert turns(*levels).findings() == []
 
 
+def test_a_process_may_get_its_title_late() -> None:
+    noted = turns(100, 116)
+    for turn, level in ((3, 132), (4, 148)):
+        noted.note(ProcessName(pid=4711, name="VLLM::EngineCore"), {HOST: level * MIB}, turn=turn)
+    (finding,) = noted.findings()
+    assert finding.message.startswith("pid 4711 (VLLM::EngineCore): host memory +16.0 MiB in each of 3 tests")
+
+
 def test_growth_that_tensors_explain_is_not_reported_again() -> None:
     assert turns(100, 116, 132, 148).findings(named={"cpu": 48 * MIB}) == []
     assert len(turns(100, 116, 132, 148).findings(named={"cpu": 8 * MIB})) == 1
