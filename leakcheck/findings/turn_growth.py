@@ -1,27 +1,34 @@
-"""What grows turn by turn in a process that is watched: its containers, read at a few turns, and its own memory."""
+"""What grows turn by turn in a process that is watched: its containers, read at a few turns, and its own memory.
+
+What grows of this and no container and no tensor explains is said with the part of the memory that it lies in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from lowtide.leakcheck.findings.growing_containers import ADVICE, growth_of_containers, is_worth_a_look
-from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory, with_call
 from lowtide.leakcheck.findings.host_arrays import held_by_arrays
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
-from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
+from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, read_levels
+from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
+from lowtide.probes.host.memory_parts import NAMES
 from lowtide.probes.originals import gc, time
-from lowtide.reports.schema import Finding, NotMeasured
-from lowtide.reports.statement import with_holder
+from lowtide.reports.schema import Cause, Finding, NotMeasured
+from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement, noted, with_holder
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.findings.allocating_calls import CallRecorder
+    from lowtide.leakcheck.findings.allocating_calls import CallRecorder, RecordedTurns
 
 _FREE = 4_000_000
 """Objects that all readings of containers together may go through in any case, at a fifth of a microsecond each."""
@@ -58,6 +65,33 @@ _APART = 2
 
 _ENOUGH = 3
 """Readings of a stretch after which it shows whether any container may grow in it."""
+
+
+_CAUSES: dict[str, Cause] = {NAMES["malloc"]: "native", NAMES["malloc_free"]: "native", NAMES["other"]: "native"}
+
+_ADVICE_ON_HOST = {
+    NAMES["malloc"]: (
+        "look for what is allocated in each turn and not freed, what C holds by a reference too many included: "
+        "{tool} names the calls"
+    ),
+    NAMES["python"]: (
+        "look for small objects that each turn leaves, in no container that grows: {tool} names the line"
+    ),
+    NAMES["malloc_free"]: "the heap is fragmented, and keeps free memory: no leak; try MALLOC_ARENA_MAX=2",
+    NAMES["other"]: "look for what maps memory in each turn: {tool} names the calls",
+}
+
+_TOOLS = {
+    NAMES["malloc"]: "`memray run --native`",
+    NAMES["python"]: "`tracemalloc`",
+    NAMES["other"]: "`strace -e mmap,munmap -k`",
+}
+"""What names the calls where nothing of lowtide's does."""
+
+_FREE_IT = "free in each turn what this call allocates, or give back the reference by which C holds it"
+
+_MATTERS = 4
+"""A call that has allocated less than such a part of what the turns add is not what grows."""
 
 
 @dataclass(frozen=True)
@@ -356,6 +390,67 @@ class TurnGrowth:
             tensors=self._counts_tensors,
             fixed=self._containers.fixed(min(course.items for course in growing)),
         )
+
+
+def growth_of_host_memory(
+    grown: HostGrowth, turns: str, module: str, seconds: float = 0.0, since: str = "", option: str = ""
+) -> Finding:
+    """Return the finding on host memory that grows.
+
+    Args:
+        grown: by how much.
+        turns: what a turn is, in the plural: `tests`.
+        module: the module to which the turns belong; empty if to none.
+        seconds: how long a turn takes; 0 where it may take any time.
+        since: the moment from which it has grown, where nobody has counted the turns.
+        option: what asks for recording the calls that allocate; empty where nothing does.
+    """
+    rate, low, high = (format_bytes(round(size)) for size in (grown.slope.rate, grown.slope.low, grown.slope.high))
+    each = f"{rate} with each" if low == high else f"{rate} with each ({low} to {high})"
+    each += f" ({format_bytes(round(grown.slope.rate / seconds))} a second)" if seconds else ""
+    tool = f"`{option}`" if option else _TOOLS.get(grown.part, "")
+    said = f"host memory grew by {format_bytes(grown.bytes)} over {grown.turns} {turns}, {each}"
+    if since:
+        said = f"host memory is {format_bytes(grown.bytes)} more than at {since}"
+    return StatedFinding(
+        resource="host-memory",
+        cause=_CAUSES.get(grown.part, "unknown"),
+        bytes=grown.bytes,
+        count=grown.turns,
+        device="",
+        stage=f"{turns} of {module}" if module else turns,
+        statement=Statement(
+            amount=said, came=None, notes=(Note(f": {grown.part} has {format_bytes(grown.part_bytes)} more"),)
+        ),
+        fingerprint=fingerprint(
+            resource="host-memory", device="", stage=turns, suspects=("growth", grown.part), module=module
+        ),
+        advice=_ADVICE_ON_HOST.get(grown.part, "").format(tool=tool) or None,
+        trend="growth",
+    )
+
+
+def with_call(finding: Finding, recorded: RecordedTurns, turns: str, rate: float) -> Finding:
+    """Return the finding with the call that has allocated most of what grew, or why none is known.
+
+    Args:
+        finding: what `growth_of_host_memory` has given.
+        recorded: what was recorded meanwhile.
+        turns: as there.
+        rate: bytes that a turn adds.
+    """
+    call, turn = recorded.call, turns.removesuffix("s")
+    if recorded.why:
+        return noted(finding, f"; which call allocates it is not known: {recorded.why}")
+    each = 0 if call is None else call.bytes // max(1, recorded.turns)
+    if call is None or each * _MATTERS < rate:
+        return noted(finding, f"; no call has kept as much of what it allocated in the last {recorded.turns} {turns}")
+    line = f"{PurePath(call.place.file).name}:{call.place.line}"
+    where = f"at {line} in {call.place.function}"
+    if call.native:
+        where = f"in {call.native} ({PurePath(call.library).name}), called {where}"
+    said = f"; {format_bytes(each)} of it with each {turn} allocated {where}"
+    return noted(finding, said, allocated_at=frames(call.stack), advice=_FREE_IT)
 
 
 def call_recorder(*, wanted: bool) -> CallRecorder | None:

@@ -17,9 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory
 from lowtide.leakcheck.findings.life_findings import LEAST
-from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, not_decided
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, growth_of_host_memory, not_decided
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
 from lowtide.leakcheck.growth.quantities import QUANTITIES, counted, most_of, things_of

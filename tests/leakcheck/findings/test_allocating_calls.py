@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.findings.allocating_calls import AllocatingCall, Record, RecordedTurns, largest_call
-from lowtide.leakcheck.findings.growing_host_memory import growth_of_host_memory, with_call
+from lowtide.leakcheck.findings.turn_growth import growth_of_host_memory, with_call
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, HostGrowth, HostLevels
 from lowtide.leakcheck.growth.series import Slope
 from lowtide.probes.allocation_stacks import OWN_FOLDERS
