@@ -199,7 +199,7 @@ def test_nobody_is_asked_before_there_is_another_process_and_then_what_was_held_
     # Other tests have started what lives as long as this process, as multiprocessing's resource tracker does.
     monkeypatch.setattr(tree, "any_alive", lambda: False)
     others, seen = OtherProcesses(tree, None), Looks()
-    vars(others).update(_unmeasured=seen)
+    vars(others).update(unmeasured=seen)
     others.judge(())
     others.begin(counters(held=5))
     others.look(now=counters(held=6))
@@ -212,7 +212,7 @@ def test_nobody_is_asked_before_there_is_another_process_and_then_what_was_held_
 
 def test_the_test_after_one_that_left_a_process_is_asked_about_it(child: subprocess.Popen[bytes]) -> None:
     others, seen = OtherProcesses(ProcessTree(), None), Looks()
-    vars(others).update(_unmeasured=seen)
+    vars(others).update(unmeasured=seen)
     others.judge(())
     # It may have ended between the two, and have left memory on a card.
     others.begin(counters(held=5))
