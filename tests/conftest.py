@@ -6,6 +6,11 @@ import signal
 from collections.abc import Generator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("lowtide", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lowtide")
 
 # Where the tests run in the background of a script, Ctrl-C is ignored, also by each process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

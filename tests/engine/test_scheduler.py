@@ -232,7 +232,7 @@ def test_a_request_that_just_fits_runs_to_its_end() -> None:
     assert not scheduler.has_unfinished_requests()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     num_blocks=st.integers(3, 12),
     budget=st.integers(1, 20),

@@ -34,7 +34,7 @@ def reached(graph: Graph, without: int = NONE) -> set[int]:
     return seen
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(GRAPHS)
 def test_each_node_has_the_last_one_that_all_paths_to_it_pass(graph: Graph) -> None:
     everything = reached(graph)

@@ -155,7 +155,7 @@ _heaps = st.recursive(
 
 
 @built
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(_heaps, st.lists(_heaps, max_size=3))
 def test_in_a_random_heap_both_read_the_same(heap: object, more: list[object]) -> None:
     items = [item for item in (heap, *more) if gc.is_tracked(item)]

@@ -177,7 +177,7 @@ def printed(subject: Subject, width: int, *, folded: bool, wide: bool = False) -
     width=st.sampled_from([80, 100, 200]),
     folded=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_table_of_any_life_is_wider_than_its_terminal_or_100_columns(
     subject: Subject, width: int, folded: bool
 ) -> None:

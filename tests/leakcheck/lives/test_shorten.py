@@ -184,7 +184,7 @@ def test_arguments_do_not_cost_a_search_for_shorter_lives_each() -> None:
     assert len(engine.lives) < 2 * (parts + pairs) + plainer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_call_and_no_two_calls_can_be_left_out_of_what_comes_out(data: st.DataObject) -> None:
     life = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=14))

@@ -385,7 +385,7 @@ def test_a_bytearray_that_is_too_large_is_refused_in_one_line_alone(
     assert capfd.readouterr() == ("", "")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     whole=st.sampled_from([SMALL, LARGE]), place=st.floats(0, 1), bytes_=st.binary(max_size=4), cut=st.integers(0, 8)
 )
