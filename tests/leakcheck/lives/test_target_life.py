@@ -157,6 +157,16 @@ def test_blocks_that_no_request_holds_are_found() -> None:
     assert finding.remedy is None
 
 
+class ForgetsNoPrefix(HoldsABlock):
+    def kv_usage(self) -> Any:
+        return SimpleNamespace(total=10, available=10, evictable=0, held=0, pending_transfer=0)
+
+
+def test_prefixes_that_cannot_be_forgotten_are_found_where_no_block_is_held_either() -> None:
+    finding = only(ForgetsNoPrefix)
+    assert (finding.resource, finding.holder) == ("kv-blocks", "a holder that the engine does not name")
+
+
 class TakesThemInAtAStep(HoldsABlock):
     stepped = False
 
