@@ -275,7 +275,8 @@ def _leak(
         advice = "".join(
             f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
         )
-        holder = common_holder([row.explanation for row in group if row.explanation is not None])
+        # Where one stands for all, it is that of the largest, whose path is shown.
+        holder = common_holder([row.explanation for row in by_size if row.explanation is not None])
         finding = noted(
             finding,
             ", held by " if holder else "",
