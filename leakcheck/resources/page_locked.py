@@ -48,7 +48,6 @@ class PageLocked(Resource):
         life=_BOUND,
         verdict="native-held",
     )
-
     kept_in = ("torch.cuda", "_initialized")
 
     def __init__(
@@ -78,7 +77,8 @@ class PageLocked(Resource):
         from lowtide.probes.memory.ranges import common
         from lowtide.probes.memory.tensors import survey_storages
 
-        judged = [(each.address, max(1, each.bytes)) for each in survey_storages().storages if each.device == "cpu"]
+        # A tensor of a card's, too, may lie in managed memory: the addresses of both are one space.
+        judged = [(each.address, max(1, each.bytes)) for each in survey_storages().storages]
         judged += [part for pool in announced_pools() for part in pool.ranges]
         judged.sort()
         return {name for name in names if common([(_address_of(name), self._known.get(name, 1))], judged)}

@@ -125,7 +125,7 @@ def test_a_library_that_binds_in_c_is_heard_once_it_was_imported(
 def test_who_makes_a_process_group_is_known_until_it_is_no_more_asked_for() -> None:
     import torch.distributed as dist
 
-    original = dist.distributed_c10d._new_process_group_helper  # type: ignore[attr-defined]
+    original = dist.distributed_c10d._new_process_group_helper
     makers = Makers()
     makers.start()
     try:
@@ -137,7 +137,7 @@ def test_who_makes_a_process_group_is_known_until_it_is_no_more_asked_for() -> N
     finally:
         makers.stop()
         dist.destroy_process_group()
-    assert dist.distributed_c10d._new_process_group_helper is original  # type: ignore[attr-defined]
+    assert dist.distributed_c10d._new_process_group_helper is original
 
 
 OF_A_PACKAGE = """

@@ -87,6 +87,16 @@ def test_an_allocation_is_new_by_its_address(card: FakeCard, known: DeviceMemory
     assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 24 * MIB}}
 
 
+@pytest.mark.parametrize(("held", "is_tensors"), [(24 * MIB, True), (0, True), (MIB, False)])
+def test_an_allocation_that_tensors_fill_is_theirs(
+    card: FakeCard, known: DeviceMemory, held: int, *, is_tensors: bool
+) -> None:
+    """Of one that is older than the test the bytes are not known."""
+    card.listed[0x1000] = 24 * MIB
+    expected = {} if is_tensors else {f"allocations {CARD}": {"allocation at 0x1000": 24 * MIB}}
+    assert new(known, card, {(CARD, 0x1000): held}) == expected
+
+
 def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(
     card: FakeCard, known: DeviceMemory
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.page_locked import PageLocked
 from lowtide.probes.device.allocations import HostAllocation
+from lowtide.probes.memory import tensors
 
 MIB = 1 << 20
 
@@ -85,6 +86,16 @@ def test_what_a_tensor_lies_in_is_the_tensor_s(memory: Memory, pages: tuple[torc
     under, beside = locked.read()
     assert set(locked.staying([under, beside])) == {under}
     del tensor
+
+
+def test_managed_memory_under_a_tensor_of_a_card_is_the_tensor_s(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_card = SimpleNamespace(device="cuda:0", address=0x7F0000000000, bytes=MIB)
+    monkeypatch.setattr(tensors, "survey_storages", lambda: SimpleNamespace(storages=[on_card]))
+    locked = resource(memory)
+    memory.give_out(0x7F0000000000, MIB, managed=True)
+    assert set(locked.staying(locked.read())) == set(locked.read())
 
 
 @pytest.mark.parametrize(("managed", "call"), [(False, "cudaFreeHost"), (True, "cudaFree")])
