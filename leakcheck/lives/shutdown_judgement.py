@@ -53,12 +53,15 @@ _OF_PRIVATE_POOLS = "reserved "
 _OF_ALL_LIVES = frozenset(resource.rule.key for resource in LISTED)
 """What is judged since the first life began alone: one finding has what all have left, which one change may end."""
 
-_OF_GROUPS = ("driver", "file-descriptors", "threads")
+_OF_GROUPS = ("driver", "file-descriptors", "pinned", "threads")
 """What a process group holds besides itself."""
 
 
 _Row = tuple[Finding, Metric]
 """A finding, and the metric that it is about."""
+
+_Kind = tuple[str, str, bool]
+"""What a finding is about: resource, device, and whether native code holds it, as no pool does that was announced."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,8 @@ class ShutdownJudgement:
 
     def _judge_process(self) -> None:
         """Try what ends process groups and their like, judge settings, and what went with the groups."""
-        for leak in self._of_all_lives:
+        # The groups last: what goes with them is a part of theirs.
+        for leak in sorted(self._of_all_lives, key=lambda leak: leak.key == "process-groups"):
             read = functools.partial(_read_of, leak.key)
             actions = actions_for(leak, patience=0, may_unfreeze=False)
             tried = try_actions(leak, actions, read, self._reader.driver_bytes)
@@ -269,14 +273,14 @@ class ShutdownJudgement:
         Of what came back in part, the rest is reported.
         """
         steps = [LadderStep(Rung.RAW, self._reader.read_after_shutdown(), 0.0)]
-        left: dict[tuple[str, str], Finding] = {}
+        left: dict[_Kind, Finding] = {}
         for start in self._baselines:
             of_groups = [metric for metric in start.metrics if metric.resource in _OF_GROUPS]
             judged = judge(of_groups, start.reading, steps, stage="shutdown", cycle=1)
-            left |= {(finding.resource, finding.device): finding for finding in judged.findings}
+            left |= {_kind_of(finding): finding for finding in judged.findings}
         back, kept = [], []
         for finding in self._record.findings:
-            rest = left.get((finding.resource, finding.device))
+            rest = left.get(_kind_of(finding))
             if finding.resource not in _OF_GROUPS:
                 kept.append(finding)
             elif rest is None:
@@ -365,6 +369,10 @@ def _marked(leak: ItemLeak) -> Finding:
 
 def _read_of(key: str) -> Items:
     return read_items()[key]
+
+
+def _kind_of(finding: Finding) -> _Kind:
+    return finding.resource, finding.device, finding.verdict == "native-held"
 
 
 def less(finding: Finding, rest: Finding) -> Finding:

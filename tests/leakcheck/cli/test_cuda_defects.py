@@ -79,7 +79,7 @@ EXPECTED: dict[str, Sequence[Told]] = {
             "not-restored",
             ("shutdown",),
             SETTING,
-            f"putting {SETTING} back",
+            f"{SETTING} = .*",
         )
     ],
     "shutdown-noop": [WHOLE_ENGINE],
@@ -125,7 +125,7 @@ EXPECTED: dict[str, Sequence[Told]] = {
     "worker-keeps-everything": [WHOLE_ENGINE],
     "undrained-offload": [Told("kv-blocks", "pending-transfer", ("infer",), "pending transfers", r"engine\.step\(\)")],
     "transport-registration": [
-        Told("pinned", "native", ("shutdown",), "kv transport at 0x.*", "release or deregister it at shutdown, .*")
+        Told("pinned", "native", ("shutdown",), "kv transport at 0x.*", "release or deregister it before shutdown ends")
     ],
     "encoder-cache": [
         Told(

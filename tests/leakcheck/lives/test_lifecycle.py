@@ -35,6 +35,7 @@ from lowtide.leakcheck.lives import life_reader
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
+from lowtide.leakcheck.resources.page_locked import PageLocked
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes import stages
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
@@ -887,6 +888,25 @@ def test_process_groups_of_all_lives_are_one_finding_with_what_they_hold_as_part
     assert finding.remedy is not None
     assert finding.remedy.action == "torch.distributed.destroy_process_group()"
     assert [part.resource for part in finding.parts] == ["file-descriptors"]
+
+
+def test_page_locked_memory_of_the_groups_goes_with_them_and_other_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(_: PageLocked) -> dict[str, int]:
+        of_groups = {"page-locked memory at 0x10": 2 << 20} if torch.distributed.is_initialized() else {}
+        return {**of_groups, **({"page-locked memory at 0x90": 8 << 20} if KEPT else {})}
+
+    monkeypatch.setattr(PageLocked, "kept_in", ())
+    monkeypatch.setattr(PageLocked, "read", read)
+    _, findings = found(LeavesAProcessGroupInEachLife, cycles=3)
+    (groups,) = findings
+    assert sorted(part.resource for part in groups.parts) == ["file-descriptors", "pinned"]
+    _, findings = found(LeavesAProcessGroupAndAPipe, cycles=2)
+    for pipe in KEPT:
+        os.close(pipe[0])
+        os.close(pipe[1])
+    KEPT.clear()
+    of_others = next(finding for finding in findings if finding.resource == "pinned")
+    assert of_others.bytes == 8 << 20
 
 
 class LeavesAProcessGroupAndAPipe(LeavesAProcessGroupInEachLife):
