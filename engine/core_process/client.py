@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from lowtide.engine.config import EngineConfig
-from lowtide.engine.core_process import messages
-from lowtide.engine.core_process.messages import Answer, Order
+from lowtide.engine.core import EngineCore
+from lowtide.engine.core_process.core_process import CoreProcess
 from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
+from lowtide.engine.processes.calls import Answer, Order, Signature, call
 from lowtide.engine.processes.child_process import END_S, ChildProcess
 from lowtide.engine.processes.interrupts import HeldInterrupt
 from lowtide.engine.processes.remote_errors import restore_error
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.weight_transfer.buckets import Bucket
+from lowtide.engine.weight_transfer.buckets import Bucket, ReceivedBucket
 
 if TYPE_CHECKING:
     import torch
-
-    from lowtide.engine.kv.block_pool import KVCacheUsage
 
 ENTRY = "lowtide.engine.core_process.core_process:main"
 """What runs in the core's process."""
@@ -34,6 +34,23 @@ NAME = "lowtide::EngineCore"
 
 INTERRUPT_S = 10.0
 """Seconds that the core has to roll an interrupted order back, before it is killed."""
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def forwarded(
+    method: Callable[Concatenate[EngineCore, _Parameters], _Result],
+) -> Callable[Concatenate[CoreClient, _Parameters], _Result]:
+    """Return the method of the client that calls one of the core, with its documentation."""
+
+    @wraps(method)
+    def forward(self: CoreClient, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        result: _Result = self._call(method.__name__, *args, *kwargs.values())
+        return result
+
+    return forward  # type: ignore[return-value]
 
 
 class CoreClient:
@@ -66,7 +83,7 @@ class CoreClient:
         self._is_closed = False
         self.process = ChildProcess(ENTRY, NAME)
         try:
-            self._order(messages.Create(config))
+            self._call("create", config)
             self.raise_late_interrupt()
         except BaseException as error:
             undo = Teardown("creating the core's process")
@@ -86,9 +103,8 @@ class CoreClient:
 
     def add_request(self, request: Request) -> None:
         """As `EngineCore.add_request`."""
-        order = messages.AddRequest(request.request_id, list(request.prompt_token_ids), request.params)
         try:
-            self._order(order)
+            self._call("add_request", request.request_id, list(request.prompt_token_ids), request.params)
         except ChannelError as error:
             raise RequestError(
                 f"request {request.request_id!r} cannot be sent to {self.name}: {error.__cause__}; give tokens and "
@@ -114,62 +130,33 @@ class CoreClient:
         if self._death is not None:
             raise self._death.with_traceback(None)
 
-    def step(self) -> list[RequestOutput]:
-        """As `EngineCore.step`."""
-        return self._order(messages.Step()).outputs
-
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """As `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
-        # What is no string is the name of no request.
-        return self._abort([request_id for request_id in request_ids if isinstance(request_id, str)])
+        # What is no string is the name of no request. Who gives requests up because the core has ended must not hear
+        # that once more.
+        known = [request_id for request_id in request_ids if isinstance(request_id, str)]
+        return [] if self._death is not None else self._call("abort", known)
 
     def abort_all(self) -> list[RequestOutput]:
         """As `EngineCore.abort_all`; likewise."""
-        return self._abort(None)
-
-    def reset_prefix_cache(self) -> bool:
-        """As `EngineCore.reset_prefix_cache`."""
-        return self._order(messages.ResetPrefixCache()).was_reset
-
-    def prepare_sleep(self, level: int) -> None:
-        """As `EngineCore.prepare_sleep`."""
-        self._order(messages.PrepareSleep(level))
-
-    def forget_prefixes(self) -> None:
-        """As `EngineCore.forget_prefixes`."""
-        self._order(messages.ForgetPrefixes())
-
-    def sleep(self, level: int) -> None:
-        """As `EngineCore.sleep`."""
-        self._order(messages.Sleep(level))
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """As `EngineCore.wake`."""
-        self._order(messages.Wake(list(tags)))
-
-    def reload_weights(self) -> None:
-        """As `EngineCore.reload_weights`."""
-        self._order(messages.ReloadWeights())
-
-    def begin_update(self) -> None:
-        """As `EngineCore.begin_update`."""
-        self._order(messages.BeginUpdate())
+        return [] if self._death is not None else self._call("abort_all")
 
     def load_bucket(self, bucket: Bucket) -> None:
         """As `EngineCore.load_bucket`, with an export for each process that has weights."""
-        self._order(messages.LoadBucket(list(bucket.shared(self._receivers))))
+        self._call("load_bucket", ReceivedBucket(list(bucket.shared(self._receivers))))
 
-    def undo_update(self) -> None:
-        """As `EngineCore.undo_update`."""
-        self._order(messages.UndoUpdate())
-
-    def end_update(self, *, loaded: bool) -> None:
-        """As `EngineCore.end_update`."""
-        self._order(messages.EndUpdate(loaded))
-
-    def weight_checksums(self) -> dict[str, int]:
-        """As `EngineCore.weight_checksums`."""
-        return dict(self._order(messages.ReadWeightChecksums()).checksums)
+    step = forwarded(EngineCore.step)
+    reset_prefix_cache = forwarded(EngineCore.reset_prefix_cache)
+    prepare_sleep = forwarded(EngineCore.prepare_sleep)
+    forget_prefixes = forwarded(EngineCore.forget_prefixes)
+    sleep = forwarded(EngineCore.sleep)
+    wake = forwarded(EngineCore.wake)
+    reload_weights = forwarded(EngineCore.reload_weights)
+    begin_update = forwarded(EngineCore.begin_update)
+    undo_update = forwarded(EngineCore.undo_update)
+    end_update = forwarded(EngineCore.end_update)
+    weight_checksums = forwarded(EngineCore.weight_checksums)
+    kv_cache_usage = forwarded(EngineCore.kv_cache_usage)
 
     def shutdown(self) -> None:
         """Give everything up; no process is left.  Calling it again does nothing.
@@ -184,7 +171,7 @@ class CoreClient:
         teardown = Teardown("shutting the engine's core down")
         teardown.run("an earlier interrupt", self.raise_late_interrupt)
         if self._death is None and os.getpid() == self._owner:
-            teardown.run(self.name, lambda: self._order(messages.Shutdown()))
+            teardown.run(self.name, lambda: self._call("shutdown"))
         teardown.run("its process", lambda: self.process.end(END_S))
         self._is_closed = True
         self._answer = Answer()
@@ -209,25 +196,15 @@ class CoreClient:
         """None: the addresses are another process's."""
         return {}
 
-    def kv_cache_usage(self) -> KVCacheUsage:
-        """As `EngineCore.kv_cache_usage`."""
-        usage = self._order(messages.ReadKVCacheUsage()).usage
-        assert usage is not None
-        return usage
-
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them in the core's process and its ranks, by arena tag, after the last call."""
         return dict(self._answer.mapped)
 
-    def _abort(self, request_ids: list[str] | None) -> list[RequestOutput]:
-        # Who gives requests up because the core has ended must not hear that once more.
-        return [] if self._death is not None else self._order(messages.Abort(request_ids)).outputs
-
-    def _order(self, order: Order) -> Answer:
-        """Send an order, and wait for its answer.
+    def _call(self, name: str, *arguments: object) -> Any:
+        """Call a method of the core; what it returns.
 
         Raises:
-            ChannelError: the order cannot be sent; nothing was.
+            ChannelError: the arguments cannot be sent; nothing was.
             EngineDeadError: the process has ended, or could not be understood and was killed.
             BaseException: what the core raised.
         """
@@ -235,18 +212,19 @@ class CoreClient:
             raise EngineDeadError(f"{self.name} is of another process (pid {self._owner}), of which this is a fork")
         if self._death is not None:
             raise self._death.with_traceback(None)
-        _check(order)
-        if not isinstance(order, messages.Abort):
+        signature = CoreProcess.signatures[name]
+        sent = _checked(signature, name, arguments)
+        if name not in ("abort", "abort_all"):
             # Who rolls a generation back must come to the end of it first.
             self.raise_late_interrupt()
         with HeldInterrupt() as interrupt:
-            self._exchange(order, interrupt)
+            self._exchange(sent, interrupt)
         try:
             interrupt.deliver()
         except KeyboardInterrupt:
             self._is_late = True
         if self._answer.error is None:
-            return self._answer
+            return signature.returned(self._answer)
         error = restore_error(self._answer.error, self.name)
         if self._is_late and isinstance(error, Exception):
             self._is_late = False
@@ -290,13 +268,15 @@ class CoreClient:
         return death
 
 
-def _check(order: Order) -> None:
-    """Find out whether the core can read an order: one that it cannot would end it.
+def _checked(signature: Signature, name: str, arguments: Sequence[object]) -> Order:
+    """Return an order that the core can read.
 
     Raises:
         ChannelError: it cannot; the cause says why.
     """
     try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
+        sent = call(name, *arguments)
+        signature.arguments(sent)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise ChannelError(f"{type(order).__name__} cannot be sent to the engine core: {error}") from error
+        raise ChannelError(f"{name} cannot be sent to the engine core: {error}") from error
+    return sent

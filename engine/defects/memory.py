@@ -21,7 +21,7 @@ from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.pages import Part
 from lowtide.engine.pages.vmm import VmmPages
-from lowtide.engine.ranks import messages
+from lowtide.engine.processes.calls import call
 from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.worker import Worker
 
@@ -132,7 +132,7 @@ def rank_keeps() -> AbstractContextManager[None]:
     """A sleep reaches all ranks but the last one, which keeps its weights and its KV cache."""
 
     def sleep(self: MultiprocExecutor, level: int) -> None:
-        failed = self.exchange(dict.fromkeys(self.ranks[:-1], messages.Sleep(level)))
+        failed = self.exchange(dict.fromkeys(self.ranks[:-1], call("sleep", level)))
         assert not failed
 
     return replaced(MultiprocExecutor, "sleep", sleep)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.engine.core import EngineCore
-from lowtide.engine.core_process import core_process, messages
 from lowtide.engine.core_process.client import CoreClient
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.processes import child_main
+from lowtide.engine.processes import child_main, served
 from lowtide.engine.processes.child_process import ChildProcess
 from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.teardown import Teardown
@@ -44,7 +43,7 @@ def orphan_core() -> Iterator[None]:
 
     with (
         _left_running(lambda client: None),
-        replaced(core_process, "client_has_gone", wait),
+        replaced(served, "client_has_gone", wait),
         # In a thread of its own, which has nothing else to do.
         replaced(child_main, "parent_has_ended", wait),
     ):
@@ -59,7 +58,7 @@ def core_ignores_shutdown() -> Iterator[None]:
         threading.Thread(target=lambda core: time.sleep(ORPHAN_S), args=(self,), name="core-loop").start()
 
     def confirmed(client: CoreClient) -> None:
-        client._order(messages.Shutdown())
+        client._call("shutdown")
 
     with _left_running(confirmed), replaced(EngineCore, "shutdown", shutdown):
         yield

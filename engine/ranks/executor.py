@@ -8,21 +8,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import ChannelError, CollectiveError, EngineDeadError
+from lowtide.engine.processes.calls import Answer, Order, call
 from lowtide.engine.processes.channel import watch_process
 from lowtide.engine.processes.child_process import END_S, ChildProcess
 from lowtide.engine.processes.interrupts import HeldInterrupt
 from lowtide.engine.processes.remote_errors import restore_error
-from lowtide.engine.ranks import messages
-from lowtide.engine.ranks.messages import Answer, Order
-from lowtide.engine.ranks.rank_process import rank_devices
+from lowtide.engine.ranks.rank_process import RankProcess, rank_devices
+from lowtide.engine.ranks.rank_step import rank_step
 from lowtide.engine.scheduler import SchedulerOutput
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.weight_transfer.buckets import Bucket
+from lowtide.engine.weight_transfer.buckets import Bucket, ReceivedBucket
 from lowtide.engine.weight_transfer.checksums import added
 from lowtide.engine.worker import SLEEPING_TAGS
 
@@ -68,7 +69,7 @@ class MultiprocExecutor:
                 self.ranks.append(Rank(rank, self._size))
             self._all(
                 [
-                    messages.Create(replace(config, device=device), num_blocks, max_model_len, rank, path)
+                    call("create", replace(config, device=device), num_blocks, max_model_len, rank, path)
                     for rank, device in enumerate(rank_devices(config))
                 ]
             )
@@ -104,36 +105,37 @@ class MultiprocExecutor:
         be made again. NCCL's collectives cannot be broken off: then all ranks are killed.
         """
         try:
-            return self._all(messages.step_message(output))[0].tokens
+            tokens: dict[str, int] = self._all(call("execute_model", rank_step(output)))[0]
+            return tokens
         except BaseException as error:
             if self._death is None:
                 undo = Teardown("the step")
-                undo.run("giving the ranks' group up", partial(self._all, messages.SuspendGroup()))
-                undo.run("making it again", partial(self._all, messages.ResumeGroup()))
+                undo.run("giving the ranks' group up", partial(self._all, call("suspend_group")))
+                undo.run("making it again", partial(self._all, call("resume_group")))
                 undo.finish_into(error)
             raise
 
     def prepare_sleep(self, level: int) -> None:
         """As `Worker.prepare_sleep`, on all ranks or on none."""
-        self._all(messages.PrepareSleep(level), messages.UndoPrepareSleep())
+        self._all(call("prepare_sleep", level), call("undo_prepare_sleep"))
 
     def sleep(self, level: int) -> None:
         """As `Worker.sleep`; where one rank cannot, the others are awake again."""
-        self._all(messages.Sleep(level), messages.BeginWake(list(SLEEPING_TAGS)))
+        self._all(call("sleep", level), call("begin_wake", list(SLEEPING_TAGS)))
         self.suspend_groups()
 
     def suspend_groups(self) -> None:
         """Give up what the ranks' communicators hold on their cards (vllm#51485: up to 1 GiB of each)."""
-        self._all(messages.SuspendGroup())
+        self._all(call("suspend_group"))
 
     def wake(self, tags: Sequence[str]) -> None:
         """As `Worker.wake`; where one rank cannot, the others sleep again."""
-        undo = messages.UndoWake(list(tags))
-        self._all(messages.BeginWake(list(tags)), undo)
+        undo = call("undo_wake", list(tags))
+        self._all(call("begin_wake", list(tags)), undo)
         try:
             if self.awake:
-                self._all(messages.ResumeGroup())
-            self._all(messages.EndWake(list(tags)))
+                self._all(call("resume_group"))
+            self._all(call("end_wake", list(tags)))
         except BaseException as error:
             # Also on those that failed: all of them are awake.
             self._undo(undo, self.ranks, error)
@@ -142,30 +144,30 @@ class MultiprocExecutor:
     def reload_weights(self) -> None:
         """As `Worker.reload_weights`; where one rank cannot, the others have their former weights again."""
         try:
-            self._all(messages.BeginReload(), messages.UndoReload())
+            self._all(call("begin_reload"), call("undo_reload"))
         finally:
             if self._death is None:
-                self._all(messages.EndReload())
+                self._all(call("end_reload"))
 
     def begin_update(self) -> None:
         """As `Worker.begin_update`, on all ranks or on none."""
-        self._all(messages.BeginUpdate(), messages.EndReload())
+        self._all(call("begin_update"), call("end_reload"))
 
     def load_bucket(self, bucket: Bucket) -> None:
         """As `Worker.load_bucket`, each rank by an export of its own; after an error comes `undo_reload`."""
-        self._all([messages.LoadBucket(shared) for shared in bucket.shared(self._size)])
+        self._all([call("load_bucket", ReceivedBucket([shared])) for shared in bucket.shared(self._size)])
 
     def undo_reload(self) -> None:
         """As `Worker.undo_reload`, on all ranks."""
-        self._all(messages.UndoReload())
+        self._all(call("undo_reload"))
 
     def end_reload(self) -> None:
         """As `Worker.end_reload`, on all ranks."""
-        self._all(messages.EndReload())
+        self._all(call("end_reload"))
 
     def weight_checksums(self) -> dict[str, int]:
         """As `Worker.weight_checksums`, of whole parameters."""
-        return added(answer.checksums for answer in self._all(messages.ReadWeightChecksums()))
+        return added(self._all(call("weight_checksums")))
 
     def shutdown(self) -> None:
         """Give everything up; no process is left.  Calling it again does nothing.
@@ -175,12 +177,12 @@ class MultiprocExecutor:
         """
         teardown = Teardown("shutting the ranks down")
         if self.ranks and self._death is None:
-            teardown.run("the ranks", partial(self._all, messages.Shutdown()))
+            teardown.run("the ranks", partial(self._all, call("shutdown")))
         self._end(teardown, END_S)
         teardown.finish()
 
-    def _all(self, order: Order | Sequence[Order], undo: Order | None = None) -> list[Answer]:
-        """Have every rank do the same, or each its own order.
+    def _all(self, order: Order | Sequence[Order], undo: Order | None = None) -> list[Any]:
+        """Have every rank do the same, or each its own order; what each has returned.
 
         Args:
             order: for all, or one per rank.
@@ -196,7 +198,8 @@ class MultiprocExecutor:
             first = self._first_error(failed)
             self._undo(undo, [rank for rank in self.ranks if rank not in failed], first)
             raise first
-        return [rank.answer for rank in self.ranks]
+        returned = zip(self.ranks, orders, strict=True)
+        return [RankProcess.signatures[order.name].returned(rank.answer) for rank, order in returned]
 
     def _undo(self, order: Order | None, ranks: Sequence[Rank], error: BaseException) -> None:
         if order is None or self._death is not None:
@@ -265,7 +268,7 @@ class MultiprocExecutor:
 
     def _idle(self, orders: Mapping[Rank, Order], waiting: Sequence[Rank]) -> list[Rank]:
         """The ranks that are not waited for, and must not end meanwhile: the others could wait for them for ever."""
-        if any(isinstance(order, messages.Shutdown) for order in orders.values()):
+        if any(order.name == "shutdown" for order in orders.values()):
             return []
         return [rank for rank in self.ranks if rank not in waiting]
 

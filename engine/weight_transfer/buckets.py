@@ -84,27 +84,26 @@ class SentBucket:
         return [SharedBucket(self._memory.export(), self._tensors) for _ in range(receivers)]
 
 
-class ReceivedBucket:
+class ReceivedBucket(msgspec.Struct, frozen=True):
     """A bucket of another process, in one that opens it or hands it on.
 
-    Args:
+    Attributes:
         exports: of it, one for each process that may open it.
     """
 
-    def __init__(self, exports: Sequence[SharedBucket]) -> None:
-        self._exports = exports
+    exports: list[SharedBucket]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """As `Bucket.opened`."""
-        (own,) = self._exports
+        (own,) = self.exports
         with opened(own.export) as data:
             yield _named(own.tensors, data)
 
     def shared(self, receivers: int) -> Sequence[SharedBucket]:
         """As `Bucket.shared`: those that came."""
-        assert receivers == len(self._exports)
-        return self._exports
+        assert receivers == len(self.exports)
+        return self.exports
 
 
 class Receiver(Protocol):

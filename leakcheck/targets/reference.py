@@ -31,7 +31,6 @@ from lowtide.engine import (
 )
 from lowtide.engine.config import PRESETS, load_model_config
 from lowtide.engine.core_process.core_process import CoreProcess
-from lowtide.engine.core_process.messages import Order
 from lowtide.engine.defects.defect import replaced
 from lowtide.engine.device_allocator.host_memory import HostBuffer
 from lowtide.engine.device_allocator.transfer import TransferRing
@@ -322,17 +321,17 @@ def followed(path: str) -> Iterator[None]:
     made.start()
     injections: dict[str, Injection] = {}
 
-    def follow_with_faults(self: CoreProcess, order: Order) -> object:
+    def follow_with_faults(self: CoreProcess, name: str, arguments: Sequence[Any]) -> object:
         try:
             armed = msgspec.json.decode(Path(path).read_bytes(), type=Armed)
         except FileNotFoundError:
-            return follow(self, order)
+            return follow(self, name, arguments)
         injection = injections.get(armed.call) or _make_injection(armed, made)
         injections.clear()
         injections[armed.call] = injection
         try:
             with injecting(injection, reference_seams(armed.device), device=armed.device):
-                return follow(self, order)
+                return follow(self, name, arguments)
         finally:
             # Threads of the engine's that are at a fault point by now pass it.
             at, injection.at = injection.at, None

@@ -43,20 +43,20 @@ def main(connection: Connection) -> None:
     def or_fail(owner: Any, name: str, kind: str | None) -> None:
         call = getattr(owner, name)
 
-        def call_or_fail(self: Any, order: Any) -> Any:
-            if os.environ["RANK"] != rank or (kind or type(order).__name__) != failing_order or done.exists():
-                return call(self, order)
+        def call_or_fail(self: Any, *arguments: Any) -> Any:
+            if os.environ["RANK"] != rank or (kind or arguments[0]) != failing_order or done.exists():
+                return call(self, *arguments)
             done.touch()
             if when == "after":
-                call(self, order)
+                call(self, *arguments)
             raise OutOfMemoryError("no room, as it was asked for")
 
         setattr(owner, name, call_or_fail)
 
-    if failing_order == "Execute":
-        or_fail(Worker, "execute_model", "Execute")
+    if failing_order == "execute_model":
+        or_fail(Worker, "execute_model", "execute_model")
     else:
-        or_fail(RankProcess, "_follow", None)
+        or_fail(RankProcess, "follow", None)
     if backend == "nccl":
         ProcessGroup.break_off = lambda self: None  # type: ignore[method-assign]
     rank_process.main(connection)

@@ -22,9 +22,10 @@ from lowtide.engine import (
     RequestOutput,
     SamplingParams,
 )
-from lowtide.engine.core_process import client, messages
+from lowtide.engine.core_process import client
 from lowtide.engine.core_process.core_process import CoreProcess
 from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.processes.calls import call
 from tests.engine import core_extensions
 from tests.engine.process_watch import cores, is_running, nothing_stays, ranks
 from tests.engine.random_checkpoint import write_random_checkpoint
@@ -353,7 +354,7 @@ def test_an_extension_that_cannot_be_loaded_is_named_in_one_line(name: str) -> N
 
 
 def test_a_core_with_an_extension_that_cannot_be_loaded_is_not_created() -> None:
-    error = CoreProcess().answer(messages.Create(replace(APART, process_extensions=("nowhere:f=1",)))).error
+    error = CoreProcess().answer(call("create", replace(APART, process_extensions=("nowhere:f=1",)))).error
     assert error is not None
     assert (error.name, error.message.splitlines()) == ("ConfigError", [error.message])
 
@@ -362,5 +363,5 @@ def test_a_create_that_fails_leaves_its_extensions(tmp_path: Path) -> None:
     record = tmp_path / "record"
     config = replace(APART, model="/nowhere", process_extensions=(f"{EXTENSIONS}:recorded={record}",))
     process = CoreProcess()
-    assert process.answer(messages.Create(config)).error is not None
+    assert process.answer(call("create", config)).error is not None
     assert [line.split()[1] for line in record.read_text().splitlines()] == ["entered", "left"]

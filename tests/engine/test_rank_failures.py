@@ -181,13 +181,13 @@ def test_ranks_end_when_their_engine_is_killed(stage: str) -> None:
 
 
 CALLS: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {
-    "PrepareSleep": (lambda engine: None, lambda engine: engine.sleep(1)),
-    "Sleep": (lambda engine: None, lambda engine: engine.sleep(2)),
-    "BeginWake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
-    "EndWake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
-    "BeginReload": (lambda engine: None, lambda engine: engine.reload_weights()),
-    "BeginUpdate": (lambda engine: None, lambda engine: engine.update_weights(weights(0))),
-    "LoadBucket": (lambda engine: None, lambda engine: engine.update_weights(weights(0))),
+    "prepare_sleep": (lambda engine: None, lambda engine: engine.sleep(1)),
+    "sleep": (lambda engine: None, lambda engine: engine.sleep(2)),
+    "begin_wake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
+    "end_wake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
+    "begin_reload": (lambda engine: None, lambda engine: engine.reload_weights()),
+    "begin_update": (lambda engine: None, lambda engine: engine.update_weights(weights(0))),
+    "load_bucket": (lambda engine: None, lambda engine: engine.update_weights(weights(0))),
 }
 
 
@@ -217,7 +217,7 @@ def test_what_one_rank_cannot_do_is_undone_on_the_other_and_can_be_done_again(
 def test_a_step_that_one_rank_fails_can_be_made_again(
     rank: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(rank, "Execute", monkeypatch, once_in=tmp_path / "failed", before=before)
+    failing(rank, "execute_model", monkeypatch, once_in=tmp_path / "failed", before=before)
     with LLMEngine(CONFIG) as engine:
         with pytest.raises(OutOfMemoryError, match="no room") as raised:
             tokens(engine)
@@ -235,7 +235,7 @@ def test_a_step_that_one_rank_fails_can_be_made_again(
 def test_a_rank_that_waits_for_one_that_failed_and_cannot_be_broken_off_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(0, "Execute", monkeypatch, once_in=tmp_path / "failed", before=True, as_nccl=True)
+    failing(0, "execute_model", monkeypatch, once_in=tmp_path / "failed", before=True, as_nccl=True)
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         engine.create()
@@ -251,7 +251,7 @@ def test_a_rank_that_waits_for_one_that_failed_and_cannot_be_broken_off_is_kille
 
 
 def test_a_rank_that_cannot_be_created_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(1, "Create", monkeypatch, once_in=tmp_path / "failed", before=True)
+    failing(1, "create", monkeypatch, once_in=tmp_path / "failed", before=True)
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         start = time.monotonic()
@@ -331,7 +331,7 @@ def test_a_rank_that_answers_something_else_ends_all(tmp_path: Path, monkeypatch
 
 
 def test_errors_of_a_shutdown_come_out_and_the_ranks_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(1, "Shutdown", monkeypatch, once_in=tmp_path / "failed")
+    failing(1, "shutdown", monkeypatch, once_in=tmp_path / "failed")
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         engine.create()

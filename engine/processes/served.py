@@ -1,0 +1,137 @@
+"""What a process of the engine does: it has one object, whose methods its client calls, until it is shut down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+from lowtide.engine.errors import EngineDeadError, EngineStateError
+from lowtide.engine.processes.calls import Answer, Order, Signatures
+from lowtide.engine.processes.channel import Connection
+from lowtide.engine.processes.extensions import entered
+from lowtide.engine.processes.remote_errors import describe_error
+from lowtide.engine.teardown import release_frames
+from lowtide.probes.stages import stage
+
+
+class Served(Protocol):
+    """What each answer has of the object."""
+
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages."""
+
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them, by arena tag."""
+
+    def shutdown(self) -> None:
+        """Give everything up."""
+
+
+_Served = TypeVar("_Served", bound=Served)
+
+
+class ServedProcess(Generic[_Served]):
+    """The object of this process, and what becomes of the orders that come for it.
+
+    Attributes:
+        signatures: of the object's methods that may be called, of `create`, which makes it of an `EngineConfig` and
+            whatever else, and of `shutdown`, after which the process ends.
+    """
+
+    signatures: ClassVar[Signatures]
+
+    def __init__(self) -> None:
+        self.served: _Served | None = None
+        self._extensions = ExitStack()
+        self._is_working = False
+
+    def create(self, *arguments: Any) -> _Served:
+        """Make the object."""
+        raise NotImplementedError
+
+    def num_requests(self) -> tuple[int, int]:
+        """How many requests run, and how many wait, in a process that keeps them."""
+        return 0, 0
+
+    def serve(self, connection: Connection) -> None:
+        """Answer the client's orders, until it says `shutdown` or closes the connection."""
+        order: Order | None = None
+        while order is None or order.name != "shutdown":
+            try:
+                order = connection.receive(Order)
+                connection.send(self.answer(order))
+            except EngineDeadError:
+                client_has_gone()
+
+    def answer(self, order: Order) -> Answer:
+        """Do what an order says; what it raises goes into the answer."""
+        result: object = None
+        error = None
+        try:
+            try:
+                self._begin_work()
+                arguments = self.signatures[order.name].arguments(order)
+                if order.name == "create":
+                    # Before it is followed: they may change how.
+                    self._extensions.enter_context(entered(arguments[0].process_extensions))
+                result = self.follow(order.name, arguments)
+            finally:
+                # An interrupt up to here is one of the order.
+                self._is_working = False
+        except BaseException as raised:  # noqa: BLE001 - it is raised again in the client's process
+            error = describe_error(raised)
+            # The traceback's frames hold tensors, which must be gone when the client hears of the error.
+            release_frames(raised, None)
+        if self.served is None:
+            # After a create that failed; a shutdown has left them already.
+            self._extensions.close()
+            return Answer(error=error)
+        return Answer(
+            msgspec.Raw(msgspec.msgpack.encode(result)),
+            *self.num_requests(),
+            self.served.awake,
+            self.served.memory_mapped(),
+            error,
+        )
+
+    def _begin_work(self) -> None:
+        self._is_working = True
+
+    def follow(self, name: str, arguments: Sequence[Any]) -> object:
+        """Call a method.
+
+        Raises:
+            EngineStateError: there is nothing yet whose method it is.
+            BaseException: what it raises.
+        """
+        of = self.signatures[name].stage
+        with nullcontext() if of is None else stage(of):
+            if name == "create":
+                self.served = self.create(*arguments)
+                return None
+            if name == "shutdown":
+                # Whatever its shutdown raises: the process ends next.
+                served, self.served = self.served, None
+                with self._extensions:
+                    if served is not None:
+                        served.shutdown()
+                return None
+            if self.served is None:
+                raise EngineStateError(name, "not created", ("create", "shutdown"))
+            return self.call(self.served, name, arguments)
+
+    def call(self, served: _Served, name: str, arguments: Sequence[Any]) -> object:
+        """Call a method of the object, which there is."""
+        return getattr(served, name)(*arguments)
+
+
+def client_has_gone() -> None:
+    """End this process at once."""
+    # Nobody listens any more, and other processes may be gone, for whom a teardown would wait in vain: the kernel takes
+    # everything back, and children end with this process.
+    os._exit(0)
