@@ -1,11 +1,13 @@
-"""What a user asks for (sampling parameters), what the engine keeps of it (request), what comes back (output)."""
+"""What a user asks for, what the engine keeps of it, what a step computes of it, and what comes back."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from lowtide.engine.errors import RequestError
 
@@ -141,6 +143,75 @@ class Request:
             finish_reason=self.status.value if finished else None,
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True):
+    """What one step computes of one request, and all that a worker must know of it, in whichever process.
+
+    Attributes:
+        request_id: of the request.
+        arrival_index: how many requests came before.
+        num_preemptions: how often it lost its KV blocks.
+        num_computed_tokens: tokens that are in the KV cache before the step.
+        num_output_tokens: tokens that have been generated before the step.
+        params: how to sample.
+        new_token_ids: the tokens to compute.
+        block_ids: all its KV blocks.
+        samples: whether its last token is among them, so that the next one can be sampled.
+    """
+
+    request_id: str
+    arrival_index: int
+    num_preemptions: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    params: SamplingParams
+    new_token_ids: list[int]
+    block_ids: list[int]
+    samples: bool
+
+    @classmethod
+    def of(cls, request: Request, num_tokens: int, block_ids: Iterable[int]) -> ScheduledRequest:
+        """Return what computes the request's next `num_tokens` tokens."""
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        return cls(
+            request.request_id,
+            request.arrival_index,
+            request.num_preemptions,
+            start,
+            request.num_output_tokens,
+            request.params,
+            request.token_ids[start:stop],
+            list(block_ids),
+            stop == request.num_tokens,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return len(self.new_token_ids)
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """What one step computes.
+
+    Attributes:
+        scheduled: in order of arrival.
+        preempted_ids: requests that lost their KV blocks to others in this step.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted_ids: tuple[str, ...]
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """Tokens to compute, by request id."""
+        return {item.request_id: item.num_tokens for item in self.scheduled}
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(item.num_tokens for item in self.scheduled)
 
 
 @dataclass(frozen=True)

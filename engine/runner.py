@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,57 +20,10 @@ from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.forward_context import StaticForwardContext
 from lowtide.engine.model_executor.fused_ops import has_kernels
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.model_executor.sampling import SampledRequest, Sampler
+from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.process_group import ProcessGroup
+from lowtide.engine.request import ScheduledRequest, SchedulerOutput
 from lowtide.engine.teardown import Teardown
-
-
-class StepRequest(SampledRequest, Protocol):
-    """What the runner must know of a request; see `Request`."""
-
-    @property
-    def request_id(self) -> str:
-        """Of the request."""
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens that are in the KV cache before the step."""
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often it lost its KV blocks."""
-
-
-class StepItem(Protocol):
-    """What one step computes of one request; see `ScheduledRequest`, which the ranks get as a message."""
-
-    @property
-    def request(self) -> StepRequest:
-        """The request as it is before the step."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute."""
-
-    @property
-    def new_token_ids(self) -> Sequence[int]:
-        """These tokens."""
-
-    @property
-    def block_ids(self) -> Sequence[int]:
-        """All its KV blocks."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether the request's last token is among them."""
-
-
-class Step(Protocol):
-    """What one step computes; see `SchedulerOutput`."""
-
-    @property
-    def scheduled(self) -> Sequence[StepItem]:
-        """In order of arrival."""
 
 
 class ModelRunner:
@@ -183,7 +136,7 @@ class ModelRunner:
     # Not inference mode: tensors made in it can never be written outside it, and a workspace that grows during a step
     # makes tensors that live on.
     @torch.no_grad()
-    def execute_model(self, output: Step) -> dict[str, int]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         """Computes a step; the device is waited for once, at the end, for the sampled tokens.
 
         Args:
@@ -196,9 +149,9 @@ class ModelRunner:
         with torch.cuda.device_of(self._input_ids):  # type: ignore[no-untyped-call]
             return self._execute(output)
 
-    def _execute(self, output: Step) -> dict[str, int]:
+    def _execute(self, output: SchedulerOutput) -> dict[str, int]:
         self._assign_rows(output.scheduled)
-        sampled: list[StepItem] = []
+        sampled: list[ScheduledRequest] = []
         hidden: list[torch.Tensor] = []
         first_token = first_seq = 0
         for micro_batch, workspace in zip(
@@ -217,20 +170,19 @@ class ModelRunner:
         if not sampled:
             return {}
         logits = self.model.compute_logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        requests = [item.request for item in sampled]
-        tokens = self._sampler.sample(logits, requests)
+        tokens = self._sampler.sample(logits, sampled)
         if self._group is not None:
             self._group.broadcast(tokens)
-        return {request.request_id: token for request, token in zip(requests, tokens.tolist(), strict=True)}
+        return {item.request_id: token for item, token in zip(sampled, tokens.tolist(), strict=True)}
 
     def _compute(
-        self, micro_batch: Sequence[StepItem], first_token: int, first_seq: int, workspace: WorkspaceViews
+        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: WorkspaceViews
     ) -> torch.Tensor:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
         counts = [item.num_tokens for item in micro_batch]
-        starts = [item.request.num_computed_tokens for item in micro_batch]
+        starts = [item.num_computed_tokens for item in micro_batch]
         stops = [start + count for start, count in zip(starts, counts, strict=True)]
-        rows = np.array([self._row_of[_life(item.request)] for item in micro_batch], dtype=np.int64)
+        rows = np.array([self._row_of[_life(item)] for item in micro_batch], dtype=np.int64)
         token_ids = [token for item in micro_batch for token in item.new_token_ids]
         # A sequence's tokens lie at their number in the micro-batch, less that of its first one, after its start.
         firsts = np.cumsum(counts) - counts
@@ -261,15 +213,15 @@ class ModelRunner:
     def _lent(self, workspace: WorkspaceViews) -> dict[str, Any]:
         return {"workspace": workspace} if self._lends_workspace else {}
 
-    def _assign_rows(self, scheduled: Sequence[StepItem]) -> None:
+    def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Gives each scheduled request a row of the block table that lists its blocks."""
-        present = {_life(item.request) for item in scheduled}
+        present = {_life(item) for item in scheduled}
         for life in [life for life in self._row_of if life not in present]:
             row = self._row_of.pop(life)
             self.block_table.clear(row)
             self._free_rows.append(row)
         for item in scheduled:
-            life = _life(item.request)
+            life = _life(item)
             if life not in self._row_of:
                 self._row_of[life] = self._free_rows.pop()
             row = self._row_of[life]
@@ -277,23 +229,23 @@ class ModelRunner:
         self.block_table.commit()
 
 
-def _life(request: StepRequest) -> tuple[int, int]:
+def _life(item: ScheduledRequest) -> tuple[int, int]:
     """What one row of the block table is for.
 
     Not the request's id, which a later request may have again, and not the request alone: one that was preempted has
     other blocks when it is back.
     """
-    return request.arrival_index, request.num_preemptions
+    return item.arrival_index, item.num_preemptions
 
 
-def split_micro_batches(scheduled: Sequence[StepItem], count: int) -> list[list[StepItem]]:
+def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> list[list[ScheduledRequest]]:
     """Splits a step into at most `count` parts with about as many tokens, none of them empty.
 
     Within each part, requests with one new token come first and the longest of them at the front, as the attention
     wants them.
     """
     total = sum(item.num_tokens for item in scheduled)
-    parts: list[list[StepItem]] = [[] for _ in range(count)]
+    parts: list[list[ScheduledRequest]] = [[] for _ in range(count)]
     before = 0
     for item in scheduled:
         # By the middle of its tokens, so that one long prompt does not drag all that follows it into the last part.
@@ -302,8 +254,8 @@ def split_micro_batches(scheduled: Sequence[StepItem], count: int) -> list[list[
     return [sorted(part, key=_attention_order) for part in parts if part]
 
 
-def _attention_order(item: StepItem) -> tuple[bool, int]:
-    return item.num_tokens > 1, -(item.request.num_computed_tokens + item.num_tokens)
+def _attention_order(item: ScheduledRequest) -> tuple[bool, int]:
+    return item.num_tokens > 1, -(item.num_computed_tokens + item.num_tokens)
 
 
 def _upload(buffer: torch.Tensor, start: int, values: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -3,61 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from lowtide.engine.errors import RequestError
 from lowtide.engine.kv.kv_cache import KVCacheManager
-from lowtide.engine.request import Request, RequestOutput, RequestStatus
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """What one step computes of one request.
-
-    Attributes:
-        request: with `num_computed_tokens` as it is before the step.
-        num_tokens: tokens to compute, from the first that is not computed.
-        block_ids: all its KV blocks; a live view, valid until the next call of the scheduler.
-    """
-
-    request: Request
-    num_tokens: int
-    block_ids: Sequence[int]
-
-    @property
-    def new_token_ids(self) -> Sequence[int]:
-        """The tokens to compute."""
-        start = self.request.num_computed_tokens
-        return self.request.token_ids[start : start + self.num_tokens]
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step computes the request's last token, so that the next one can be sampled."""
-        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
-
-
-@dataclass(frozen=True)
-class SchedulerOutput:
-    """What one step computes.
-
-    Attributes:
-        scheduled: in order of arrival.
-        preempted_ids: requests that lost their KV blocks to others in this step.
-    """
-
-    scheduled: tuple[ScheduledRequest, ...]
-    preempted_ids: tuple[str, ...]
-
-    @property
-    def num_scheduled_tokens(self) -> dict[str, int]:
-        """Tokens to compute, by request id."""
-        return {item.request.request_id: item.num_tokens for item in self.scheduled}
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens to compute."""
-        return sum(item.num_tokens for item in self.scheduled)
+from lowtide.engine.request import Request, RequestOutput, RequestStatus, ScheduledRequest, SchedulerOutput
 
 
 class Scheduler:
@@ -171,8 +121,8 @@ class Scheduler:
         """
         outputs = []
         for item in output.scheduled:
-            request = item.request
-            if request.status is not RequestStatus.RUNNING:
+            request = self._requests.get(item.request_id)
+            if request is None or request.arrival_index != item.arrival_index:
                 continue  # aborted since
             request.num_computed_tokens += item.num_tokens
             self.kv_cache_manager.cache_blocks(request, item.num_tokens)
@@ -208,7 +158,7 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def _planned(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        return ScheduledRequest(request, num_tokens, self.kv_cache_manager.block_ids(request.request_id))
+        return ScheduledRequest.of(request, num_tokens, self.kv_cache_manager.block_ids(request.request_id))
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[str]) -> bool:
         """Takes blocks for a running request, from those that came last if need be.

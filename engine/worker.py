@@ -25,7 +25,8 @@ from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.process_group import ProcessGroup, RankPlace
-from lowtide.engine.runner import ModelRunner, Step
+from lowtide.engine.request import SchedulerOutput
+from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.weight_transfer.buckets import Bucket
 from lowtide.engine.weight_transfer.checksums import checksum
@@ -158,7 +159,7 @@ class Worker:
         """Bytes with pages behind them, by arena tag."""
         return self.memory.mapped()
 
-    def execute_model(self, output: Step) -> dict[str, int]:
+    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         """Compute one step; the next token by request id."""
         return self.model_runner.execute_model(output)
 

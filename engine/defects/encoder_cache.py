@@ -11,7 +11,8 @@ import torch
 
 from lowtide.engine.defects.defect import replaced
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.runner import ModelRunner, Step, StepItem
+from lowtide.engine.request import ScheduledRequest, SchedulerOutput
+from lowtide.engine.runner import ModelRunner
 from lowtide.engine.worker import Worker
 
 IMAGE_TOKENS = 256
@@ -54,7 +55,7 @@ def encoder_cache() -> Iterator[None]:
         create(self, *args)
         self.__dict__["encoder_cache"] = EncoderCache(self.model)
 
-    def execute_with_images(self: ModelRunner, output: Step) -> dict[str, int]:
+    def execute_with_images(self: ModelRunner, output: SchedulerOutput) -> dict[str, int]:
         new = [item for item in output.scheduled if item.num_tokens > 1]
         self.__dict__["encoder_cache"].encode(_image_of(item) for item in new)
         return execute(self, output)
@@ -81,6 +82,6 @@ def encoder_cache_kept() -> AbstractContextManager[None]:
     return replaced(EncoderCache, "reset", lambda self: None)
 
 
-def _image_of(item: StepItem) -> str:
+def _image_of(item: ScheduledRequest) -> str:
     """The image of a prompt: equal prompts come with equal ones."""
     return hashlib.sha256(repr(item.new_token_ids).encode()).hexdigest()

@@ -20,8 +20,7 @@ from lowtide.engine.processes.child_process import END_S, ChildProcess
 from lowtide.engine.processes.interrupts import HeldInterrupt
 from lowtide.engine.processes.remote_errors import restore_error
 from lowtide.engine.ranks.rank_process import RankProcess, rank_devices
-from lowtide.engine.ranks.rank_step import rank_step
-from lowtide.engine.scheduler import SchedulerOutput
+from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.weight_transfer.buckets import Bucket, ReceivedBucket
 from lowtide.engine.weight_transfer.checksums import added
@@ -105,7 +104,7 @@ class MultiprocExecutor:
         be made again. NCCL's collectives cannot be broken off: then all ranks are killed.
         """
         try:
-            tokens: dict[str, int] = self._all(call("execute_model", rank_step(output)))[0]
+            tokens: dict[str, int] = self._all(call("execute_model", output))[0]
             return tokens
         except BaseException as error:
             if self._death is None:

@@ -17,7 +17,7 @@ from lowtide.engine.processes.calls import Signature, Signatures
 from lowtide.engine.processes.channel import Connection
 from lowtide.engine.processes.child_main import on_interrupt
 from lowtide.engine.processes.served import ServedProcess
-from lowtide.engine.ranks.rank_step import RankStep
+from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.weight_transfer.buckets import ReceivedBucket
 from lowtide.engine.worker import Worker
@@ -35,7 +35,7 @@ class RankProcess(ServedProcess[Worker]):
 
     signatures: ClassVar[Signatures] = {
         "create": Signature("create", (EngineConfig, int, int, int, str)),
-        "execute_model": Signature("infer", (RankStep,), dict[str, int]),
+        "execute_model": Signature("infer", (SchedulerOutput,), dict[str, int]),
         "prepare_sleep": Signature("sleep", (int,)),
         "undo_prepare_sleep": Signature("sleep"),
         "sleep": Signature("sleep", (int,)),

@@ -24,9 +24,9 @@ from lowtide.engine.model_executor.rope import RotaryEmbedding
 from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.tensor_parallel import TensorParallelGroup
 from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource
-from lowtide.engine.request import Request, RequestOutput, SamplingParams
+from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.runner import ModelRunner
-from lowtide.engine.scheduler import Scheduler, SchedulerOutput
+from lowtide.engine.scheduler import Scheduler
 from tests.engine import random_checkpoint
 
 if TYPE_CHECKING:

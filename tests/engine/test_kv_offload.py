@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,8 @@ from lowtide.engine.kv.kv_offload import OffloadingManager
 from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.request import Request
-from lowtide.engine.scheduler import Scheduler, SchedulerOutput
+from lowtide.engine.request import Request, SchedulerOutput
+from lowtide.engine.scheduler import Scheduler
 from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
 from tests.waiting import HANG_S, wait_until
@@ -274,7 +274,8 @@ class FakeConnector:
 class FakeWorker:
     """Writes into each slot all tokens up to it, and refuses to compute after anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Mapping[str, Request]) -> None:
+        self.requests = requests
         self.device: dict[int, list[Any]] = {}
         self.kv_connector = FakeConnector(self.device, {})
         self.fails_next = False
@@ -282,17 +283,17 @@ class FakeWorker:
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         sampled = {}
         for item in output.scheduled:
-            tokens = item.request.token_ids
-            end = item.request.num_computed_tokens + item.num_tokens
+            tokens = self.requests[item.request_id].token_ids
+            end = item.num_computed_tokens + item.num_tokens
             for position in range(end):
                 block_id, offset = item.block_ids[position // BLOCK], position % BLOCK
-                if position < item.request.num_computed_tokens:
+                if position < item.num_computed_tokens:
                     assert self.device[block_id][offset] == tokens[: position + 1]
                 else:
                     assert block_id not in self.kv_connector.blocks
                     self.device.setdefault(block_id, [None] * BLOCK)[offset] = tokens[: position + 1]
             if item.samples:
-                sampled[item.request.request_id] = next_token(tokens)
+                sampled[item.request_id] = next_token(tokens)
         if self.fails_next:
             self.fails_next = False
             raise BrokenError
@@ -310,10 +311,10 @@ class OffloadedEngine(RuleBasedStateMachine):
         super().__init__()
         self.manager = KVCacheManager(7, BLOCK, num_host_blocks=9)
         scheduler = Scheduler(self.manager, max_num_seqs=3, max_num_batched_tokens=6, max_model_len=14, vocab_size=2)
-        self.worker = FakeWorker()
+        self.requests: dict[str, Request] = {}
+        self.worker = FakeWorker(self.requests)
         self.connector = self.worker.kv_connector
         self.core = EngineCore(scheduler, self.worker)  # type: ignore[arg-type]
-        self.requests: dict[str, Request] = {}
         self.num_cached = 0
         self.failed = False
 

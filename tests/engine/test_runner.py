@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lowtide.engine.model_executor.block_table import BlockTable
-from lowtide.engine.request import Request, SamplingParams
+from lowtide.engine.request import Request, SamplingParams, ScheduledRequest
 from lowtide.engine.runner import split_micro_batches
-from lowtide.engine.scheduler import ScheduledRequest
 
 GREEDY = SamplingParams(max_tokens=12)
 PROMPTS = [[1, 2, 3], list(range(30)), [7], list(range(50, 90))]
@@ -22,11 +21,11 @@ PROMPTS = [[1, 2, 3], list(range(30)), [7], list(range(50, 90))]
 def item(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRequest:
     request = Request(name, [1] * (num_computed + num_tokens), SamplingParams())
     request.num_computed_tokens = num_computed
-    return ScheduledRequest(request, num_tokens, ())
+    return ScheduledRequest.of(request, num_tokens, ())
 
 
 def names(parts: list[list[ScheduledRequest]]) -> list[str]:
-    return ["".join(part.request.request_id for part in items) for items in parts]
+    return ["".join(part.request_id for part in items) for items in parts]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lowtide.engine.errors import RequestError
 from lowtide.engine.kv.kv_cache import KVCacheManager
-from lowtide.engine.request import Request, RequestOutput, RequestStatus, SamplingParams
-from lowtide.engine.scheduler import Scheduler, SchedulerOutput
+from lowtide.engine.request import Request, RequestOutput, RequestStatus, SamplingParams, SchedulerOutput
+from lowtide.engine.scheduler import Scheduler
 
 
 def make(num_blocks: int = 16, block_size: int = 4, enable_prefix_caching: bool = True, **limits: Any) -> Scheduler:
@@ -31,7 +31,7 @@ def add(scheduler: Scheduler, request_id: str, prompt: int | Sequence[int], **pa
 def step(scheduler: Scheduler, token: int = 1) -> tuple[SchedulerOutput, list[RequestOutput]]:
     """A step whose model says `token` to everything."""
     output = scheduler.schedule()
-    sampled = {item.request.request_id: token for item in output.scheduled if item.samples}
+    sampled = {item.request_id: token for item in output.scheduled if item.samples}
     return output, scheduler.update_from_output(output, sampled)
 
 
@@ -167,6 +167,16 @@ def test_a_request_aborted_during_a_step_takes_nothing_from_it() -> None:
     scheduler.abort(["a"])
     assert scheduler.update_from_output(output, {"a": 1}) == []
     assert request.output_token_ids == ()
+
+
+def test_a_request_with_the_id_of_one_aborted_during_a_step_takes_nothing_from_it() -> None:
+    scheduler = make()
+    add(scheduler, "a", 8)
+    output = scheduler.schedule()
+    scheduler.abort(["a"])
+    later = add(scheduler, "a", 8)
+    assert scheduler.update_from_output(output, {"a": 1}) == []
+    assert (later.num_computed_tokens, later.output_token_ids) == (0, ())
 
 
 def test_an_id_is_free_again_once_its_request_is_gone() -> None:
