@@ -14,7 +14,6 @@ from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.errors import WeightUpdateError
 from lowtide.engine.heap_freeze import HeapFreeze
 from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
-from lowtide.engine.kv.kv_transfer import KVConnector
 from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.kv.offloading_connector import OffloadingConnector
 from lowtide.engine.model_executor.attention import workspace_bytes
@@ -70,7 +69,7 @@ class Worker:
     ) -> None:
         self._source = source
         self._keep_host_copy = config.keep_host_copy
-        self.kv_connector: KVConnector | None = None
+        self.kv_connector: OffloadingConnector | None = None
         self._heap = HeapFreeze()
         self._is_rank = place is not None
         self._is_first = place is None or place.rank == 0

@@ -68,11 +68,6 @@ class EngineMemory:
             undo.finish_into(error)
             raise
 
-    @property
-    def sleeping_weights(self) -> bool:
-        """Whether the host has a copy of the weights."""
-        return self._image is not None
-
     def arena(self, tag: str) -> Arena:
         """The arena of one tag: `weights`, `kv_cache` or `runtime`."""
         return self._arenas[tag]

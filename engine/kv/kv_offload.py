@@ -10,10 +10,41 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock
 from lowtide.engine.kv.host_blocks import HostBlock, HostBlockStore
-from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer, KVConnector
+
+if TYPE_CHECKING:
+    from lowtide.engine.kv.offloading_connector import OffloadingConnector
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """Copies of whole KV blocks in one direction.
+
+    Attributes:
+        transfer_id: by which its end is known.
+        blocks: KV block and host slot of each copy.
+    """
+
+    transfer_id: int
+    blocks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedTransfer:
+    """The end of a transfer, after which nothing reads or writes its blocks.
+
+    Attributes:
+        transfer_id: of the transfer.
+        error: what its copies raised; then nothing can be said of what they wrote.
+        cancelled: whether it was given up; likewise.
+    """
+
+    transfer_id: int
+    error: BaseException | None = None
+    cancelled: bool = False
 
 
 @dataclass(eq=False)
@@ -95,7 +126,7 @@ class OffloadingManager:
         self._loading.update(block.block_hash for block in host_blocks)
         self._plan(list(zip(taken, host_blocks, strict=True)), [*before, *taken], is_load=True)
 
-    def submit(self, connector: KVConnector) -> None:
+    def submit(self, connector: OffloadingConnector) -> None:
         """Hands what was planned to the connector."""
         while self._planned:
             pending = self._planned.popleft()

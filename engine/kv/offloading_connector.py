@@ -19,7 +19,7 @@ from lowtide.engine.device_allocator.arena import round_up
 from lowtide.engine.device_allocator.host_memory import HUGE_PAGE, HostBuffer
 from lowtide.engine.errors import KVTransferError, OutOfMemoryError
 from lowtide.engine.kv.kv_cache import KVCache
-from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer
+from lowtide.engine.kv.kv_offload import BlockTransfer, CompletedTransfer
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import release_frames
 
@@ -88,7 +88,7 @@ class HostSlots:
 
 
 class OffloadingConnector:
-    """`KVConnector` to host memory of this process.
+    """Copies KV blocks to host memory of this process and back, one transfer after the other, in the order given.
 
     One thread does all copies in order, so a slot is never written while it is read.  Each transfer waits for what the
     device was asked to compute before it, and has ended on the device too when it is reported complete: whoever
@@ -137,7 +137,7 @@ class OffloadingConnector:
         self._jobs.put(partial(self._transfer, transfer, self._backend.record(), to_host=False))
 
     def flush(self) -> None:
-        """Wait until every transfer that was begun has ended.
+        """Wait until every transfer that was begun has ended; taken in they are not.
 
         Raises:
             KVTransferError: they have not ended after `TIMEOUT_S` seconds.

@@ -19,7 +19,7 @@ from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.device_allocator.host_memory import HostBuffer
 from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.kv.kv_cache import kv_cache_bytes_per_block
-from lowtide.engine.kv.kv_transfer import BlockTransfer
+from lowtide.engine.kv.kv_offload import BlockTransfer
 from lowtide.engine.pages import open_backend
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import announced_pools

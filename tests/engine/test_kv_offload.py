@@ -35,8 +35,7 @@ from lowtide.engine.kv import offloading_connector
 from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock
 from lowtide.engine.kv.host_blocks import HostBlockStore
 from lowtide.engine.kv.kv_cache import KVCacheManager, kv_cache_bytes_per_block
-from lowtide.engine.kv.kv_offload import OffloadingManager
-from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer
+from lowtide.engine.kv.kv_offload import BlockTransfer, CompletedTransfer, OffloadingManager
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.request import Request, SchedulerOutput
