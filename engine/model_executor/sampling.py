@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from lowtide.engine.request import SamplingParams
-
-
-class SampledRequest(Protocol):
-    """What the sampler must know of a request; see `Request`."""
-
-    @property
-    def params(self) -> SamplingParams:
-        """How to sample."""
-
-    @property
-    def arrival_index(self) -> int:
-        """How many requests came before."""
-
-    @property
-    def num_output_tokens(self) -> int:
-        """How many tokens have been generated so far."""
+from lowtide.engine.request import ScheduledRequest
 
 
 class Sampler:
@@ -41,7 +24,7 @@ class Sampler:
         self._seed = seed
 
     @torch.no_grad()
-    def sample(self, logits: torch.Tensor, requests: Sequence[SampledRequest]) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Next tokens, int64 [N] on the logits' device, of N requests with logits [N, vocab_size]."""
         tokens = logits.argmax(dim=-1)
         drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
@@ -50,7 +33,7 @@ class Sampler:
             tokens[rows] = self._draw(logits[rows], [requests[row] for row in drawn])
         return tokens
 
-    def _draw(self, logits: torch.Tensor, requests: Sequence[SampledRequest]) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Inverts the cumulative distribution over tokens in falling order: what top-k and top-p keep is a prefix."""
         device, vocab_size = logits.device, logits.shape[-1]
         temperature, top_p, uniform, top_k = (
@@ -76,7 +59,7 @@ class Sampler:
         last = (kept & (probabilities > 0)).sum(dim=-1, keepdim=True) - 1
         return token_ids.gather(1, torch.minimum(rank, last)).squeeze(1)
 
-    def uniform(self, request: SampledRequest) -> float:
+    def uniform(self, request: ScheduledRequest) -> float:
         """The number in [0, 1) that chooses the request's next token."""
         seed = request.params.seed
         origin = f"engine:{self._seed}:{request.arrival_index}" if seed is None else f"request:{seed}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -15,15 +15,27 @@ from lowtide.engine.model_executor.checkpoint import copy_tensors, locate_tensor
 from lowtide.engine.model_executor.tensor_parallel import Shard, shard_parameter
 
 
-class WeightSource(Protocol):
-    """Fills the model's parameters: when the engine is created, and again when it wakes from a level 2 sleep."""
+class WeightSource(ABC):
+    """Fills the model's parameters: when the engine is created, and again when it wakes from a level 2 sleep.
+
+    Args:
+        config: of the whole model.
+        rank: whose part of each tensor is filled.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
+        self._shards = parameter_shards(config, rank, size)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each parameter of this rank, by its Hugging Face name."""
+        return {name: shard.shape for name, shard in self._shards.items()}
 
+    @abstractmethod
     def check(self) -> None:
         """Proves, without taking memory for weights, that `fill` will find every parameter; raises otherwise."""
 
+    @abstractmethod
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Writes the parameters given in place, wherever they live; bit for bit the same each time."""
 
@@ -64,7 +76,7 @@ def parameter_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Sha
     return {name: shard_parameter(name, shape, rank, size) for name, shape in parameter_shapes(config).items()}
 
 
-class CheckpointWeights:
+class CheckpointWeights(WeightSource):
     """The safetensors of a Hugging Face checkpoint folder; no file stays open between calls.
 
     Args:
@@ -75,13 +87,9 @@ class CheckpointWeights:
     """
 
     def __init__(self, folder: str | Path, config: ModelConfig, rank: int = 0, size: int = 1) -> None:
+        super().__init__(config, rank, size)
         self._folder = Path(folder)
         self._shapes = parameter_shapes(config)
-        self._shards = parameter_shards(config, rank, size)
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each parameter of this rank, by its Hugging Face name."""
-        return {name: shard.shape for name, shard in self._shards.items()}
 
     def check(self) -> None:
         """Reads the headers of all files.
@@ -106,7 +114,7 @@ class CheckpointWeights:
         copy_tensors(wanted, parameters, self._shards)
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Seeded random weights: norms are ones, biases zeros, embeddings and projections normal.
 
     Each tensor has a generator of its own, seeded by the seed and its name, on the device where the tensor lives. So
@@ -132,12 +140,8 @@ class RandomWeights:
     QUERY_KEY_GAIN = 2.0
 
     def __init__(self, config: ModelConfig, seed: int, rank: int = 0, size: int = 1) -> None:
-        self._shards = parameter_shards(config, rank, size)
+        super().__init__(config, rank, size)
         self._seed = seed
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each parameter of this rank, by its Hugging Face name."""
-        return {name: shard.shape for name, shard in self._shards.items()}
 
     def check(self) -> None:
         """Nothing can be missing."""

@@ -11,15 +11,16 @@ import torch
 
 from lowtide.engine.errors import RequestError
 from lowtide.engine.model_executor.sampling import Sampler
-from lowtide.engine.request import Request, SamplingParams
+from lowtide.engine.request import Request, SamplingParams, ScheduledRequest
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
 
 
-def request(num_output_tokens: int = 0, **params: Any) -> Request:
+def request(num_output_tokens: int = 0, arrival_index: int = 0, **params: Any) -> ScheduledRequest:
     made = Request("r", [1], SamplingParams(**params))
     made.token_ids += [0] * num_output_tokens
-    return made
+    made.arrival_index = arrival_index
+    return ScheduledRequest.of(made, 1, ())
 
 
 def drawn(count: int = 400, logits: torch.Tensor = LOGITS, **params: Any) -> Counter[int]:
@@ -86,14 +87,12 @@ def test_every_request_of_a_batch_has_its_own_parameters() -> None:
 
 
 def test_a_seeded_draw_depends_on_neither_engine_nor_arrival() -> None:
-    early, late = request(temperature=1.0, seed=4), request(temperature=1.0, seed=4)
-    late.arrival_index = 9
+    early, late = request(temperature=1.0, seed=4), request(arrival_index=9, temperature=1.0, seed=4)
     assert Sampler(0).uniform(early) == Sampler(1).uniform(late)
 
 
 def test_without_a_seed_the_engines_seed_and_the_arrival_decide() -> None:
-    first, second = request(temperature=1.0), request(temperature=1.0)
-    second.arrival_index = 1
+    first, second = request(temperature=1.0), request(arrival_index=1, temperature=1.0)
     numbers = {Sampler(0).uniform(first), Sampler(0).uniform(second), Sampler(1).uniform(first)}
     assert len(numbers) == 3
     assert Sampler(0).uniform(first) in numbers
