@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import GenericAlias
 from typing import Any
 
@@ -44,19 +43,21 @@ class Answer(msgspec.Struct, frozen=True):
     error: RemoteError | None = None
 
 
-@dataclass(frozen=True)
 class Signature:
     """What a method that another process may call takes and returns.
 
-    Attributes:
+    Args:
         stage: that the call belongs to (`lowtide.probes.stages`); None is none.
         parameters: their types, as msgspec decodes them.
         result: likewise.
     """
 
-    stage: str | None
-    parameters: tuple[Any, ...] = ()
-    result: Any = None
+    def __init__(self, stage: str | None, parameters: tuple[Any, ...] = (), result: Any = None) -> None:
+        self.stage = stage
+        # Made once: msgspec would read the types anew for each message.
+        kinds: Any = GenericAlias(tuple, parameters)
+        self._arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(kinds)
+        self._result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result)
 
     def arguments(self, order: Order) -> tuple[Any, ...]:
         """Return an order's arguments.
@@ -64,13 +65,11 @@ class Signature:
         Raises:
             msgspec.MsgspecError: they are of other types.
         """
-        kinds = GenericAlias(tuple, self.parameters)
-        arguments: tuple[Any, ...] = msgspec.msgpack.decode(order.arguments, type=kinds)
-        return arguments
+        return self._arguments.decode(order.arguments)
 
     def returned(self, answer: Answer) -> Any:
         """Return what the method has returned, of an answer without an error."""
-        return msgspec.msgpack.decode(answer.result, type=self.result)
+        return self._result.decode(answer.result)
 
 
 Signatures = Mapping[str, Signature]
