@@ -17,7 +17,7 @@ from lowtide.leakcheck.findings.host_arrays import held_by_arrays
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
-from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, read_levels
+from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
@@ -170,6 +170,7 @@ class TurnGrowth:
         self._roots = roots
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
+        self._reader = LevelReader()
         self._began = time.monotonic()
         self._gone_through = self._largest = 0
         self._readings = 0
@@ -187,16 +188,21 @@ class TurnGrowth:
             stretches: these.
             held: the bytes that the kernel counts, where they have just been read.
         """
-        now = read_levels(held)
+        is_new = not set(stretches) <= set(self._levels)
+        if is_new:
+            self._reader.forget()
+        now = self._reader.read(held)
         if self._calls is None:
             self._note(stretches, now)
             return
-        if not set(stretches) <= set(self._levels):
+        if is_new:
             # What was recorded of the stretches before is not this one's.
             self.close()
         own = self._calls.own_bytes()
         if own:
             self._waiting.append((stretches, now, own))
+            # What recording takes is in both: each turn must have its own.
+            self._reader.forget()
         else:
             self._note(stretches, now)
         self._record(self._calls)

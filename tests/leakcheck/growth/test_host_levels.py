@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from lowtide.leakcheck.growth.host_levels import HostLevels, read_levels
+from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, HostLevels, LevelReader, read_levels
 from lowtide.probes.host.memory_parts import MemoryParts
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -103,3 +105,54 @@ def test_a_step_beside_what_each_turn_adds_is_none_of_it() -> None:
     grown = noted.grown()
     assert grown is not None
     assert (grown.turns, grown.bytes) == (11, 11 * MIB)
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, levels: Sequence[tuple[int, int]]) -> tuple[HostLevels, list[int]]:
+    """Read levels turn by turn; return them as noted, and the turns in which malloc was asked."""
+    noted, asked, turns = HostLevels(lambda: levels[-1], lambda: PARTS, lambda: 0), [], iter(enumerate(levels))
+    reader = LevelReader()
+    for turn, (held, malloc) in turns:
+
+        def ask(turn: int = turn, malloc: int = malloc) -> int:
+            asked.append(turn)
+            return malloc
+
+        monkeypatch.setattr("lowtide.leakcheck.growth.host_levels.malloc_in_use", ask)
+        noted.note(reader.read(held))
+    return noted, asked
+
+
+def test_malloc_is_asked_now_and_then_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, asked = asked_of(monkeypatch, [(200 * MIB, 100 * MIB)] * 400)
+    # All of the first few: a short module has no more.
+    assert asked[:8] == list(range(8))
+    assert len(asked) < 80
+    assert noted.said() == "host memory is bounded"
+
+
+@pytest.mark.parametrize("since", [0, 5, 12, 40])
+@pytest.mark.parametrize("more", [16, 80])
+def test_growth_in_pages_that_were_there_before_is_seen(monkeypatch: pytest.MonkeyPatch, since: int, more: int) -> None:
+    # The kernel counts nothing more.
+    turns = 2 * since + more
+    levels = [(200 * MIB, 100 * MIB + max(0, turn - since) * 3 * LEAST_A_TURN) for turn in range(turns)]
+    noted, asked = asked_of(monkeypatch, levels)
+    assert noted.seem_to_grow()
+    # From where it is first seen on, in each turn.
+    first = next(turn for turn in asked if turn > since)
+    assert first - since <= 1 + max(8, since) // 8
+    assert asked[asked.index(first) :] == list(range(first, turns))
+
+
+def test_what_the_kernel_counts_more_has_malloc_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = [((200 + (turn > 201)) * MIB, 100 * MIB) for turn in range(204)]
+    _, asked = asked_of(monkeypatch, levels)
+    assert 202 in asked
+    assert 203 in asked
+
+
+def test_a_level_that_rises_and_falls_back_is_no_growth_between_the_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for period in range(2, 20):
+        levels = [(200 * MIB, (100 + turn % period) * MIB) for turn in range(300)]
+        noted, _ = asked_of(monkeypatch, levels)
+        assert not noted.seem_to_grow()
