@@ -342,18 +342,21 @@ class Replaced:
 
 
 def _differing(before: bytes, now: bytes) -> Iterator[int]:
-    """Give the places of the numbers that are others, or new."""
-    for start in range(0, len(now), _AT_ONCE):
-        if before[start : start + _AT_ONCE] != now[start : start + _AT_ONCE]:
-            for place in range(start, min(start + _AT_ONCE, len(now)), _WIDTH):
-                if before[place : place + _WIDTH] != now[place : place + _WIDTH]:
-                    yield place // _WIDTH
+    """Give the places of the numbers that are others, or new: one among thousands is found by halves."""
+    parts = [(0, len(now))]
+    while parts:
+        start, end = parts.pop()
+        if before[start:end] == now[start:end]:
+            continue
+        if end - start == _WIDTH:
+            yield start // _WIDTH
+            continue
+        middle = start + (end - start) // _WIDTH // 2 * _WIDTH
+        parts += [(middle, end), (start, middle)]
 
 
 _WIDTH = 8
 """Bytes of a mark."""
-
-_AT_ONCE = 64 * _WIDTH
 
 
 def _slow_marks(dicts: tuple[dict[str, Any], ...]) -> bytes:
