@@ -67,6 +67,8 @@ class Suspects:
         self._tensors_left: list[weakref.ref[Any]] = []
         self._knows_all = True
         self._last: SurvivorLook | None = None
+        # Whether the look before anything was collected has found that nothing was born: so it stays.
+        self._are_none = False
 
     @property
     def has_living_tensors(self) -> bool:
@@ -90,7 +92,8 @@ class Suspects:
 
     def before_collecting(self, least: int) -> Collected | None:
         """Read the tensors that seem to be left, before anything is collected; None where they are few."""
-        _, left = self._survivors()
+        survivors, left = self._survivors()
+        self._are_none = not survivors and not self._watched.births.froze_until_last_look
         return Collected.before(left, least) if left else None
 
     def _survivors(self) -> tuple[list[Newborn], list[Any]]:
@@ -111,6 +114,7 @@ class Suspects:
         """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""
         self._tensors_left = []
         self._last = None
+        self._are_none = False
 
     def find(self, now: Counters, ended: Sequence[Owner], tolerance: int) -> list[str]:
         """Return the keys of what may be above what it should be; costs next to nothing."""
@@ -126,7 +130,8 @@ class Suspects:
                 key
             ):
                 suspects.append(key)
-        survivors, left = self._survivors()
+        survivors, left = ([], []) if self._are_none else self._survivors()
+        self._are_none = False
         if any(owner.storages for owner in ended) or self._watched.births.froze_until_last_look:
             suspects.append("tensors")
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.

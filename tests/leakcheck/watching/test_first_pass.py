@@ -8,10 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from lowtide import LeakCheck
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.watching.first_pass import Stayed, wait_for_return
 from lowtide.leakcheck.watching.watched import Policy
+from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.host.counters import Counters
 
 
@@ -72,3 +75,24 @@ def test_else_it_is_waited_for_as_ever(left: set[str], pauses: list[float]) -> N
     pauses.clear()
     waited(itertools.repeat(left), stayed)
     assert sum(pauses) >= 0.5
+
+
+def test_a_block_in_which_nothing_is_born_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    survivors = Births.survivors
+
+    def counted(births: Births, *args: Any, **kwargs: Any) -> list[Newborn]:
+        found = survivors(births, *args, **kwargs)
+        looks.append(len(found))
+        return found
+
+    monkeypatch.setattr(Births, "survivors", counted)
+    kept: list[torch.Tensor] = []
+    with LeakCheck() as check:
+        pass
+    assert (check.report.subjects[0].findings, looks) == ((), [0])
+    with LeakCheck() as check:
+        kept.append(torch.ones(3))
+    assert [finding.resource for finding in check.report.subjects[0].findings] == ["tensors"]
+    # And again, since what was found may have been garbage.
+    assert len(looks) > 2
