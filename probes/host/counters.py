@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from lowtide.probes import native
 from lowtide.probes.device.allocations import AllocationsError, idle_pool_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context
@@ -201,6 +203,7 @@ class CounterReader:
         self._frozen = FrozenCount()
         self._descriptors: Items = _NOTHING
         self._there: dict[int, object] = {}
+        self._numbers = self._open = b""
         self._files: dict[int, object] = {}
         self._shared_memory = Folder(lambda: "/dev/shm")
         self._status = b""
@@ -264,8 +267,14 @@ class CounterReader:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
         # As many as there were, and all those that there were. A thread that waits in `accept` has one that nobody
         # sees: then there are never as many.
-        is_known = len(self._there) == os.stat(_DESCRIPTORS).st_size and self._there == _files_of(self._there)
-        there = self._there if is_known else _files_of(map(int, os.listdir(_DESCRIPTORS)))
+        if len(self._there) == os.stat(_DESCRIPTORS).st_size and _files_open(self._numbers) == self._open:
+            return self._descriptors
+        numbers = list(map(int, os.listdir(_DESCRIPTORS)))
+        # First of all: what is opened from here on makes it another one.
+        packed = array("i", numbers).tobytes()
+        is_open = _files_open(packed)
+        there = _files_of(numbers)
+        self._numbers, self._open = packed, is_open
         if there != self._there:
             self._there = there
             of_agent = agents_descriptors()
@@ -414,6 +423,13 @@ def _files_of(numbers: Iterable[int]) -> dict[int, object]:
         # only their name distinguishes them.
         found[number] = facts if facts[0] >> _PERMISSIONS else (facts, _target(number))
     return found
+
+
+def _slow_files_open(numbers: bytes) -> bytes:
+    return repr(_files_of(array("i", numbers))).encode()
+
+
+_files_open = native.files_open or _slow_files_open
 
 
 def _target(number: int) -> str:

@@ -23,4 +23,5 @@ of_generations: Callable[[int, tuple[type, ...]], tuple[bytes, bytes, list[Any]]
 )
 young_with_types: Callable[[object], bytes] | None = getattr(heap, "young_with_types", None)
 namespace_sizes: Callable[[list[Any]], tuple[bytes, bytes]] | None = getattr(heap, "namespace_sizes", None)
+files_open: Callable[[bytes], bytes] | None = getattr(heap, "files_open", None)
 numbers_in: Callable[[list[Any], int], bytes] | None = getattr(heap, "numbers_in", None)

@@ -1,5 +1,5 @@
 /* What goes through the whole heap, in C: the walk over its references, the lists in which the collector has it, and
- * what says that a dictionary has changed.
+ * what says that a dictionary or a descriptor has changed.
  *
  * It is written against the stable interface of Python 3.10, so that one build serves all later versions. Each function
  * has its equal in Python, which takes longer; what it rests on beyond that interface is said with it.
@@ -8,8 +8,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* What the caller says of a type, as `Manner` in walk.py. */
 enum { HAS_READER = 1, HAS_STAND_IN = 2, LEADS_ON_UNTRACKED = 4, IS_PASSED_OVER = 8 };
@@ -1203,6 +1206,48 @@ namespace_sizes(PyObject *Py_UNUSED(module), PyObject *modules)
     return found;
 }
 
+/* Descriptors ---------------------------------------------------------------------------------------------------- */
+
+/* The kernel's name of what is no file: by mode, inode and device all of these are one. */
+static uint64_t
+named(int number)
+{
+    char path[sizeof("/proc/self/fd/") + 3 * sizeof(int)], target[256];
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", number);
+    ssize_t length = readlink(path, target, sizeof(target));
+    uint64_t name = 0;
+    for (ssize_t at = 0; at < length; at++)
+        name = (name ^ (unsigned char)target[at]) * 0x100000001B3u;
+    return name;
+}
+
+static PyObject *
+files_open(PyObject *Py_UNUSED(module), PyObject *numbers)
+{
+    if (!PyBytes_Check(numbers)) {
+        PyErr_SetString(PyExc_TypeError, "numbers (int32) are bytes");
+        return NULL;
+    }
+    Py_ssize_t count = PyBytes_Size(numbers) / (Py_ssize_t)sizeof(int32_t);
+    uint64_t facts[4];
+    PyObject *files = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(facts));
+    char *place = files == NULL ? NULL : PyBytes_AsString(files);
+    for (Py_ssize_t at = 0; place != NULL && at < count; at++, place += sizeof(facts)) {
+        int32_t number;
+        struct stat file;
+        memcpy(&number, PyBytes_AsString(numbers) + at * (Py_ssize_t)sizeof(number), sizeof(number));
+        memset(facts, 0, sizeof(facts));
+        if (fstat(number, &file) == 0) {
+            facts[0] = file.st_mode;
+            facts[1] = file.st_ino;
+            facts[2] = file.st_dev;
+            facts[3] = file.st_mode & S_IFMT ? 1 : named(number);
+        }
+        memcpy(place, facts, sizeof(facts));
+    }
+    return files;
+}
+
 /* The number at so many bytes in each object that weak references refer to; -1 for what is gone. */
 static PyObject *
 numbers_in(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
@@ -1252,6 +1297,8 @@ static PyMethodDef functions[] = {
     {"namespace_sizes", namespace_sizes, METH_O,
      "Return the identity (int64) of the namespace of each module of a list, and how many names (int64) are in it; 0 for "
      "what is no module."},
+    {"files_open", files_open, METH_O,
+     "Return what is another one, for descriptors by number (int32), where one is closed or open on another file."},
     {"numbers_in", (PyCFunction)(void (*)(void))numbers_in, METH_FASTCALL,
      "Return the number (int64) at so many bytes in what each of a list of weak references refers to; -1 for what is "
      "gone."},

@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 
 from lowtide.leakcheck.resources.settings import changes_between
-from lowtide.probes import originals, stages
+from lowtide.probes import native, originals, stages
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host import counters
 from lowtide.probes.host.counters import (
@@ -339,6 +339,16 @@ def test_one_reader_sees_a_setting_change_and_come_back(reader: CounterReader, n
     assert reader.read().settings == before
 
 
+@pytest.fixture(params=[True, False], ids=["in C", "without C"])
+def files_in_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare what descriptors are open on in both ways."""
+    if not request.param:
+        monkeypatch.setattr(counters, "_files_open", counters._slow_files_open)
+    elif native.files_open is None:
+        pytest.skip("the extension is not built here")
+
+
+@pytest.mark.usefixtures("files_in_c")
 def test_a_descriptor_that_has_another_file_now_has_another_name(reader: CounterReader, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     second.touch()
@@ -352,6 +362,7 @@ def test_a_descriptor_that_has_another_file_now_has_another_name(reader: Counter
     assert f"{number} -> {first}" not in names
 
 
+@pytest.mark.usefixtures("files_in_c")
 def test_as_many_descriptors_with_other_numbers_have_other_names(reader: CounterReader) -> None:
     with open(os.devnull) as first:  # noqa: PTH123 - the descriptor is the point
         before = reader.read().items["file-descriptors"]
@@ -365,6 +376,7 @@ def test_as_many_descriptors_with_other_numbers_have_other_names(reader: Counter
         os.close(number)
 
 
+@pytest.mark.usefixtures("files_in_c")
 def test_descriptors_are_listed_only_where_one_has_changed(
     reader: CounterReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +404,7 @@ def test_a_folder_is_listed_again_only_where_it_has_changed(tmp_path: Path) -> N
         assert folder.names().keys() - known.keys() == {f"new{each}" for each in range(number + 1)}
 
 
+@pytest.mark.usefixtures("files_in_c")
 def test_an_anonymous_descriptor_that_is_of_another_kind_now_has_another_name(reader: CounterReader) -> None:
     with select.epoll() as poll:
         number = poll.fileno()
