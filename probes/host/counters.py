@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -203,7 +202,7 @@ class CounterReader:
         self._frozen = FrozenCount()
         self._descriptors: Items = _NOTHING
         self._there: dict[int, object] = {}
-        self._numbers = self._open = b""
+        self._open = b""
         self._files: dict[int, object] = {}
         self._shared_memory = Folder(lambda: "/dev/shm")
         self._status = b""
@@ -258,23 +257,18 @@ class CounterReader:
             for index in range(torch.cuda.device_count()):
                 if has_context(torch, index):
                     amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), unmeasured)
-        threads = len(os.listdir("/proc/self/task")) if last is None else last.native_threads
         of_libraries = settings == "all"
         values = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
-        return Counters(items, amounts, values, threads, unmeasured)
+        return Counters(items, amounts, values, _figure(self._status, b"Threads:"), unmeasured)
 
     def _read_descriptors(self) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
-        # As many as there were, and all those that there were. A thread that waits in `accept` has one that nobody
-        # sees: then there are never as many.
-        if len(self._there) == os.stat(_DESCRIPTORS).st_size and _files_open(self._numbers) == self._open:
+        # First of all: what is opened or closed from here on makes it another one.
+        is_open = _files_open(self._open)
+        if is_open == self._open:
             return self._descriptors
-        numbers = list(map(int, os.listdir(_DESCRIPTORS)))
-        # First of all: what is opened from here on makes it another one.
-        packed = array("i", numbers).tobytes()
-        is_open = _files_open(packed)
-        there = _files_of(numbers)
-        self._numbers, self._open = packed, is_open
+        there = _files_of(map(int, os.listdir(_DESCRIPTORS)))
+        self._open = is_open
         if there != self._there:
             self._there = there
             of_agent = agents_descriptors()
@@ -345,10 +339,10 @@ def own_bytes(status: bytes) -> int:
     `mmap.mmap(-1, …)` and what a card's driver pins are shared memory to the kernel (`/dev/zero (deleted)`), as are the
     files of /dev/shm that are mapped here.
     """
-    return sum(_kilobytes(status, name) for name in (b"RssAnon:", b"RssShmem:", b"VmSwap:")) * 1024
+    return sum(_figure(status, name) for name in (b"RssAnon:", b"RssShmem:", b"VmSwap:")) * 1024
 
 
-def _kilobytes(status: bytes, name: bytes) -> int:
+def _figure(status: bytes, name: bytes) -> int:
     """A line's figure; 0 where this kernel does not have it (one without swap)."""
     _, found, rest = status.partition(b"\n" + name)
     return int(rest.split(maxsplit=1)[0]) if found else 0
@@ -407,7 +401,7 @@ _PERMISSIONS = 12
 """The bits of a file's mode below those that say of what kind it is."""
 
 _DESCRIPTORS = "/proc/self/fd"
-"""The folder of the open descriptors; since Linux 6.2 its size is how many there are."""
+"""The folder of the open descriptors."""
 
 
 def _files_of(numbers: Iterable[int]) -> dict[int, object]:
@@ -425,8 +419,8 @@ def _files_of(numbers: Iterable[int]) -> dict[int, object]:
     return found
 
 
-def _slow_files_open(numbers: bytes) -> bytes:
-    return repr(_files_of(array("i", numbers))).encode()
+def _slow_files_open(_: bytes) -> bytes:
+    return repr(_files_of(map(int, os.listdir(_DESCRIPTORS)))).encode()
 
 
 _files_open = native.files_open or _slow_files_open

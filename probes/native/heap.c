@@ -7,6 +7,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <dirent.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -1221,31 +1222,67 @@ named(int number)
     return name;
 }
 
-static PyObject *
-files_open(PyObject *Py_UNUSED(module), PyObject *numbers)
+enum { FACTS = 5 };
+
+/* Number, mode, inode and device of what a descriptor is open on, and its name if it is no file; 0 where it is closed. */
+static int
+facts_of(int number, uint64_t *facts)
 {
-    if (!PyBytes_Check(numbers)) {
-        PyErr_SetString(PyExc_TypeError, "numbers (int32) are bytes");
+    struct stat file;
+    if (fstat(number, &file) != 0)
+        return 0;
+    facts[0] = (uint64_t)number;
+    facts[1] = file.st_mode;
+    facts[2] = file.st_ino;
+    facts[3] = file.st_dev;
+    facts[4] = file.st_mode & S_IFMT ? 0 : named(number);
+    return 1;
+}
+
+/* Whether there are as many as there were, since Linux 6.2 the size of their folder, and all those that there were. A
+ * thread that waits in `accept` has one that nobody sees: then there are never as many.
+ */
+static int
+are_the_same(const char *before, Py_ssize_t count)
+{
+    struct stat folder;
+    if (stat("/proc/self/fd", &folder) != 0 || folder.st_size != count)
+        return 0;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        uint64_t then[FACTS], now[FACTS];
+        memcpy(then, before + at * (Py_ssize_t)sizeof(then), sizeof(then));
+        if (!facts_of((int)then[0], now) || memcmp(then, now, sizeof(then)) != 0)
+            return 0;
+    }
+    return 1;
+}
+
+static PyObject *
+files_open(PyObject *Py_UNUSED(module), PyObject *before)
+{
+    Array files = {.width = FACTS * sizeof(uint64_t)};
+    if (!PyBytes_Check(before)) {
+        PyErr_SetString(PyExc_TypeError, "what was returned before is bytes");
         return NULL;
     }
-    Py_ssize_t count = PyBytes_Size(numbers) / (Py_ssize_t)sizeof(int32_t);
-    uint64_t facts[4];
-    PyObject *files = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(facts));
-    char *place = files == NULL ? NULL : PyBytes_AsString(files);
-    for (Py_ssize_t at = 0; place != NULL && at < count; at++, place += sizeof(facts)) {
-        int32_t number;
-        struct stat file;
-        memcpy(&number, PyBytes_AsString(numbers) + at * (Py_ssize_t)sizeof(number), sizeof(number));
-        memset(facts, 0, sizeof(facts));
-        if (fstat(number, &file) == 0) {
-            facts[0] = file.st_mode;
-            facts[1] = file.st_ino;
-            facts[2] = file.st_dev;
-            facts[3] = file.st_mode & S_IFMT ? 1 : named(number);
-        }
-        memcpy(place, facts, sizeof(facts));
+    if (are_the_same(PyBytes_AsString(before), PyBytes_Size(before) / (Py_ssize_t)files.width)) {
+        Py_INCREF(before);
+        return before;
     }
-    return files;
+    DIR *folder = opendir("/proc/self/fd");
+    if (folder == NULL)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    int failed = 0;
+    for (struct dirent *entry; !failed && (entry = readdir(folder)) != NULL;) {
+        int number = entry->d_name[0] == '.' ? -1 : atoi(entry->d_name);
+        uint64_t facts[FACTS];
+        if (number >= 0 && number != dirfd(folder) && facts_of(number, facts))
+            failed = array_push(&files, facts) < 0 && no_memory() < 0;
+    }
+    closedir(folder);
+    PyObject *found = failed ? NULL : array_take(&files);
+    free(files.items);
+    return found;
 }
 
 /* The number at so many bytes in each object that weak references refer to; -1 for what is gone. */
@@ -1298,7 +1335,7 @@ static PyMethodDef functions[] = {
      "Return the identity (int64) of the namespace of each module of a list, and how many names (int64) are in it; 0 for "
      "what is no module."},
     {"files_open", files_open, METH_O,
-     "Return what is another one, for descriptors by number (int32), where one is closed or open on another file."},
+     "Return what is another one than before where a descriptor was opened, closed, or is open on another file."},
     {"numbers_in", (PyCFunction)(void (*)(void))numbers_in, METH_FASTCALL,
      "Return the number (int64) at so many bytes in what each of a list of weak references refers to; -1 for what is "
      "gone."},

@@ -376,7 +376,7 @@ def test_as_many_descriptors_with_other_numbers_have_other_names(reader: Counter
         os.close(number)
 
 
-@pytest.mark.usefixtures("files_in_c")
+@pytest.mark.skipif(native.files_open is None, reason="the extension is not built here")
 def test_descriptors_are_listed_only_where_one_has_changed(
     reader: CounterReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +402,29 @@ def test_a_folder_is_listed_again_only_where_it_has_changed(tmp_path: Path) -> N
         # What its own clock says proves nothing: an entry may come within one tick, and anybody may set it.
         os.utime(tmp_path, (0, 0))
         assert folder.names().keys() - known.keys() == {f"new{each}" for each in range(number + 1)}
+
+
+@pytest.mark.usefixtures("files_in_c")
+def test_a_descriptor_is_seen_while_a_thread_has_one_that_nobody_sees(reader: CounterReader) -> None:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind("")
+        server.listen()
+        waiting = threading.Thread(target=lambda: server.accept()[0].close())
+        waiting.start()
+        try:
+            # Where it waits for somebody, the folder says one more than there are.
+            folder = Path("/proc/self/fd")
+            wait_until(lambda: folder.stat().st_size != len(list(folder.iterdir())) - 1)
+            before = reader.read().items["file-descriptors"]
+            assert reader.read().items["file-descriptors"] is before
+            with open(os.devnull) as file:  # noqa: PTH123 - the descriptor is the point
+                assert reader.read().items["file-descriptors"].keys() - before.keys() == {
+                    f"{file.fileno()} -> {os.devnull}"
+                }
+            assert reader.read().items["file-descriptors"] == before
+        finally:
+            client.connect(server.getsockname())
+            waiting.join()
 
 
 @pytest.mark.usefixtures("files_in_c")
