@@ -32,6 +32,7 @@ from lowtide.probes.host.settings import (
     Timers,
     interpreter_values,
     library_values,
+    process_values,
 )
 from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.foreign import living_threads, thread_key
@@ -100,13 +101,14 @@ class SettingReader:
             Signals(),
             Timers(),
             Loggers(),
-            LevelNames(),
-            Reducers(),
             *((Filters(),) if warnings_filters else ()),
             Modes(),
         )
         self._runners = len(self._sources)
         self._sources += (
+            process_values(),
+            LevelNames(),
+            Reducers(),
             library_values(),
             torch_values(),
             CardLimits(),
@@ -122,8 +124,8 @@ class SettingReader:
         """The settings, by name.
 
         Args:
-            of_libraries: whether to read torch's, other libraries' and the umask, too, which is most of the work; else
-                these are taken over.
+            of_libraries: whether to read what no runner sets, too, which is most of the work: torch's, other
+                libraries', the process's limits and umask; else these are taken over.
         """
         raw = [source.raw() for source in (self._sources if of_libraries else self._sources[: self._runners])]
         raw += self._raw[len(raw) :]

@@ -107,7 +107,7 @@ checkers_own: set[str] = set()
 
 
 def interpreter_values() -> Values:
-    """The settings of the interpreter."""
+    """The settings of the interpreter that a runner may set between two tests, or a plugin of it."""
     return Values(
         Value("gc.get_threshold()", gc.get_threshold, str),
         Value("gc.isenabled()", gc.isenabled),
@@ -116,10 +116,16 @@ def interpreter_values() -> Values:
         Value("sys.getswitchinterval()", sys.getswitchinterval),
         Value("os.getcwd()", _cwd),
         Value("faulthandler.is_enabled()", faulthandler.is_enabled),
-        Value("sys.get_int_max_str_digits()", getattr(sys, "get_int_max_str_digits", int)),
         Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
         Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
         Value("time.tzname", lambda: time.tzname),
+    )
+
+
+def process_values() -> Values:
+    """The limits of the process and the like: the kernel is asked for nearly each, and no runner sets them."""
+    return Values(
+        Value("sys.get_int_max_str_digits()", getattr(sys, "get_int_max_str_digits", int)),
         Value("os.getpriority(os.PRIO_PROCESS, 0)", functools.partial(os.getpriority, os.PRIO_PROCESS, 0)),
         Value("sys.getdlopenflags()", sys.getdlopenflags),
         Value("the child subreaper", _is_subreaper),

@@ -1,9 +1,12 @@
-"""Waiting for what a test has left ends, whatever else appears all the time."""
+"""What seems to be left is read once, and waiting for it ends, whatever else appears all the time."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+import resource
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +16,12 @@ import torch
 from lowtide import LeakCheck
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.watching.first_pass import Stayed, wait_for_return
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.host.counters import Counters
+
+FILES, GC = resource.getrlimit(resource.RLIMIT_NOFILE), gc.get_threshold()
 
 
 class Books:
@@ -96,3 +102,42 @@ def test_a_block_in_which_nothing_is_born_is_looked_through_once(monkeypatch: py
     assert [finding.resource for finding in check.report.subjects[0].findings] == ["tensors"]
     # And again, since what was found may have been garbage.
     assert len(looks) > 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "set_it", "put_back"),
+    [
+        pytest.param(
+            "resource.getrlimit(resource.RLIMIT_NOFILE)",
+            lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[0] - 1, FILES[1])),
+            lambda: resource.setrlimit(resource.RLIMIT_NOFILE, FILES),
+            id="a limit",
+        ),
+        pytest.param(
+            "name of logging level 33",
+            lambda: logging.addLevelName(33, "LOUD"),
+            lambda: logging._levelToName.pop(33, None),  # type: ignore[attr-defined]
+            id="the name of a level",
+        ),
+        pytest.param(
+            "gc.get_threshold()", lambda: gc.set_threshold(900), lambda: gc.set_threshold(*GC), id="a runner's"
+        ),
+    ],
+)
+def test_a_setting_is_found_in_the_test_that_leaves_it_and_in_no_other(
+    setting: str, set_it: Callable[[], None], put_back: Callable[[], None]
+) -> None:
+    watch = Watch()
+    watch.open()
+    try:
+        found = []
+        for turn in range(4):
+            watch.begin(follows=turn > 0, subject=f"test {turn}")
+            if turn == 2:
+                set_it()
+            found.append([finding.message.partition(" (")[0] for finding in watch.end().findings])
+    finally:
+        watch.close()
+        put_back()
+    assert [len(each) for each in found] == [0, 0, 1, 0]
+    assert setting in found[2][0]
