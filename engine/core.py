@@ -213,7 +213,7 @@ class EngineCore:
         """Put the weights back that were there before `begin_update`."""
         self.worker.undo_reload()
 
-    def end_update(self, *, loaded: bool) -> None:
+    def end_update(self, loaded: bool) -> None:
         """Let go of the former weights, and where new ones are `loaded`, forget what the former ones computed."""
         self.worker.end_reload()
         if loaded:

@@ -118,7 +118,7 @@ class Receiver(Protocol):
     def undo_update(self) -> None:
         """Put the weights back that were there before."""
 
-    def end_update(self, *, loaded: bool) -> None:
+    def end_update(self, loaded: bool) -> None:
         """Let go of the former weights; `loaded` where the new ones are there."""
 
 

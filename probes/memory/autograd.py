@@ -79,7 +79,7 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
             attributes[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
         for attribute in attributes[kind]:
             what = attribute.removeprefix("_raw_saved_")
-            for tensor in _tensors_in(node, attribute):
+            for tensor in _tensors_in(node, what):
                 yield Saved(tensor, output, way, what, f"._saved_{what}")
         leaf = getattr(node, "variable", None) if way.node.endswith("AccumulateGrad") else None
         if leaf is not None:
@@ -106,12 +106,25 @@ def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, GraphPath]]
             waiting.append((following, way, f".next_functions[{place}][0]"))
 
 
-def _tensors_in(node: Any, attribute: str) -> Iterator[Any]:
-    """What a node saved under a name; nothing where getting it would run the program's code, or it was freed."""
+def _tensors_in(node: Any, what: str) -> Iterator[Any]:
+    """What a node saved under a name; nothing where getting it would run the program's code, or it was freed.
+
+    As the node itself would take it: `SavedTensor.data` is a tensor that stays for as long as the graph does, and the
+    next reading of this process would find it alive.
+    """
     try:
-        saved = getattr(node, attribute)
+        raw = getattr(node, f"_raw_saved_{what}")
     except RuntimeError:  # after backward it is gone
         return
-    for item in saved if isinstance(saved, (tuple, list)) else (saved,):
-        if getattr(item, "unpack_hook", node) is None and item.data is not None:
-            yield item.data
+    items = raw if isinstance(raw, (tuple, list)) else (raw,)
+    own = [item for item in items if getattr(item, "unpack_hook", node) is None]
+    # Of a function of the program's own only the raw ones can be asked without running its code.
+    if len(own) == len(items) and what != "tensors":
+        try:
+            saved = getattr(node, f"_saved_{what}")
+        except RuntimeError:  # it was changed in place since
+            pass
+        else:
+            yield from (each for each in (saved if isinstance(saved, (tuple, list)) else (saved,)) if each is not None)
+            return
+    yield from (item.data for item in own if item.data is not None)
