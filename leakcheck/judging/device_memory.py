@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
 from lowtide.leakcheck.judging.storages import Key
 from lowtide.probes.device.allocations import AllocationsError, range_at, read_allocations, read_mappings_without_access
-from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks
+from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks, workspace_sizes_here
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.stages import announced_pools
@@ -242,11 +242,18 @@ class DeviceMemory:
         explained = [(address, size) for _, address, size, _ in segments]
         explained += [part for pool in announced_pools() if pool.device == device for part in pool.ranges]
         sizes = {address: size for (where, address), size in storages.items() if where == device}
-        readings[f"allocations {device}"] = {
-            allocation_name(address): size
+        outside = {
+            address: size
             for address, size in allocations
             if not common([(address, size)], explained) and not _is_filled(address, size, sizes)
         }
+        if blocks is None:
+            # An allocator without a list, such as cudaMallocAsync, takes each workspace from the driver.
+            of_blas = workspace_sizes_here(index)
+            workspaces = {address: size for address, size in outside.items() if size in of_blas}
+            readings[f"workspaces {device}"] = {f"workspace at {each:#x}": size for each, size in workspaces.items()}
+            outside = {address: size for address, size in outside.items() if address not in workspaces}
+        readings[f"allocations {device}"] = {allocation_name(address): size for address, size in outside.items()}
         counted = _counted(now, device)
         unlisted = None if counted is None else counted - total(allocations)
         unseen = without([(address, 1) for address in sorted(sizes)], sorted([*explained, *allocations]))

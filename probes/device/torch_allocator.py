@@ -335,6 +335,12 @@ def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlock
     return found
 
 
+def workspace_sizes_here(index: int) -> frozenset[int]:
+    """The sizes in bytes that workspaces of BLAS libraries may have on a card; none before torch uses cards."""
+    torch = initialized_torch()
+    return frozenset() if torch is None else workspace_sizes(torch, index)
+
+
 def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | None:
     """Pool, address, bytes of each segment of a card, and whether anything in it is in use; None without a snapshot."""
     torch = initialized_torch()

@@ -215,7 +215,9 @@ def _card(torch: Any) -> list[Value]:
 
     def fractions() -> object:
         # Before torch has begun there is no limit either, and that it begins is no change.
-        shares = tuple(fraction(index) for index in range(core._cuda_getDeviceCount())) if initialized() else ()
+        asked = tuple(fraction(index) for index in range(core._cuda_getDeviceCount())) if initialized() else ()
+        # More than all of a card is no limit: cudaMallocAsync gives any number as long as none is set.
+        shares = tuple(share if 0 <= share <= 1 else 1.0 for share in asked)
         return shares if any(share != 1.0 for share in shares) else NO_LIMIT
 
     def device() -> int:

@@ -806,6 +806,7 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.initialized = True
         self.stream = (0, 1, 1)
+        self.fractions = [1.0, 1.0]
         self.asked = 0
         cuda = SimpleNamespace(
             is_initialized=lambda: self.initialized,
@@ -814,7 +815,7 @@ class Card:
             Stream=lambda stream_id, device_index, device_type: (stream_id, device_index, device_type),
         )
         core = SimpleNamespace(
-            _cuda_getMemoryFraction=lambda index: 1.0,
+            _cuda_getMemoryFraction=lambda index: self.fractions[index],
             _cuda_getDeviceCount=lambda: 2,
             _cuda_getDevice=lambda: 1,
             _cuda_getCurrentStream=self.current,
@@ -828,9 +829,19 @@ class Card:
         assert index == 1
         return self.stream
 
-    def value(self) -> str:
-        (value,) = (item for item in torch_settings._card(self.torch) if item.name == "torch.cuda.current_stream()")
+    def value(self, name: str = "torch.cuda.current_stream()") -> str:
+        (value,) = (item for item in torch_settings._card(self.torch) if item.name == name)
         return value.text(value.read())
+
+
+def test_a_limit_of_a_card_is_a_share_of_it_and_any_other_number_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    name = "torch.cuda.get_per_process_memory_fraction()"
+    without = card.value(name)
+    card.fractions = [122888273.8, 1.0]
+    assert card.value(name) == without
+    card.fractions = [122888273.8, 0.5]
+    assert card.value(name) == "(1.0, 0.5)"
 
 
 @pytest.mark.parametrize(

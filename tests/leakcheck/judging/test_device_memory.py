@@ -97,6 +97,20 @@ def test_an_allocation_that_tensors_fill_is_theirs(
     assert new(known, card, {(CARD, 0x1000): held}) == expected
 
 
+def test_a_workspace_of_an_allocator_without_a_list_is_told_from_what_is_outside_torch(
+    card: FakeCard, known: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "workspace_sizes_here", lambda index: frozenset({32 * MIB}))
+    card.listed |= {0x1000: 32 * MIB, 0x9000000: 24 * MIB}
+    both = {"allocation at 0x1000": 32 * MIB, "allocation at 0x9000000": 24 * MIB}
+    assert new(known, card) == {f"allocations {CARD}": both}
+    monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: None)
+    assert new(known, card) == {
+        f"workspaces {CARD}": {"workspace at 0x1000": 32 * MIB},
+        f"allocations {CARD}": {"allocation at 0x9000000": 24 * MIB},
+    }
+
+
 def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(
     card: FakeCard, known: DeviceMemory
 ) -> None:
