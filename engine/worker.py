@@ -292,7 +292,9 @@ class Worker:
                 self._check_update(name, tuple(tensor.shape))
             parameters = dict(self.model_runner.model.named_parameters())
             for name, tensor in tensors.items():
-                parameters[name].copy_(tensor[self._shards[name].index])
+                part = tensor[self._shards[name].index]
+                # Pages that an arena maps on one card can be reached from no other: a card's own copy can be copied.
+                parameters[name].copy_(part.to(parameters[name].device))
 
     def _check_update(self, name: str, shape: tuple[int, ...]) -> None:
         shard = self._shards.get(name)

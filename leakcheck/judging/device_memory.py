@@ -4,7 +4,7 @@ and memory that the driver counts and lists nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
@@ -97,6 +97,20 @@ class DeviceMemory:
             if self._grown(device, card) > UNLISTED_TOLERANCE:
                 self._mappings[device] = self._found_mappings(device, card)
             self._known[device] = replace(card, counted=self._counted(device, card))
+        self._listed.clear()
+
+    def adopt_first_use(self, now: Counters, device: str, sizes: Collection[int]) -> None:
+        """Take for known what a card's first use has taken, where the program has something there by now, too.
+
+        Args:
+            now: the counters.
+            device: the card.
+            sizes: in bytes, those of the allocations that a first use makes: the rest is the program's.
+        """
+        card = self._read(device, {}, now)
+        key = f"allocations {device}"
+        own = {name: size for name, size in card.items.get(key, {}).items() if size in sizes}
+        self._known[device] = replace(card, items={key: own})
         self._listed.clear()
 
     def new_items(

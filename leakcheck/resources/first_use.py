@@ -725,7 +725,13 @@ class BlasHandles:
             before: the driver's allocations before the call.
             after: those after it.
         """
-        self._sizes.setdefault(index, tuple(sorted((size for _, size in _new(index, before, after)), reverse=True)))
+        taken = tuple(sorted((size for _, size in _new(index, before, after)), reverse=True))
+        if taken:
+            self._sizes.setdefault(index, taken)
+
+    def sizes(self, index: int) -> tuple[int, ...]:
+        """Return the bytes of each part of a handle on a card; as on another one where there was one already."""
+        return self._sizes.get(index) or next(iter(self._sizes.values()), ())
 
     def tried(self, index: int, items: Mapping[str, int]) -> Trial:
         """Return which of some new allocations are idle handles.
@@ -737,7 +743,7 @@ class BlasHandles:
             index: of the card.
             items: the allocations, in bytes, by name.
         """
-        sizes = self._sizes.get(index, ())
+        sizes = self.sizes(index)
         if not sizes or sizes[0] < _SMALLEST:
             return Trial()
         candidates = sum(size == sizes[0] for size in items.values())
@@ -799,7 +805,7 @@ def multiply(index: int) -> None:
 
 
 class WarmUp:
-    """Warms the current card up, once per process.
+    """Warms the current card up, once per process, and others after their first use.
 
     A process that does not use a card must not get a context by being judged: a child that it forks could not use the
     card any more. So the card is warmed up in the moment in which torch initialises it, unless it is to be at once.
@@ -849,6 +855,15 @@ class WarmUp:
         self.is_done = True
         self._around(self._use_once)
 
+    def use_too(self, index: int) -> None:
+        """Do the same on a further card, which the program has used by now; torch is initialised."""
+        torch: Any = loaded("torch")
+        try:
+            with torch.cuda.device(index):
+                self._use(torch, index)
+        except Exception as error:  # noqa: BLE001 - as below
+            self.problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return what a warm-up that failed leaves unknown; said once."""
         why, self.problem = self.problem, ""
@@ -866,21 +881,24 @@ class WarmUp:
         try:
             torch.cuda.init()
             index = torch.cuda.current_device()
-            from torch.utils._python_dispatch import _disable_current_modes
-
-            with _disable_current_modes(), torch.no_grad():
-                ones = torch.ones(64, device=f"cuda:{index}") + 1
-                before = read_allocations(index) or ()
-                multiply(index)
-                self._handles.learn(index, before, read_allocations(index) or ())
-                _capture_once(torch, ones)
-            del ones
-            # A test may count what torch has allocated; the handle and the context stay all the same.
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+            self._use(torch, index)
             torch.cuda.reset_peak_memory_stats(index)
         except Exception as error:  # noqa: BLE001 - whatever it is, the program has not asked for it
             self.problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def _use(self, torch: Any, index: int) -> None:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes(), torch.no_grad():
+            ones = torch.ones(64, device=f"cuda:{index}") + 1
+            before = read_allocations(index) or ()
+            multiply(index)
+            self._handles.learn(index, before, read_allocations(index) or ())
+            _capture_once(torch, ones)
+        del ones
+        # A test may count what torch has allocated; the handle and the context stay all the same.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def _capture_once(torch: Any, ones: Any) -> None:

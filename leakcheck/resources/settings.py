@@ -494,7 +494,7 @@ _ADVICE: Mapping[str, str] = {
     "gc.callbacks entry ": "remove it from gc.callbacks when the test ends",
 }
 _REDUCER = "copyreg.dispatch_table entry "
-_OTHERWISE = "keep what was there before, and put it back when the test ends (monkeypatch.setattr does)"
+_OTHERWISE = "keep what was there before, and put it back at the end (in a test, monkeypatch.setattr does)"
 
 
 def undoing(changes: Iterable[SettingChange]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.storages import is_tensor, storage_keys
@@ -10,7 +11,7 @@ from lowtide.leakcheck.resources.first_use import CardsWithoutTorch, WarmUp, may
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.originals import initialized_torch, loaded, time, torch_with_cuda
+from lowtide.probes.originals import in_main_thread, initialized_torch, loaded, time, torch_with_cuda
 from lowtide.reports.schema import NotMeasured
 
 _FORGETTING = 1.0
@@ -222,6 +223,24 @@ class CardArrival:
         self.warm_up.now()
         return True
 
+    def meet(self) -> None:
+        """Take what the first use of a further card takes for the process's, where the test has used one.
+
+        What the program has there by its end is judged, but for memory to which no address leads: nobody knows how
+        much the context was.
+        """
+        torch = initialized_torch()
+        if not (self._warms_up and self.warm_up.is_done and in_main_thread()) or torch is None:
+            return
+        memory = self._watched.device_memory
+        if torch.cuda.device_count() == 1:
+            return
+        for device in self._watched.counters.read().devices:
+            if not memory.knows(device):
+                index = int(device.rpartition(":")[2])
+                self._aside(partial(self.warm_up.use_too, index))
+                memory.adopt_first_use(self._watched.counters.read(), device, self._watched.handles.sizes(index))
+
     def _may_be_past_torch(self, now: Counters) -> bool:
         return now.items["file-descriptors"] is not self._past_torch.without_driver
 
@@ -237,6 +256,14 @@ class CardArrival:
             # A card that another thread has used before is known as it was then.
             watched.device_memory.forget()
             return
+        now = self._aside(use)
+        # Nothing of the program is on a card that was used by nobody before.
+        unknown = [device for device in now.devices if not watched.device_memory.knows(device)]
+        watched.device_memory.adopt(now, unknown, {})
+
+    def _aside(self, use: Callable[[], None]) -> Counters:
+        """Use a card, and give the process what comes meanwhile; return the counters then."""
+        watched = self._watched
         owner = Owner("the card's warm-up", only_adds=True)
         self._attribution.enter(owner)
         try:
@@ -249,6 +276,4 @@ class CardArrival:
             # The driver has opened its own before it could be known that it would.
             new = now.items["file-descriptors"].keys() - watched.ownership.baseline.items["file-descriptors"].keys()
             owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
-            # Nothing of the program is on a card that was used by nobody before.
-            unknown = [device for device in now.devices if not watched.device_memory.knows(device)]
-            watched.device_memory.adopt(now, unknown, {})
+        return now

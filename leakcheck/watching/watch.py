@@ -262,6 +262,7 @@ class Watch(Attribution):
             # First of all: to judge takes memory.
             peak, self._peak = self._peak, None
             peaks, hidden = ([], []) if peak is None else peak.end(self._subject)
+            self._arrival.meet()
             closed = self._watched.ownership.close(ended)
             in_others = self.others.judge([*self._watched.ownership.live, *closed])
             verdict = self._judged(closed, let_go, hints, final=True)

@@ -79,7 +79,7 @@ EXPECTED: dict[str, Sequence[Told]] = {
             "not-restored",
             ("shutdown",),
             SETTING,
-            f"{SETTING} = .*",
+            f"{SETTING} = .*|{SETTING}: keep what was there before, .*|keep what was there before, .*",
         )
     ],
     "shutdown-noop": [WHOLE_ENGINE],

@@ -111,6 +111,18 @@ def test_a_workspace_of_an_allocator_without_a_list_is_told_from_what_is_outside
     }
 
 
+def test_of_a_card_that_was_first_used_in_a_test_the_programs_own_is_new(card: FakeCard) -> None:
+    """The context and the parts of a handle are what the first use takes."""
+    known = DeviceMemory(driver=True)
+    card.listed |= {0x1000: 64 * MIB, 0x9000000: 1024, 0xA000000: 24 * MIB}
+    known.adopt_first_use(card.now(), CARD, (64 * MIB, 1024))
+    assert known.knows(CARD)
+    assert known.lists_allocations(CARD)
+    assert new(known, card) == {f"allocations {CARD}": {"allocation at 0xa000000": 24 * MIB}}
+    card.created = 128 * MIB
+    assert new(known, card)[f"unlisted {CARD}"] == {UNLISTED: 128 * MIB}
+
+
 def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(
     card: FakeCard, known: DeviceMemory
 ) -> None:

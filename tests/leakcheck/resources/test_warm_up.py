@@ -80,6 +80,14 @@ def test_torch_keeps_a_queued_call_but_not_who_queued_it() -> None:
     del entry
 
 
+def test_a_further_card_takes_what_the_first_one_took_where_it_was_in_use_before() -> None:
+    handles = BlasHandles()
+    assert handles.sizes(1) == ()
+    handles.learn(0, [], [(0x1000, 64 * MIB), (0x9000000, 1024)])
+    handles.learn(1, [(0x1000, 64 * MIB)], [(0x1000, 64 * MIB)])
+    assert handles.sizes(1) == handles.sizes(0) == (64 * MIB, 1024)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
 def test_a_card_that_cannot_be_used_raises_nothing_in_the_program_and_is_said() -> None:
     warm_up = WarmUp(BlasHandles(), lambda use: use())
