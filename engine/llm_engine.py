@@ -17,6 +17,7 @@ from lowtide.engine.pages import check_device
 from lowtide.engine.ranks.rank_process import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.teardown import rolled_back
+from lowtide.engine.weight_transfer.bucket_memory import release_cached
 from lowtide.engine.weight_transfer.buckets import BUCKET_BYTES, send_weights
 from lowtide.engine.worker import SLEEPING_TAGS
 from lowtide.probes.stages import stage
@@ -47,6 +48,7 @@ class LLMEngine:
         self._pending_outputs: list[RequestOutput] = []
         self._num_requests = 0
         self._torn_down = False
+        self._has_sent = False
 
     def __enter__(self) -> LLMEngine:
         """Create the engine, if it is new."""
@@ -310,6 +312,7 @@ class LLMEngine:
         """
         core = self._require_weights("update_weights")
         with self._calling("update_weights"):
+            self._has_sent = True
             send_weights(core, tensors, self.config.device, bucket_bytes)
 
     def weight_checksums(self) -> dict[str, int]:
@@ -342,6 +345,9 @@ class LLMEngine:
                 self._tokenizer = None
                 self._pending_outputs = []
                 self._awake_tags.clear()
+            if self._has_sent:
+                # Where the core is in other processes, buckets are all that this one has had on the card.
+                release_cached(self.config.device)
             # Only now, and only then: after an interrupt on the way here, the next call does it all again.
             self._torn_down = True
 

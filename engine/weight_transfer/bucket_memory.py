@@ -136,6 +136,12 @@ class CudaMemory:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
+def release_cached(device: str) -> None:
+    """Give back what torch has cached of closed buckets, and all else that it has cached in this process."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
 def bucket_memory(size: int, device: str) -> BucketMemory:
     """Return new memory of `size` bytes on a device.
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine import EngineConfig, EngineState, EngineStateError, LLMEngine, SamplingParams, WeightUpdateError
+from lowtide.engine import (
+    EngineConfig,
+    EngineState,
+    EngineStateError,
+    LLMEngine,
+    SamplingParams,
+    WeightUpdateError,
+    llm_engine,
+)
 from lowtide.engine.config import load_model_config
 from lowtide.engine.errors import EngineDeadError, OutOfMemoryError
 from lowtide.engine.model_executor.tensor_parallel import shard_parameter
@@ -145,6 +153,29 @@ def test_without_room_for_a_bucket_nothing_has_changed(monkeypatch: pytest.Monke
             with pytest.raises(OutOfMemoryError, match=r"no room for a bucket of \d+ bytes in shared memory"):
                 engine.update_weights(weights(1))
         assert (engine.weight_checksums(), on_host(), open_buckets()) == (before, held, 0)
+
+
+def test_what_torch_has_cached_of_buckets_goes_with_the_engine_that_was_sent_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emptied: list[str] = []
+    monkeypatch.setattr(llm_engine, "release_cached", emptied.append)
+    with LLMEngine(ALONE):
+        pass
+    assert emptied == []
+    with LLMEngine(ALONE) as engine:
+        engine.update_weights(weights(1), bucket_bytes=SMALL_BUCKET)
+        assert emptied == []
+    assert emptied == ["cpu"]
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("cuda:1", 1)])
+def test_only_a_cards_cache_is_emptied(device: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    bucket_memory.release_cached(device)
+    assert len(emptied) == times
 
 
 def test_a_core_that_ends_in_an_update_is_said_to_have_ended() -> None:
