@@ -553,6 +553,10 @@ class FirstUse:
         """Whether a BLAS library was first used since the last `adopt`."""
         return any(re.match(r"lib(cu|roc|hip)blas", name) for name in self.libraries())
 
+    def communicates(self) -> bool:
+        """Return whether a library that talks to other processes or cards was first used since the last `adopt`."""
+        return any(re.fullmatch(_WITH_DESCRIPTORS, name) for name in self.libraries())
+
     def libraries(self) -> list[str]:
         """Return those of which much more is in memory than at the last `adopt`, sorted."""
         return sorted(name for name, size in _read().items() if size - self._resident.get(name, 0) >= _FIRST_USE_BYTES)

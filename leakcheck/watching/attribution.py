@@ -257,6 +257,7 @@ class CardArrival:
             watched.device_memory.forget()
             return
         now = self._aside(use)
+        watched.first_use.adopt()
         # Nothing of the program is on a card that was used by nobody before.
         unknown = [device for device in now.devices if not watched.device_memory.knows(device)]
         watched.device_memory.adopt(now, unknown, {})
@@ -271,7 +272,6 @@ class CardArrival:
         finally:
             self._attribution.leave()
             now = watched.counters.read()
-            watched.first_use.adopt()
             self.came_in_this_test = True
             # The driver has opened its own before it could be known that it would.
             new = now.items["file-descriptors"].keys() - watched.ownership.baseline.items["file-descriptors"].keys()

@@ -124,7 +124,8 @@ class Watched:
         self._given = self._driver = driver
         self.makers = Makers()
         self.segments = OwnSegments(functools.partial(self.makers.note_made, "shared-memory"))
-        self.environment = EnvironmentSetters()
+        self.first_use = FirstUse()
+        self.environment = EnvironmentSetters(self.first_use.communicates)
         self.tree = ProcessTree(self.makers.processes)
         self.others = OtherProcesses(
             self.tree,
@@ -154,7 +155,6 @@ class Watched:
             warnings_filters=policy.warnings_filters,
             resources=read_items,
         )
-        self.first_use = FirstUse()
         self.handles = BlasHandles()
         self.stacks = AllocationStacks(card=policy.card and policy.stacks != "off", cpu=policy.stacks == "all")
         self.events = ProcessEvents(self.others.look, self.orphaned_files.note_ended)

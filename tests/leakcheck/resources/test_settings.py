@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from lowtide.leakcheck.resources.settings import EnvironmentSetters, SettingChange
+from lowtide.leakcheck.resources.settings import ABSENT, EnvironmentSetters, SettingChange
 
 NAME = "os.environ['LOWTIDE_SETTER']"
 
@@ -58,6 +58,23 @@ def test_who_sets_it_last_has_set_it(setters: EnvironmentSetters) -> None:
     assert not setters.is_librarys(NAME)
     as_library("os.environ['LOWTIDE_SETTER'] = '1'")
     assert setters.is_librarys(NAME)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "communicates", "is_own"),
+    [
+        ("1024", "1760", True, True),
+        ("1024", "1760", False, False),
+        ("1760", "1024", True, False),
+        (ABSENT, "1760", True, False),
+    ],
+)
+def test_room_for_stacks_is_a_librarys_where_cards_began_to_communicate(
+    before: str, now: str, communicates: bool, is_own: bool
+) -> None:
+    change = SettingChange("the card's cudaLimitStackSize", before, now)
+    assert EnvironmentSetters(lambda: communicates).is_own_of_library(change) == is_own
+    assert not EnvironmentSetters().is_own_of_library(change)
 
 
 @pytest.mark.parametrize("found", ["nothing", "its own", "the user's"])
