@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
@@ -44,10 +45,13 @@ def forwarded(
     method: Callable[Concatenate[EngineCore, _Parameters], _Result],
 ) -> Callable[Concatenate[CoreClient, _Parameters], _Result]:
     """Return the method of the client that calls one of the core, with its documentation."""
+    parameters = signature(method)
 
     @wraps(method)
     def forward(self: CoreClient, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        result: _Result = self._call(method.__name__, *args, *kwargs.values())
+        # In the order of the method's parameters, whatever the order in which they are named.
+        _, *arguments = parameters.bind(self, *args, **kwargs).arguments.values()
+        result: _Result = self._call(method.__name__, *arguments)
         return result
 
     return forward  # type: ignore[return-value]
@@ -212,8 +216,8 @@ class CoreClient:
             raise EngineDeadError(f"{self.name} is of another process (pid {self._owner}), of which this is a fork")
         if self._death is not None:
             raise self._death.with_traceback(None)
-        signature = CoreProcess.signatures[name]
-        sent = _checked(signature, name, arguments)
+        called = CoreProcess.signatures[name]
+        sent = _checked(called, name, arguments)
         if name not in ("abort", "abort_all"):
             # Who rolls a generation back must come to the end of it first.
             self.raise_late_interrupt()
@@ -224,7 +228,7 @@ class CoreClient:
         except KeyboardInterrupt:
             self._is_late = True
         if self._answer.error is None:
-            return signature.returned(self._answer)
+            return called.returned(self._answer)
         error = restore_error(self._answer.error, self.name)
         if self._is_late and isinstance(error, Exception):
             self._is_late = False
@@ -268,7 +272,7 @@ class CoreClient:
         return death
 
 
-def _checked(signature: Signature, name: str, arguments: Sequence[object]) -> Order:
+def _checked(called: Signature, name: str, arguments: Sequence[object]) -> Order:
     """Return an order that the core can read.
 
     Raises:
@@ -276,7 +280,7 @@ def _checked(signature: Signature, name: str, arguments: Sequence[object]) -> Or
     """
     try:
         sent = call(name, *arguments)
-        signature.arguments(sent)
+        called.arguments(sent)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         raise ChannelError(f"{name} cannot be sent to the engine core: {error}") from error
     return sent

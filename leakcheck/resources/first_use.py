@@ -729,9 +729,7 @@ class BlasHandles:
             before: the driver's allocations before the call.
             after: those after it.
         """
-        taken = tuple(sorted((size for _, size in _new(index, before, after)), reverse=True))
-        if taken:
-            self._sizes.setdefault(index, taken)
+        self._sizes.setdefault(index, tuple(sorted((size for _, size in _new(index, before, after)), reverse=True)))
 
     def sizes(self, index: int) -> tuple[int, ...]:
         """Return the bytes of each part of a handle on a card; as on another one where there was one already."""
