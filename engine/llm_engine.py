@@ -345,8 +345,8 @@ class LLMEngine:
                 self._tokenizer = None
                 self._pending_outputs = []
                 self._awake_tags.clear()
-            if self._has_sent:
-                # Where the core is in other processes, buckets are all that this one has had on the card.
+            if self._has_sent and self.config.works_elsewhere:
+                # Buckets are all that this process has had on the card; a worker in it empties the cache by itself.
                 release_cached(self.config.device)
             # Only now, and only then: after an interrupt on the way here, the next call does it all again.
             self._torn_down = True

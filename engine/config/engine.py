@@ -113,7 +113,7 @@ class EngineConfig:
             )
 
         int_between("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
-        if self.process_extensions and not self.engine_process and self.tensor_parallel_size == 1:
+        if self.process_extensions and not self.works_elsewhere:
             raise ConfigError(
                 "process_extensions are for the engine's other processes, and this engine has none: "
                 "set engine_process, or tensor_parallel_size above 1"
@@ -122,6 +122,11 @@ class EngineConfig:
             for name in ("cuda_graphs", "kv_offload_bytes"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} does not work with tensor_parallel_size above 1: leave one of them off")
+
+    @property
+    def works_elsewhere(self) -> bool:
+        """Whether the model is in other processes than the engine's user: in a core's, or the ranks'."""
+        return self.engine_process or self.tensor_parallel_size > 1
 
     @property
     def kv_cache_budget(self) -> int:

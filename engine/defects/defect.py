@@ -86,7 +86,7 @@ class Defect:
         """
         self.check(config.device)
         configured = replace(config, **self.settings)
-        if not configured.engine_process and configured.tensor_parallel_size == 1:
+        if not configured.works_elsewhere:
             return configured
         extension = self.extension("triggered" if twin else "switched_on")
         return replace(configured, process_extensions=(*configured.process_extensions, extension))

@@ -155,15 +155,17 @@ def test_without_room_for_a_bucket_nothing_has_changed(monkeypatch: pytest.Monke
         assert (engine.weight_checksums(), on_host(), open_buckets()) == (before, held, 0)
 
 
-def test_what_torch_has_cached_of_buckets_goes_with_the_engine_that_was_sent_some(
+def test_what_torch_has_cached_of_buckets_goes_where_the_worker_is_in_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     emptied: list[str] = []
     monkeypatch.setattr(llm_engine, "release_cached", emptied.append)
-    with LLMEngine(ALONE):
-        pass
+    for config, is_sent in [(ALONE, True), (replace(ALONE, engine_process=True), False)]:
+        with LLMEngine(config) as engine:
+            if is_sent:
+                engine.update_weights(weights(1), bucket_bytes=SMALL_BUCKET)
     assert emptied == []
-    with LLMEngine(ALONE) as engine:
+    with LLMEngine(replace(ALONE, engine_process=True)) as engine:
         engine.update_weights(weights(1), bucket_bytes=SMALL_BUCKET)
         assert emptied == []
     assert emptied == ["cpu"]
