@@ -24,7 +24,7 @@ from lowtide.probes.heap.roots import (
     threads_among,
 )
 from lowtide.probes.heap.walk import NarrowWalk, walk_from
-from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
+from lowtide.probes.memory.capsules import ExportedMemory, keeps_exported
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, type_name
 from lowtide.probes.objects.identities import Identities, are_tracked, identities
@@ -209,7 +209,7 @@ class Graph:
         """
         held: dict[int, list[object]] = {}
         for kind, cls in list(self.types.items()):
-            reader = ExportedMemory(targets).held_by if cls is CAPSULE else reader_of(cls, thorough=True)
+            reader = ExportedMemory(targets).held_by if keeps_exported(cls) else reader_of(cls, thorough=True)
             if reader is None or reader is reader_of(cls):
                 continue
             for node in np.flatnonzero(self.kinds == kind).tolist():

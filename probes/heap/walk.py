@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lowtide.probes import native
 from lowtide.probes.heap.roots import Root, is_checkers
-from lowtide.probes.memory.capsules import CAPSULE
+from lowtide.probes.memory.capsules import keeps_exported
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import flags_of, mro_of, without_state
 from lowtide.probes.objects.identities import (
@@ -105,7 +105,7 @@ class Walk(ABC):
         # either, nor is, once it is made, what C calls a struct sequence (such as what `torch.max` returns).
         if id(cls) in self._untracked_kinds:
             manner |= LEADS_ON_UNTRACKED
-        if flags_of(cls) & _MAY_BE_TRACKED or cls is CAPSULE:
+        if flags_of(cls) & _MAY_BE_TRACKED or keeps_exported(cls):
             manner |= IS_PASSED_OVER
         return manner
 

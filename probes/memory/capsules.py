@@ -1,4 +1,4 @@
-"""Memory that a capsule exports to another library by DLPack: who has the capsule keeps the tensor behind it."""
+"""Memory that is exported to another library by DLPack: who has the capsule, or cupy's object, keeps the tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtide.probes.originals import loaded
 EXPORTED = "exported memory"
 """What leads from a capsule to the tensor whose memory it exports."""
 
-CAPSULE: type = type(datetime.datetime_CAPI)
+_CAPSULE: type = type(datetime.datetime_CAPI)
 
 _DATA = {
     # Where the address of the data lies, in words: behind the version, the context, the deleter and the flags.
@@ -55,9 +55,9 @@ class ExportedMemory:
         # Up to each span, where the memory of all of them ends: one may lie within another.
         self._ends = list(itertools.accumulate((end for _, end, _ in self._spans), max))
 
-    def held_by(self, capsule: object) -> list[object]:
-        """The tensors in whose memory lies what a capsule exports."""
-        address = exported_address(capsule)
+    def held_by(self, exporter: object) -> list[object]:
+        """Return the tensors in whose memory lies what an object keeps, of a type that `keeps_exported` names."""
+        address = exported_address(exporter)
         found: list[object] = []
         place = bisect.bisect_right(self._begins, address) - 1
         while place >= 0 and address < self._ends[place]:
@@ -67,15 +67,26 @@ class ExportedMemory:
         return found[::-1]
 
 
-def exported_address(capsule: object) -> int:
-    """The address of the data that a capsule exports and owns; 0 if it exports none.
+def keeps_exported(cls: type) -> bool:
+    """Return whether objects of a type keep what another library has exported, and show the collector nothing of it.
+
+    A capsule does until it is used up. cupy uses it up, and has an object of its own do the same from then on
+    (`cupy/_core/dlpack.pyx`); jax and TensorFlow keep it outside of Python.
+    """
+    return cls is _CAPSULE or cls is getattr(loaded("cupy._core.dlpack"), "DLPackMemory", None)
+
+
+def exported_address(exporter: Any) -> int:
+    """Return the address of the data that an object keeps for another library; 0 if it keeps none.
 
     Args:
-        capsule: an object of the type `CAPSULE`.
+        exporter: of a type that `keeps_exported` names.
     """
-    name = _name_of(capsule)
+    if type(exporter) is not _CAPSULE:
+        return int(exporter.ptr)
+    name = _name_of(exporter)
     if name not in _DATA:
         return 0
-    pointer = _pointer_of(capsule, name)
+    pointer = _pointer_of(exporter, name)
     data = ctypes.c_void_p.from_address(pointer + _DATA[name] * ctypes.sizeof(ctypes.c_void_p)) if pointer else None
     return (data.value or 0) if data is not None else 0

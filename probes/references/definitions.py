@@ -11,7 +11,7 @@ from types import (
 )
 from typing import Any
 
-from lowtide.probes.memory.capsules import CAPSULE, EXPORTED
+from lowtide.probes.memory.capsules import EXPORTED, keeps_exported
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     dict_of_module,
@@ -142,7 +142,7 @@ def of_unseen(way: Rest) -> Edge | None:
     """A reference that the collector is not shown: an array's base, what a memory view is of."""
     if type(way[0]) is memoryview and len(way) > 2 and type_name(type(way[1])) == "managedbuffer":
         return Edge(".obj", "other", 2)
-    if type(way[0]) is CAPSULE:
+    if keeps_exported(type(way[0])):
         return Edge(EXPORTED, "opaque")
     text = edge_of(way[0], way[1], way.containers)
     if text == CALLBACK:

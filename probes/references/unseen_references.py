@@ -6,7 +6,7 @@ import select
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from lowtide.probes.memory.capsules import CAPSULE
+from lowtide.probes.memory.capsules import keeps_exported
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
 from lowtide.probes.objects.opened_in_c import SCANDIR
 from lowtide.probes.originals import gc, loaded, sys
@@ -97,7 +97,7 @@ def is_view_of(holder: Any, held: object) -> bool:
     """
     if gc.is_tracked(holder):
         return False
-    if type(holder) is CAPSULE:
+    if keeps_exported(type(holder)):
         return True
     if is_a(holder, tuple):
         return any(item is held for item in tuple.__iter__(holder))

@@ -284,6 +284,14 @@ def test_view_of_cupys_array():
     cupy = pytest.importorskip("cupy")
     KEPT.append(torch.from_dlpack(cupy.ones(96 << 20, dtype=cupy.uint8)))
 
+def test_cupys_view_of_a_tensor():
+    cupy = pytest.importorskip("cupy")
+    KEPT.append(cupy.from_dlpack(torch.ones(8 << 20, device="cuda"))[1000:].reshape(-1, 8))
+
+def test_cupys_view_of_a_tensor_given_back():
+    cupy = pytest.importorskip("cupy")
+    cupy.from_dlpack(torch.ones(8 << 20, device="cuda")).sum().item()
+
 def export(tensors, done):
     exported = [torch.ones(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
     for tensor in exported:
@@ -455,6 +463,14 @@ def test_cupys_memory_under_a_tensor_is_the_tensor_s(of_others: Report) -> None:
     pytest.importorskip("cupy")
     (finding,) = subject(of_others, "test_view_of_cupys_array").findings
     assert (finding.resource, finding.bytes) == ("tensors", 96 << 20)
+
+
+def test_cupys_view_of_a_tensor_is_its_holder(of_others: Report) -> None:
+    pytest.importorskip("cupy")
+    (finding,) = subject(of_others, "test_cupys_view_of_a_tensor").findings
+    assert (finding.resource, finding.bytes) == ("tensors", 32 << 20)
+    assert (finding.holder or "").startswith("test_inner.KEPT[")
+    assert subject(of_others, "test_cupys_view_of_a_tensor_given_back").findings == ()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import ctypes
 import encodings
 import functools
 import gc
-import importlib
+import importlib.machinery
 import os
 import signal
 import subprocess
@@ -138,6 +138,30 @@ def test_a_capsule_holds_the_tensor_that_it_exports() -> None:
     assert reported["array"].holder == f"{HERE}['array'].base (exported memory)"
     assert [reported[name].verdict for name in ("used up", "other")] == ["unexplained", "unexplained"]
     assert code == f"{HERE}['array']"
+
+
+def test_cupys_memory_holds_the_tensor_whose_capsule_it_has_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a card there is no cupy: its module and the object that it makes are written here as they are there."""
+
+    class Memory(int):
+        """As cupy's: the collector is shown no reference of it."""
+
+        __slots__ = ()
+        ptr = property(int)
+
+    cupy = types.ModuleType("cupy._core.dlpack")
+    cupy.DLPackMemory = Memory  # type: ignore[attr-defined]
+    loader = importlib.machinery.SourceFileLoader(cupy.__name__, "")
+    cupy.__spec__ = importlib.machinery.ModuleSpec(cupy.__name__, loader)
+    monkeypatch.setitem(sys.modules, cupy.__name__, cupy)
+    tensors = {name: torch.zeros(8) for name in ("exported", "other")}
+    HELD["view"] = [Memory(tensors["exported"].data_ptr())]
+    try:
+        reported = holders_of(tensors)
+    finally:
+        del HELD["view"]
+    assert reported["exported"].holder == f"{HERE}['view'][0] (exported memory)"
+    assert reported["other"].verdict == "unexplained"
 
 
 def test_what_was_made_of_something_new_is_new(arrays: dict[str, Explanation]) -> None:
