@@ -164,6 +164,12 @@ def advice_text(finding: Finding) -> str:
     return finding.advice or "" if finding.remedy is None or finding.cause == "autograd" else ""
 
 
+def next_step(finding: Finding) -> str:
+    """Return what to do about a finding: what is advised, or what gave it back when it was tried; empty for neither."""
+    advice, remedy = advice_text(finding), finding.remedy
+    return advice if advice or remedy is None else f"{remedy.action} {remedy_effect(remedy, finding)}"
+
+
 def tried_effect(tried: Remedy) -> str:
     """Return what something that is not the remedy did: `gives nothing back`."""
     return f"gives back {format_bytes(tried.returns_bytes)}" if tried.returns_bytes else "gives nothing back"

@@ -16,8 +16,8 @@ import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.explain import Holder
-from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of
-from lowtide.leakcheck.explaining.library_objects import advice_for_root
+from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of, on
+from lowtide.leakcheck.explaining.library_objects import advice_for_root, is_installed
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import by_work, with_work
@@ -34,6 +34,7 @@ from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import is_a, thread_ident, thread_key, thread_name
 from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.originals import gc, loaded, os, threading
+from lowtide.probes.references.edges import UNNAMED
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import first_of
@@ -55,6 +56,9 @@ BELONGING = tuple(resource.rule.key for resource in RESOURCES)
 """The resources that belong together, that which says most of the cause first."""
 
 
+_MOST_NAMED = 3
+"""Holders of the things of one finding that are named."""
+
 Leak: TypeAlias = "TensorLeak | ItemLeak"
 """A finding of which remedies are still to be tried."""
 
@@ -70,6 +74,7 @@ class CommonCause:
         advice: what to do about it.
         kind: what the first suspect edge on that way is.
         ending: the call that ends the holder, as `close()`; empty where its class has none.
+        part_ending: the call that ends the part of such a holder which has the thing; empty where there is none.
         is_thing: whether the holder is what the findings are about, and not an object that has it among others.
         through: the identities of the objects that the way leads through, to the findings themselves.
     """
@@ -80,6 +85,7 @@ class CommonCause:
     advice: str = ""
     kind: schema.Cause = "unknown"
     ending: str = ""
+    part_ending: str = ""
     is_thing: bool = False
     through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
@@ -393,14 +399,21 @@ def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts |
     if not ways:
         return None
     path = _path_to_entries(ways) if len(ways) > 1 else ways[0].path
-    others = f" (and {len(ways) - 1} more)" if len(ways) > 1 and path is None else ""
+    holder, others, advice = ways[0].holder, "", ways[0].advice
+    if len(ways) > 1 and path is None:
+        others = first_of([way.holder for way in ways], _MOST_NAMED).removeprefix(holder)
+        calls = [on(way.holder, way.ending) if way.ending else way.holder for way in ways]
+        advice = f"end each in teardown: {first_of(calls, _MOST_NAMED)}"
+    elif len(ways) > 1 and path is not None:
+        holder = way_text(path)
+        advice = _end_each([way.ending for way in ways], holder)
     some = "" if len(causes) == count else f" {len(causes)} of them"
     return HolderFacts(
-        note=Note(f"{some} held by ", way_text(path) if path and len(ways) > 1 else ways[0].holder, others),
+        note=Note(f"{some} held by ", holder, others),
         cause=ways[0].kind,
         verdict=None,
         path=ways[0].path if path is None else path,
-        advice=ways[0].advice,
+        advice=advice,
     )
 
 
@@ -512,9 +525,14 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
         return None
     path = holders[0].path[:-1]
     name = way_text(path)
-    endings = {holder.ending for holder in holders}
-    end = f"call {endings.pop()} of" if len(endings) == 1 and "" not in endings else "end"
-    return replace(holders[0], holder=name, path=path, advice=f"{end} each that {name} holds in teardown")
+    endings = [holder.ending for holder in holders]
+    return replace(holders[0], holder=name, path=path, advice=_end_each(endings, name))
+
+
+def _end_each(endings: Sequence[str], name: str) -> str:
+    """Return the advice to end several objects, each by its own call, that are all in what has a name."""
+    end = f"call {endings[0]} of" if endings[0] and len({*endings}) == 1 else "end"
+    return f"{end} each that {name} holds in teardown"
 
 
 def _causes_by_name(
@@ -532,25 +550,48 @@ def _causes_by_name(
     threads = set(map(id, threading.enumerate()))
     holders = context.first_holders(objects, ignore={id(owners)}, not_roots=threads, names=names)
     found = {id(item): item for item in objects_of({each.identity for each in holders if each}, context.walk)}
-    by_object = {id(item): _cause(holder, item, found) for item, holder in zip(objects, holders, strict=True)}
-    return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
+    # Where nothing is known from before, age does not tell an owner that is new from one that is meant to stay.
+    by_object = {
+        id(item): _cause(holder, item, found, with_owner=names is None)
+        for item, holder in zip(objects, holders, strict=True)
+    }
+    of_holder: dict[Hashable, list[CommonCause]] = {}
+    for cause in by_object.values():
+        if cause is not None:
+            of_holder.setdefault(cause.key, []).append(cause)
+    return {
+        named: _with_all_ended(cause, of_holder[cause.key])
+        for named, item in owners.items()
+        if (cause := by_object[id(item)]) is not None
+    }
 
 
-def _cause(holder: Holder | None, item: object, found: Mapping[int, object]) -> CommonCause | None:
+def _with_all_ended(cause: CommonCause, others: Sequence[CommonCause]) -> CommonCause:
+    """Return a cause with the advice to end all parts of its holder that things of the others are in."""
+    if len({other.advice for other in others}) == 1:
+        return cause
+    return replace(cause, advice=_end_each([other.part_ending for other in others], cause.holder))
+
+
+def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, with_owner: bool) -> CommonCause | None:
     """Return the first object on the way that should be gone; None where nothing of the program's leads to it.
 
     Args:
         holder: that object.
         item: what it holds.
         found: objects by their identities, the holder among them.
+        with_owner: whether a library's object that has the item to itself is named in its stead.
     """
     if holder is None:
         return None
     path = _of_thread(holder.path)
-    name, (root, *_, last) = way_text(path), (path[0], *path)
     is_thing, itself = holder.identity == id(item), found.get(holder.identity)
+    if with_owner and is_thing and (owner := _owner_in(path)) < len(path):
+        path, itself = path[:owner], None
+    name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
     advice = ended(name, ending)
+    part_ending = ""
     exception = _exception_on(_way_of(path, holder))
     if exception:
         # What the functions had in hand when it was raised is no part of it, and ends where they do.
@@ -561,8 +602,28 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object]) -> 
         advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
     elif not ending:
-        advice = _ended_within(path, holder) or (f"let go of {name} in teardown" if is_library(last.type) else advice)
-    return CommonCause(holder.identity, name, path, advice, holder.cause, ending, is_thing, holder.through)
+        part, part_ending = _end_within(path, holder)
+        advice = (
+            f"let go of {name} in teardown" if is_library(last.type) and not part else ended(part or name, part_ending)
+        )
+    return CommonCause(holder.identity, name, path, advice, holder.cause, ending, part_ending, is_thing, holder.through)
+
+
+def _owner_in(path: Sequence[Hop]) -> int:
+    """Return after how many hops of a path to a thing stands what has it to itself: a file its descriptor.
+
+    That is the outermost object of a library which can be ended and leads on by names that only its own code uses.
+    """
+    owner = turn = len(path)
+    while turn > 1:
+        holder, edge = path[turn - 2], path[turn - 1].edge
+        if holder.type not in _CONTAINERS:
+            is_inside = edge.startswith("._") or edge == UNNAMED or holder.type.startswith("_io.")
+            if not is_inside or not is_installed(holder.type):
+                break
+            owner = turn - 1 if ending_of(class_named(holder.type)) else owner
+        turn -= 1
+    return owner
 
 
 def _way_of(path: tuple[Hop, ...], holder: Holder) -> tuple[Hop, ...]:
@@ -576,16 +637,16 @@ def _exception_on(way: Sequence[Hop]) -> str:
     return way_text(way[:traceback])
 
 
-def _ended_within(path: tuple[Hop, ...], holder: Holder) -> str:
-    """Return the advice to end the first part of a holder that can be ended, which holds the rest; empty for none."""
+def _end_within(path: tuple[Hop, ...], holder: Holder) -> tuple[str, str]:
+    """Return the first part of a holder that can be ended, which holds the rest, and how; empty for none."""
     way = _way_of(path, holder)
     for turn in range(len(path), len(way)):
         if way[turn].edge.startswith("._") and is_library(way[turn - 1].type):
             break
         ending = ending_of(class_named(way[turn].type))
         if ending:
-            return ended(way_text(way[: turn + 1]), ending)
-    return ""
+            return way_text(way[: turn + 1]), ending
+    return "", ""
 
 
 def _is_inside_library(path: Sequence[Hop]) -> bool:

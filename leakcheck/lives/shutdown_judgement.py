@@ -39,6 +39,7 @@ from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.objects.described import program_modules
 from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.objects.listed import all_objects
 from lowtide.probes.snapshot import Snapshot
@@ -406,14 +407,18 @@ class TypeCounts:
         self._counts = _counts()
 
     def growth(self, until: str) -> tuple[TypeGrowth, ...]:
-        """Of which types there are more now, those that grew most first.
+        """Return of which types there are more now: the program's own first, then those that grew most.
 
         Args:
             until: the name of this moment.
         """
         now = _counts()
         grown = {name: count - self._counts.get(name, 0) for name, count in now.items()}
-        rows = sorted((item for item in grown.items() if item[1] > 0), key=lambda item: (-item[1], item[0]))
+        own = ("lowtide.engine.", *(f"{module.__name__}." for module in program_modules()))
+        rows = sorted(
+            (item for item in grown.items() if item[1] > 0),
+            key=lambda item: (not item[0].startswith(own), -item[1], item[0]),
+        )
         return tuple(
             TypeGrowth(type=name, since=self._moment, until=until, before=self._counts.get(name, 0), after=now[name])
             for name, _ in rows[:MOST_TYPES]

@@ -24,6 +24,7 @@ from lowtide.reports.finding_lines import (
     first_line,
     growth_cells,
     lines_again,
+    next_step,
     terminal_lines,
 )
 from lowtide.reports.hanging_text import HangingText, Parts
@@ -87,7 +88,7 @@ def _numbered(figures: Sequence[Column]) -> Iterator[Column]:
         yield replace(column, name=f"{column.name} {seen[column.name]}") if counts[column.name] > 1 else column
 
 
-_MOST_TYPES = 20
+_MOST_TYPES = 8
 
 MOST_SHOWN = 20
 """Findings, and subjects without any that were not judged, of a report that is shown in part."""
@@ -197,7 +198,10 @@ def _stage_tables(stages: Sequence[Stage], *, wide: bool) -> list[RenderableType
 
 
 def verdict_lines(subject: Subject, before: Mapping[int, Sighting] = _NOTHING) -> list[RenderableType]:
-    """What came back and where, what did not, what could not be judged, and the outcome in one line.
+    """What came back and where, what could not be judged, what did not come back, and the outcome in one line.
+
+    The last screen is what is read: the largest finding comes last, and what to do about it with the outcome. Which
+    types became more is shown where nobody is known to hold what stays.
 
     Args:
         subject: what was judged.
@@ -213,18 +217,30 @@ def verdict_lines(subject: Subject, before: Mapping[int, Sighting] = _NOTHING) -
     # A reason that names other processes says all of them.
     missed = [missing for missing in subject.not_measured if missing.process is None or not subject.reason]
     lines += map(not_judged_text, missed)
-    lines += [
-        finding_text(finding, lines_again(finding, before[place], subject) if place in before else None)
-        for place, finding in enumerate(subject.findings)
-    ]
-    if subject.type_growth:
-        lines.append(growth_table(subject.type_growth))
     if subject.out_of_memory is not None:
         lines += map(HangingText, out_of_memory_lines(subject.out_of_memory))
+    if any(finding.suppressed_by is None and not next_step(finding) for finding in subject.findings):
+        lines += [growth_table(subject.type_growth)] if subject.type_growth else []
+    lines += [
+        finding_text(finding, lines_again(finding, before[place], subject) if place in before else None)
+        for place, finding in _largest_last(subject.findings)
+    ]
     if subject.reason:
         lines.append(HangingText(subject.reason, style="red" if subject.outcome != "clean" else ""))
     lines.append(_outcome_text(subject))
     return lines
+
+
+def _largest_last(findings: Sequence[Finding]) -> list[tuple[int, Finding]]:
+    """Return findings with their places; those of one cause stay together, as they were found."""
+    largest: dict[str, Finding] = {}
+    for finding in findings:
+        largest[finding.fingerprint] = max(largest.get(finding.fingerprint, finding), finding, key=_size)
+    return sorted(enumerate(findings), key=lambda found: _size(largest[found[1].fingerprint]))
+
+
+def _size(finding: Finding) -> tuple[bool, int, int]:
+    return finding.suppressed_by is None, finding.bytes, finding.count
 
 
 def not_judged_text(missing: NotMeasured) -> HangingText:
@@ -295,7 +311,9 @@ def _outcome_text(subject: Subject) -> HangingText:
         also = f", and {known} known" if known else ""
         counted = len(subject.findings) - known
         where = f" in {format_amount(cycles, 'cycles')}" if cycles else ""
-        return HangingText(f"LEAK: {format_amount(counted, 'findings')}{where}{also}", style="bold red")
+        step = next_step(max(subject.findings, key=_size)) if subject.findings else ""
+        first = f"; to do first: {step}" if step else ""
+        return HangingText(f"LEAK: {format_amount(counted, 'findings')}{where}{also}{first}", style="bold red")
     if subject.outcome == "error" and cycles > 1:
         # Only the last one did not come to its end.
         return HangingText("NOT FINISHED: everything that was judged came back", style="bold yellow")

@@ -85,18 +85,40 @@ def test_a_subject_whose_leaks_are_known_is_clean_and_says_so() -> None:
     assert "LEAK: 1 finding, and 1 known" in shown(schema.Subject(id="a", outcome="leak", findings=(FINDING, known)))
 
 
-def test_types_that_became_more_are_a_table() -> None:
-    lines = shown(schema.Subject(id="a", outcome="clean", type_growth=(GROWTH,))).splitlines()
+UNEXPLAINED = finding(bytes=5, message="5 B", holder=None, path=(), remedy=None)
+
+
+def test_types_that_became_more_are_a_table_before_what_nobody_is_known_to_hold() -> None:
+    lines = shown(subject(UNEXPLAINED, type_growth=(GROWTH,))).splitlines()
     start = next(turn for turn, line in enumerate(lines) if "Objects that became more" in line)
     assert lines[start + 2].split() == ["type", "before", "after", "growth", "between"]
     assert lines[start + 4].split() == ["a.B[int]", "10", "12", "+2", "cycle", "1", "→", "cycle", "2"]
-    assert "Objects" not in shown(schema.Subject(id="a", outcome="clean"))
+    assert start < next(turn for turn, line in enumerate(lines) if "5 B" in line)
+    known = msgspec.structs.replace(UNEXPLAINED, suppressed_by="a reason")
+    for told in (subject(FINDING, known, type_growth=(GROWTH,)), subject(UNEXPLAINED)):
+        assert "Objects" not in shown(told)
+
+
+def test_the_last_lines_are_the_largest_leak_and_what_to_do_about_it() -> None:
+    known = msgspec.structs.replace(FINDING, bytes=1 << 40, fingerprint="known", suppressed_by="a reason")
+    small = finding(bytes=1 << 10, message="1.0 KiB", fingerprint="f", advice="call close()", remedy=None)
+    again = msgspec.structs.replace(FINDING, bytes=1 << 20, message="1.0 MiB of it")
+    lines = shown(subject(known, FINDING, small, again)).splitlines()
+    assert [line.split()[1:3] for line in lines if line.startswith(("tensors/", "known "))] == [
+        ["tensors/lru-cache", "32.0"],
+        ["1.0", "KiB;"],
+        ["32.0", "MiB"],
+        ["1.0", "MiB"],
+    ]
+    assert lines[-1] == ("LEAK: 3 findings, and 1 known; to do first: CACHE.clear() gives back 32.0 MiB of 32.0 MiB")
+    assert shown(subject(small)).splitlines()[-1] == "LEAK: 1 finding; to do first: call close()"
+    assert shown(subject(UNEXPLAINED)).splitlines()[-1] == "LEAK: 1 finding"
 
 
 def test_of_many_types_the_first_are_shown_and_the_rest_is_counted() -> None:
-    text = shown(schema.Subject(id="a", outcome="clean", type_growth=(GROWTH,) * 25))
-    assert text.count("a.B[int]") == 20
-    assert "… 5 more are in the report" in text
+    text = shown(subject(UNEXPLAINED, type_growth=(GROWTH,) * 12))
+    assert text.count("a.B[int]") == 8
+    assert "… 4 more are in the report" in text
 
 
 def worst_of(*subjects: schema.Subject) -> list[str]:

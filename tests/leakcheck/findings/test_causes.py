@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import select
 import socket
+import subprocess
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -73,8 +77,52 @@ def test_what_lives_left_stays_one_finding_with_its_holders(opened: list[str]) -
     told = with_holders(leak("file-descriptors", *opened[:2]), Context())
     assert told.message.endswith(f"; held by {__name__}.OPENED")
     assert (told.holder, told.fingerprint) == (f"{__name__}.OPENED", "file-descriptors")
+    assert told.advice == f"call close() of each that {__name__}.OPENED holds in teardown"
     some = with_holders(leak("file-descriptors", *opened), Context())
     assert some.message.endswith(f"; 2 of them held by {__name__}.OPENED")
+
+
+def descriptor(number: int) -> str:
+    return f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}"
+
+
+def test_a_librarys_object_that_has_descriptors_to_itself_is_named_in_their_stead(tmp_path: Path) -> None:
+    """A file with its layers; a loop with its selector, which is its own, and a socket that it does not show."""
+    with (tmp_path / "log").open("a") as log, (tmp_path / "data").open("wb") as data:
+        loop = asyncio.new_event_loop()
+        own = [each.fileno() for each in objects_of_loop(loop)]
+        context = Context(roots=[("engine", SimpleNamespace(log=log, data=data, loop=loop))])
+        try:
+            for name, numbers in [("log", [log.fileno()]), ("data", [data.fileno()]), ("loop", own)]:
+                told = with_holders(leak("file-descriptors", *map(descriptor, numbers)), context)
+                assert (told.holder, told.advice) == (f"engine.{name}", f"call engine.{name}.close() in teardown")
+        finally:
+            loop.close()
+
+
+def objects_of_loop(loop: Any) -> list[Any]:
+    """What an event loop opens: an epoll, and two ends of a pair of sockets."""
+    return [loop._selector, loop._ssock, loop._csock]
+
+
+def test_a_part_that_the_program_can_name_is_not_its_owners() -> None:
+    """To end the process closes no pipe of it."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        context = Context(roots=[("engine", SimpleNamespace(tool=process))])
+        told = with_holders(leak("file-descriptors", descriptor(process.stdin.fileno())), context)
+    assert (told.holder, told.advice) == ("engine.tool.stdin", "call engine.tool.stdin.close() in teardown")
+
+
+def test_of_several_holders_the_first_are_named_with_what_ends_each(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        files = {f"file_{turn}": stack.enter_context((tmp_path / f"{turn}").open("w")) for turn in range(5)}
+        context = Context(roots=[("engine", SimpleNamespace(**files))])
+        told = with_holders(leak("file-descriptors", *(descriptor(each.fileno()) for each in files.values())), context)
+    assert told.advice is not None
+    assert told.advice.startswith("end each in teardown: engine.file_")
+    assert (told.advice.count(".close()"), told.advice.endswith(" and 2 more")) == (3, True)
+    assert told.message.count("engine.file_") == 3
 
 
 class Receiver:

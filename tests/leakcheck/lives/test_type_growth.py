@@ -77,6 +77,15 @@ def test_what_grew_most_comes_first_and_the_table_is_short() -> None:
     assert [row.after - row.before for row in rows] == [len(part) for part in kept[: -MOST_TYPES - 1 : -1]]
 
 
+def test_the_programs_own_types_come_before_those_that_grew_more() -> None:
+    counts = TypeCounts("before")
+    kept: list[Any] = [[str(number) for number in range(10)] for _ in range(20_000)]
+    kept += [Planted(), Planted()]
+    rows = counts.growth("after")
+    assert (rows[0].type, rows[0].after - rows[0].before) == (f"{__name__}.Planted", 2)
+    assert ("list", True) in [(row.type, row.after - row.before > 10_000) for row in rows[1:]]
+
+
 def test_types_that_grew_alike_come_by_their_names() -> None:
     types = [type(name, (), {}) for name in ("Beta", "Alpha", "Gamma")]
     counts = TypeCounts("before")
