@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
@@ -17,17 +18,20 @@ from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import live_storages
-from lowtide.probes.objects.foreign import module_of_class, type_name
+from lowtide.probes.objects.foreign import dict_of_module, module_of_class, type_name
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, sys, weakref
-from lowtide.reports.schema import Finding, ResourceName
+from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement
 
 ADVICE = "take out what each turn puts in when it is over, or bound what is kept"
 
 LEAST_A_TURN = 1024
-"""Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of."""
+"""Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of,"""
+
+LEAST_IN_ALL = 512 << 10
+"""unless so many turns have added some that these are the bytes of all."""
 
 _SAMPLE = 20
 """Of so many of the last things the size is taken,"""
@@ -60,7 +64,8 @@ def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
     entries = last_entries(container, _SAMPLE)
     if all(issubclass(type(item), weakref.ref) or _is_of_runner(item) for *_, item in entries):
         return False
-    return _bytes_a_turn(course, container, tensors=tensors)[0] >= LEAST_A_TURN
+    each, _ = _bytes_a_turn(course, container, tensors=tensors)
+    return each >= LEAST_A_TURN or each * course.span >= LEAST_IN_ALL
 
 
 def _is_of_runner(item: object) -> bool:
@@ -211,8 +216,33 @@ def _is_of_program(explanation: Explanation, container: Any, *, by_frames: bool)
     if root.type == "frame":
         return by_frames or bool(explanation.thread)
     if root.type in ("module", "class", "interpreter") and is_library(root.edge):
-        return root.edge.partition(".")[0] in sys.stdlib_module_names and bool(_programs_in(container))
+        if _is_bounded_by(explanation.path):
+            return False
+        # Turns that do the same ask for nothing new, as tests do: what a library takes in each of them has no end.
+        of_python = root.edge.partition(".")[0] in sys.stdlib_module_names
+        return by_frames or (of_python and bool(_programs_in(container)))
     return True
+
+
+def _is_bounded_by(path: Sequence[Hop]) -> bool:
+    """Return whether a module's own code asks for the length of a table that is its global: it does so to bound it.
+
+    The caches of `re`, which hold 512 patterns, are no `lru_cache`.
+    """
+    module = sys.modules.get(path[0].edge)
+    if len(path) != 2 or type(module) is not ModuleType:
+        return False
+    name = path[1].edge.removeprefix(".")
+    functions = [each for each in dict_of_module(module).values() if type(each) is FunctionType]
+    return any(_asks_for_length(each.__code__, name) for each in functions if name in each.__code__.co_names)
+
+
+def _asks_for_length(code: CodeType, name: str) -> bool:
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    return any(
+        (first, second) == (("LOAD_GLOBAL", "len"), ("LOAD_GLOBAL", name)) and "CALL" in third[0]
+        for first, second, third in zip(steps, steps[1:], steps[2:], strict=False)
+    )
 
 
 def _programs_in(container: Any) -> str:
@@ -282,8 +312,8 @@ def _finding(
     name = _name_of(explanation, container)
     root = explanation.path[0].type if explanation.path else ""
     amount = f"{name} takes {size} in each of {course.span} {turns}"
-    if root in ("module", "class") and is_library(explanation.path[0].edge):
-        of_kind += f", for {_programs_in(container)}"
+    if root in ("module", "class") and is_library(explanation.path[0].edge) and (of := _programs_in(container)):
+        of_kind += f", for {of}"
     kept = Note(f", {format_bytes(each * course.span)} in all{of_kind}")
     if since:
         amount = f"{name} has {_said(course.items, each * course.span)} more than at {since}"

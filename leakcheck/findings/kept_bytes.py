@@ -71,13 +71,15 @@ def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] =
     """
     kept = KeptBytes()
     seen = {*map(id, besides), id(vars(builtins))}
+    # A module is somebody else's, but of what keeps modules.
+    taken = {id(item) for entry in entries for item in entry if is_a(item, ModuleType)}
     following = _met(((number, entry) for number, entry in enumerate(entries)), seen)
     left = _MOST_BEHIND * len(entries)
     while following and left > 0:
         level = list[tuple[int, Sequence[Any]]]()
         for met in following:
             seen.add(id(met.item))
-            if _is_shared(met, len(entries)) or _is_of_a_module(met.item):
+            if _is_shared(met, len(entries)) or (_is_of_a_module(met.item) and id(met.item) not in taken):
                 continue
             left -= 1
             behind = _referents(met.item)

@@ -233,7 +233,7 @@ class TurnGrowth:
         self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
         self._are_worth = self._worth_a_look(wanted, found)
-        for identity in candidates:
+        for identity in () if self._asked else candidates:
             if not self._are_worth.get(identity, True):
                 self._containers.drop(identity)
         if self._asked:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import os
 import re
+import sys
+import types
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -67,6 +70,75 @@ def test_turns_that_add_nothing_are_clean() -> None:
             server.answer(turn)
             check.turn()
     assert findings(check) == []
+
+
+def grown_by(turn: Callable[[int], object], turns: int = 20) -> dict[str | None, str]:
+    """Return what is told of a block that does something in each of its turns, by holder."""
+    with LeakCheck(turns=turns) as check:
+        for number in range(turns):
+            turn(number)
+            check.turn()
+    return {finding.holder: finding.message for finding in findings(check)}
+
+
+def show_source(number: int) -> None:
+    """Compile a generated text, and let a traceback find it."""
+    name = f"<request {number}>"
+    source = "".join(f"x{line} = {line}\n" for line in range(100))
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), {})
+
+
+def test_a_table_of_pythons_library_that_takes_something_in_each_turn_is_told() -> None:
+    before = set(linecache.cache)
+    try:
+        grown = grown_by(show_source)
+    finally:
+        for name in set(linecache.cache) - before:
+            del linecache.cache[name]
+    assert list(grown) == ["linecache.cache"]
+    assert grown["linecache.cache"].startswith("linecache.cache takes 1 item (6.7 KiB) in each of 18 turns")
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        pytest.param(lambda number: re.compile(f"{number}(a|b)+{'c' * 3000}"), id="that it bounds"),
+        pytest.param(lambda number: show_source(0), id="in the same place"),
+    ],
+)
+def test_its_twin_is_clean(turn: Callable[[int], object]) -> None:
+    re.purge()
+    try:
+        assert grown_by(turn) == {}
+    finally:
+        linecache.cache.pop("<request 0>", None)
+        re.purge()
+
+
+def load(number: int) -> None:
+    module = types.ModuleType(f"generated_{number}")
+    exec("".join(f"def f{line}(): return {line}\n" for line in range(40)), vars(module))
+    sys.modules[module.__name__] = module
+
+
+@pytest.mark.parametrize(("kinds", "holders"), [(20, ["sys.modules"]), (1, [])], ids=["each a new one", "the same"])
+def test_modules_that_each_turn_generates_are_told(kinds: int, holders: list[str]) -> None:
+    try:
+        assert list(grown_by(lambda number: load(number % kinds))) == holders
+    finally:
+        for number in range(kinds):
+            del sys.modules[f"generated_{number}"]
+
+
+LABELS: dict[str, list[int]] = {}
+
+
+@pytest.mark.parametrize(("turns", "users", "is_told"), [(2000, 2000, True), (2000, 50, False), (200, 200, False)])
+def test_little_is_told_once_many_turns_have_added_some(turns: int, users: int, is_told: bool) -> None:
+    LABELS.clear()
+    grown = grown_by(lambda number: LABELS.setdefault(f"user {number % users}", [number] * 30), turns)
+    assert [f"{__name__}.LABELS"] * is_told == list(grown)
 
 
 def test_memory_that_c_keeps_is_told_with_its_part() -> None:
