@@ -62,7 +62,8 @@ def with_known(found: Sequence[Finding], allowed: int) -> list[Finding]:
     known = f"--max-growth {format_bytes(allowed)}"
     return [
         finding
-        if not allowed or finding.process is None or finding.process.pid in above
+        # Bytes allow no more threads.
+        if not (allowed and finding.bytes) or finding.process is None or finding.process.pid in above
         else msgspec.structs.replace(finding, suppressed_by=known)
         for finding in found
     ]

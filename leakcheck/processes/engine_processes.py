@@ -408,7 +408,11 @@ class EngineProcesses:
         things = things_of(pid).get(finding.resource, {})
         new = {number: what for number, what in things.items() if known.get(number) != what}
         question = messages.ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys()))
-        return things_held(finding, [*new.values()], self._one(pid, question) if new else None)
+        return things_held(finding, [*new.values()], self.ask_new(pid, question) if new else None)
+
+    def ask_new(self, pid: int, question: messages.ExplainNew) -> HolderFacts | None:
+        """Return who holds threads or descriptors that are new in a process; None where nobody is known to."""
+        return self._one(pid, question)
 
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""

@@ -205,7 +205,9 @@ class ServerWatch:
         explained: defaultdict[tuple[int, bool], float] = defaultdict(float)
         for each in found:
             explained[_key(each.finding)[0], each.finding.device not in ("", "cpu")] += each.rate
-        return [*found, *self.series.grown(explained)]
+        told = {_counted_in(each.finding) for each in found}
+        more = self.series.grown(explained)
+        return [*found, *(each for each in more if each.finding.bytes or _counted_in(each.finding) not in told)]
 
     def _end(self, found: Sequence[Finding]) -> None:
         self._found += found
@@ -278,12 +280,17 @@ def _key(finding: Finding) -> tuple[int, str]:
     return 0 if finding.process is None else finding.process.pid, finding.fingerprint
 
 
+def _counted_in(finding: Finding) -> tuple[int, str]:
+    return _key(finding)[0], finding.resource
+
+
 def _by_request(grown: GrownLevel, count: int, window: TimeWindow) -> Finding:
     """Say how much that is by request, where it has grown in the window in which these were counted."""
     finding = grown.finding
     if count <= 0 or grown.seconds != window.seconds_read:
         return finding
-    return noted(finding, f"; {format_bytes(round(finding.bytes / count))} a request over {count} requests")
+    more = format_bytes(round(finding.bytes / count)) if finding.bytes else f"{finding.count / count:.2g}"
+    return noted(finding, f"; {more} a request over {count} requests")
 
 
 def _hanging(silent: float, course: str) -> Finding:

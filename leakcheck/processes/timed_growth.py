@@ -21,14 +21,14 @@ from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, growth_of_host_memory, not_decided
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
-from lowtide.leakcheck.growth.quantities import QUANTITIES, counted, most_of, things_of
+from lowtide.leakcheck.growth.quantities import COUNTED, QUANTITIES, Things, counted, most_of, things_of
 from lowtide.leakcheck.growth.series import Slope, TurnSeries
 from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.messages import ExplainGrown, Look, Seen
-from lowtide.leakcheck.processes.process_growth import ToldGrowth, risen
+from lowtide.leakcheck.processes.messages import ExplainGrown, ExplainNew, Look, Seen
+from lowtide.leakcheck.processes.process_growth import ToldGrowth, held_by, risen, things_held
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
@@ -39,7 +39,7 @@ from lowtide.probes.processes.agents import AgentError, NoAgentError
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount
-from lowtide.reports.statement import in_process
+from lowtide.reports.statement import HolderFacts, in_process
 
 INTERVALS = "intervals"
 """What turns of a running program are called."""
@@ -141,7 +141,8 @@ class TimeWindow(ABC):
         self.tensors: Mapping[int, Mapping[str, int]] = {}
         self.named: dict[int, ProcessName] = {}
         self._turn = 0
-        self._on_cards: dict[tuple[int, str], TurnSeries] = {}
+        self._series: dict[int, dict[LevelKey, TurnSeries]] = {}
+        self._first_things: dict[int, Things] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -164,38 +165,71 @@ class TimeWindow(ABC):
     def _is_last(self, turn: int) -> bool:
         return turn > round(self.seconds / self.interval)
 
-    def _note_tensors(self, tensors: Mapping[int, Mapping[str, int]]) -> None:
-        """Note the bytes that torch has given out on each device, by process: those of cards are followed here."""
+    def _note_levels(self, tensors: Mapping[int, Mapping[str, int]]) -> None:
+        """Note what the processes that have answered hold of what is followed here: on cards, and what is counted.
+
+        Args:
+            tensors: the bytes that torch has given out on each device, by process.
+        """
         self.tensors = {
             pid: {device: size for device, size in sizes.items() if device != "cpu"} for pid, sizes in tensors.items()
         }
         for pid, cards in self.tensors.items():
-            for device, size in cards.items():
-                self._on_cards.setdefault((pid, device), TurnSeries()).add(size)
+            things = things_of(pid)
+            self._first_things.setdefault(pid, things)
+            levels = {LevelKey("tensors", device): size for device, size in cards.items()}
+            levels |= {LevelKey(resource): len(each) for resource, each in things.items()}
+            series = self._series.setdefault(pid, {})
+            for key, level in levels.items():
+                series.setdefault(key, TurnSeries()).add(level)
+
+    def _forget_levels(self) -> None:
+        self._series.clear()
+        self._first_things.clear()
 
     def _causes(self, pid: int, found: Sequence[Finding]) -> list[Finding]:
         """Return what grows in a process, each cause once: containers, and then what these do not explain.
 
         Args:
             pid: the process.
-            found: what is known to grow in it besides tensors on cards.
+            found: what is known to grow in it besides what is followed here.
         """
         containers = [each for each in found if each.holder]
         known = _explained_by(containers)
-        on_cards = (self._on_card(pid, device) for device in self.tensors.get(pid, ()))
-        others = (*(each for each in on_cards if each is not None), *(each for each in found if not each.holder))
-        told = [*containers, *(each for each in others if not known.explains(_is_on_card(each), each.bytes))]
+        rising = [each for key in self._series.get(pid, {}) if (each := self._risen(pid, key)) is not None]
+        counted = [self._with_holder(each) for each in rising if each.resource in COUNTED]
+        others = (each for each in (*rising, *found) if each.resource not in COUNTED and not each.holder)
+        # A list of sockets is said with the descriptors that it holds.
+        holders = {each.holder for each in counted}
+        containers = [each for each in containers if each.holder not in holders]
+        told = [*containers, *counted, *(each for each in others if not known.explains(_is_on_card(each), each.bytes))]
         return [in_process(each, self.named[pid]) for each in told]
 
-    def _on_card(self, pid: int, device: str) -> Finding | None:
-        series, tensors = self._on_cards[pid, device], QUANTITIES["tensors"]
-        rise = series.rise(tensors.least) if series.turns >= FEWEST_TURNS else None
+    def _risen(self, pid: int, key: LevelKey) -> Finding | None:
+        series, quantity = self._series[pid][key], QUANTITIES[key.resource]
+        in_all = quantity.in_all if quantity.things else 0
+        rise = series.rise(quantity.least, in_all) if series.turns >= FEWEST_TURNS else None
         if rise is None:
             return None
         rate, more = rise.slope.rate, round(rise.slope.rate * rise.turns)
-        each = f"{tensors.rate(rate)} with each ({tensors.rate(rate / self.interval)} a second)"
-        said = f"{tensors.more(more, device)} over {rise.turns} {INTERVALS}, {each}"
-        return risen(LevelKey("tensors", device), more, said, INTERVALS, process=self.named[pid], count=rise.turns)
+        each = f"{quantity.rate(rate)} with each ({quantity.rate(rate / self.interval)} a second)"
+        said = f"{quantity.more(more, key.device)} over {rise.turns} {INTERVALS}, {each}"
+        count = more if quantity.things else rise.turns
+        return risen(key, more, said, INTERVALS, turn="interval", process=self.named[pid], count=count)
+
+    def _with_holder(self, finding: Finding) -> Finding:
+        """Return a finding on what is counted with what the new things are, and who holds them."""
+        pid = 0 if finding.process is None else finding.process.pid
+        known = self._first_things[pid].get(finding.resource, {})
+        things = things_of(pid).get(finding.resource, {})
+        new = {number: what for number, what in things.items() if known.get(number) != what}
+        question = ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys()))
+        facts = things_held(finding, [*new.values()], self._who_holds(pid, question) if new else None)
+        return finding if facts is None else held_by(finding, facts)
+
+    def _who_holds(self, pid: int, question: ExplainNew) -> HolderFacts | None:
+        """Ask a process who holds new things in it; None where it cannot be asked."""
+        return None
 
     @abstractmethod
     def look(self) -> None:
@@ -248,6 +282,7 @@ class TimedGrowth(TimeWindow):
         self._grown: dict[int, messages.GrownContainers] = {}
         # When each did not answer, in seconds.
         self._silent: dict[int, float] = {}
+        self._told: list[Finding] | None = None
 
     def look(self) -> None:
         """See `TimeWindow`."""
@@ -276,7 +311,7 @@ class TimedGrowth(TimeWindow):
         known = set(self._engine.not_measured)
         pids = self._pids()
         grown = self._engine.read_turn(pids, self._question(begins=is_first, anew=is_first))
-        self._note_tensors({pid: now.cards for pid, now in grown.items()})
+        self._note_levels({pid: now.cards for pid, now in grown.items()})
         if self._starts_still(grown, is_first=is_first):
             self._begin_anew()
             return
@@ -288,6 +323,8 @@ class TimedGrowth(TimeWindow):
         # Whoever has come just now may stay.
         if self._tells and (self._is_last(turn) or (is_known and not self._new)):
             self._grown |= self._engine.read_turn(list(grown), self._question(ends=True))
+            # While they are there to be asked.
+            self._told = self.findings()
             self.is_over = True
             self._tell_end(grown)
 
@@ -304,7 +341,7 @@ class TimedGrowth(TimeWindow):
         self._start = Start(None, time.monotonic())
         self._began, self._turn, self._readings, self._new = None, 0, 0, frozenset()
         self._grown.clear()
-        self._on_cards.clear()
+        self._forget_levels()
         self.tell("the program was starting still: its growth is watched anew once it has started")
 
     @property
@@ -333,7 +370,12 @@ class TimedGrowth(TimeWindow):
 
     def findings(self) -> list[Finding]:
         """See `TimeWindow`."""
+        if self._told is not None:
+            return self._told
         return [each for pid, grown in self._grown.items() for each in self._causes(pid, grown.findings)]
+
+    def _who_holds(self, pid: int, question: ExplainNew) -> HolderFacts | None:
+        return self._engine.ask_new(pid, question)
 
     def end(self, status: int | None = None, *, asked: bool = False) -> None:
         """See `TimeWindow`; who did not answer meanwhile was about to end, too."""
@@ -450,7 +492,7 @@ class LookedGrowth(TimeWindow):
                 self.named[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
                 self._watched[pid].note(turn, seen, anonymous_bytes_of(pid))
                 tensors[pid] = seen.tensors
-        self._note_tensors(tensors)
+        self._note_levels(tensors)
         watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
         is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
         if not watched or is_known or self._is_last(turn):

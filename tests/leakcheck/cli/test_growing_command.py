@@ -21,6 +21,7 @@ import ctypes
 import multiprocessing
 import os
 import sys
+import threading
 import time
 
 LIBRARY = ctypes.CDLL(None)
@@ -36,6 +37,8 @@ class Core:
         self.running[number % 8] = request
         if keeps == "list":
             self.seen.append(request)
+        elif keeps in ("threads", "pool") and (keeps == "threads" or number <= 10):
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         elif keeps == "C":
             ctypes.memset(LIBRARY.malloc(1 << 16), 1, 1 << 16)
         return len(request)
@@ -137,6 +140,19 @@ def test_a_list_that_grows_is_named_in_its_process_with_what_it_takes_in_a_secon
     assert finding.message.endswith(" a second")
     # While the command runs on.
     assert said.endswith(f"lowtide: {finding.message}\n")
+
+
+def test_threads_that_grow_are_told_with_who_holds_them_and_what_they_run(server: Path) -> None:
+    status, said, subject = watched(server, "threads", until="threads more")
+    finding = of_core(subject)
+    assert (status, finding.resource) == (1, "threads")
+    assert finding.advice == "end with each interval the threads that it starts"
+    assert said.endswith(f"lowtide: {finding.message}\n")
+
+
+def test_threads_of_a_pool_that_is_full_do_not(server: Path) -> None:
+    status, _, subject = watched(server, "pool")
+    assert (status, subject.outcome, subject.findings) == (0, "clean", ())
 
 
 @pytest.mark.parametrize("options", [WATCH, ("--growth", "12s")], ids=["said", "seen"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
+from lowtide.leakcheck.cli.growth_report import with_known
 from lowtide.leakcheck.processes.timed_growth import LookedGrowth, Start, grown_above
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
@@ -94,7 +95,7 @@ def causes(on_card: Sequence[int], *found: Finding) -> list[Finding]:
     window = LookedGrowth({}, 60)
     window.named[OWN] = ProcessName(pid=OWN, name="core")
     for size in on_card:
-        window._note_tensors({OWN: {"cpu": 0, "cuda:0": size}, OWN + 1: {"cuda:0": 0}})
+        window._note_levels({OWN: {"cpu": 0, "cuda:0": size}, OWN + 1: {"cuda:0": 0}})
     return window._causes(OWN, found)
 
 
@@ -108,6 +109,58 @@ def test_tensors_on_a_card_of_which_each_interval_adds_some_are_told_with_their_
     assert finding.message == f"pid {OWN} (core): {said}"
     assert (finding.resource, finding.device, finding.trend) == ("tensors", "cuda:0", "growth")
     assert (finding.bytes, finding.count) == (19 * MIB, 19)
+
+
+def opened_by(turn: Callable[[list[int]], object], *found: Finding) -> list[Finding]:
+    """What grows in this process that does something with its descriptors in each of some intervals."""
+    window, numbers = LookedGrowth({}, 60), list[int]()
+    window.named[OWN] = ProcessName(pid=OWN, name="core")
+    try:
+        for _ in range(20):
+            turn(numbers)
+            window._note_levels({OWN: {}})
+        return window._causes(OWN, found)
+    finally:
+        for number in numbers:
+            os.close(number)
+
+
+def open_one(numbers: list[int]) -> None:
+    numbers.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def fill(numbers: list[int]) -> None:
+    if len(numbers) < 12:
+        open_one(numbers)
+
+
+def open_and_close(numbers: list[int]) -> None:
+    open_one(numbers)
+    if len(numbers) > 4:
+        os.close(numbers.pop(0))
+
+
+def test_descriptors_that_each_interval_leaves_are_told_with_their_rate_and_what_they_are() -> None:
+    (finding,) = opened_by(open_one)
+    said = "19 file descriptors more over 19 intervals, 1 with each (0.33 a second): "
+    assert finding.message.startswith(f"pid {OWN} (core): {said}")
+    # The folder that lists a process's own is one of them.
+    assert finding.message.endswith("/dev/null")
+    assert (finding.resource, finding.count, finding.bytes) == ("file-descriptors", 19, 0)
+    assert finding.advice == "close with each interval the descriptors that it opens"
+
+
+@pytest.mark.parametrize("turn", [fill, open_and_close])
+def test_those_of_a_pool_are_no_growth(turn: Callable[[list[int]], object]) -> None:
+    assert opened_by(turn) == []
+
+
+def test_bytes_that_are_allowed_allow_no_descriptors() -> None:
+    (finding,) = opened_by(open_one)
+    assert with_known([finding, grown(OWN, 1000)], 1000) == [
+        finding,
+        msgspec.structs.replace(grown(OWN, 1000), suppressed_by="--max-growth 1000 B"),
+    ]
 
 
 @pytest.mark.parametrize(
