@@ -252,11 +252,12 @@ def _first_holder(found: Traces, place: int, inspect: Inspector, names: Names | 
     cause = path_reading.telling_cause(path) or path_reading.cause_of_edge(path, first)
     shown = path_reading.shown_from_landmark(path)
     if first < shown.skipped:
-        # What it has a name of its own for is the program's; a fixture's value is the test runner's to end.
+        # What it has a name of its own for is the program's; what a test runner names, as a fixture, is that's to end.
         named = Hop(type=path.steps[shown.skipped - 1].type_name, edge=shown.path.root_name, suspect=True)
         held = found.link(place, shown.skipped - 1).held
         through = found.through(place)
-        return Holder(held, (named,), None, (named,), cause, through) if shown.is_code else None
+        is_runners = any(step.type_name.startswith("_pytest.") for step in path.steps[: shown.skipped])
+        return None if is_runners else Holder(held, (named,), None, (named,), cause, through)
     hops = [Hop(type=step.type_name, edge=step.edge) for step in shown.path.steps]
     turn = first - shown.skipped
     hops[turn] = msgspec.structs.replace(hops[turn], suspect=True)

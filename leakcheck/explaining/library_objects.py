@@ -31,7 +31,9 @@ from lowtide.probes.references.edges import names_in_class
 _DUNDER = re.compile(r"__\w+__")
 # Instances of these have no names but those that the program gives them.
 _BARE = (threading.local, SimpleNamespace, BaseException)
-_FINALIZER = vars(weakref.finalize)["_Info"]
+FINALIZER = vars(weakref.finalize)["_Info"]
+"""The type of what `weakref.finalize` keeps of each object whose end it waits for."""
+
 # Where a project keeps its package; what is installed under that name is the project's own.
 _SOURCES = (".", "src")
 
@@ -156,7 +158,7 @@ def advice_for_finalizer(name: str, owners: Sequence[object]) -> str:
         owners: the objects on the path to it and from it.
     """
     # What it keeps beside the weak reference: its function, and what that is called with.
-    held: Any = next((owner for owner in owners if type(owner) is _FINALIZER), None)
+    held: Any = next((owner for owner in owners if type(owner) is FINALIZER), None)
     function: Any = None if held is None else held.func
     origin: Any = ""
     if type(function) is MethodType:

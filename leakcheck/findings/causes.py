@@ -17,7 +17,7 @@ import msgspec
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.explain import Holder
 from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of, on
-from lowtide.leakcheck.explaining.library_objects import advice_for_root, is_installed
+from lowtide.leakcheck.explaining.library_objects import FINALIZER, advice_for_finalizer, advice_for_root, is_installed
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import by_work, with_work
@@ -601,6 +601,8 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
         # itself is the program's to end where it was made.
         advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
+    elif type(itself) is FINALIZER:
+        advice = advice_for_finalizer(name, [itself])
     elif not ending:
         part, part_ending = _end_within(path, holder)
         advice = (

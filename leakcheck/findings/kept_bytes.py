@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.judging.storages import is_tensor
+from lowtide.probes.memory.buffers import CTYPES_DATA, bytes_of_c
 from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, mro_of, place_of_definition
 from lowtide.probes.originals import gc, loaded, sys
 
@@ -155,15 +155,4 @@ def own_size(item: Any, behind: Sequence[Any] | None = None) -> int:
         behind = gc.get_referents(item) if behind is None else behind
         if not _COUNTS_ATTRIBUTES and not any(type(each) is dict for each in behind):
             size += _WORD * len(behind)
-    return size + (_bytes_of_c(item) if is_a(item, _DATA) else 0)
-
-
-_DATA: type = ctypes.c_int.__mro__[-2]
-
-
-def _bytes_of_c(item: Any) -> int:
-    """Return the bytes that an object of ctypes has allocated; a view of others' has none."""
-    is_own = vars(_DATA)["_b_needsfree_"].__get__(item) and vars(_DATA)["_b_base_"].__get__(item) is None
-    size = ctypes.sizeof(item)
-    # Small ones have them in the object.
-    return size if is_own and size > 2 * _WORD else 0
+    return size + (bytes_of_c(item) if is_a(item, CTYPES_DATA) else 0)

@@ -1,8 +1,9 @@
-"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, text, anonymous memory maps."""
+"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, text, ctypes, anonymous maps."""
 
 from __future__ import annotations
 
 import array
+import ctypes
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ LEAST = 1 << 20
 """Bytes from which a buffer is large: glibc takes such a piece from the system by itself, and gives it back."""
 
 _AT_A_TIME = 1 << 16
+
+CTYPES_DATA: type = ctypes.c_int.__mro__[-2]
+"""What all data of ctypes derives from, which has no public name."""
+
+_IN_THE_OBJECT = 16
+"""Bytes of data that an object of ctypes has in itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +84,7 @@ def _kinds() -> list[tuple[type, Callable[[Any], int]]]:
         (bytearray, bytearray.__len__),
         (array.array, _size_of_array),
         (mmap.mmap, _size_of_map),
+        (CTYPES_DATA, bytes_of_c),
     ]
     ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     if ndarray is not None:
@@ -100,3 +108,11 @@ def _size_of_map(item: Any) -> int:
     except ValueError:  # it is closed
         return 0
     return 0
+
+
+def bytes_of_c(item: Any) -> int:
+    """Return the bytes that an object of ctypes has allocated; a view of others' has none."""
+    own = vars(CTYPES_DATA)
+    is_own = own["_b_needsfree_"].__get__(item) and own["_b_base_"].__get__(item) is None
+    size = ctypes.sizeof(item)
+    return size if is_own and size > _IN_THE_OBJECT else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import mmap
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ SIZE = 2 * MIB + 4096
         lambda: bytearray(SIZE),
         lambda: array.array("d", bytes(SIZE)),
         lambda: mmap.mmap(-1, SIZE),
+        lambda: ctypes.create_string_buffer(SIZE),
+        lambda: (ctypes.c_double * (SIZE // 8))(),
+        lambda: np.frombuffer(ctypes.create_string_buffer(SIZE), dtype=np.int8),
+        # Of these the array of bytes owns it.
+        lambda: (ctypes.c_char * SIZE).from_buffer(bytearray(SIZE)),
     ],
 )
 @pytest.mark.parametrize("hide", [lambda item: item, lambda item: {"a": ({"b": (item,)}, 1)}, lambda item: [[item]]])
@@ -96,6 +102,7 @@ def closed_map(folder: Path) -> Any:
         # What a tensor owns is counted with the tensors.
         lambda folder: torch.ones(SIZE // 4).numpy(),
         lambda folder: bytes(4096),
+        lambda folder: (ctypes.c_char * SIZE).from_address(ctypes.addressof(ctypes.c_int())),
     ],
 )
 def test_what_owns_no_memory_of_its_own_is_left_out(make: Any, tmp_path: Path) -> None:

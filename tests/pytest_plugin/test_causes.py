@@ -15,11 +15,12 @@ import threading
 
 POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS, ENGINES = [], [], [], [], [], [], []
 TIMERS, QUEUES, WORKERS, CONNECTIONS, ENDS, SERVERS, OWNERS = [], [], [], {}, [], [], {}
+FINALIZED = []
 RELEASE = threading.Event()
 """
 
 CASES = """
-import asyncio, functools, multiprocessing, os, queue, signal, socket, socketserver, sys, threading
+import asyncio, functools, multiprocessing, os, queue, signal, socket, socketserver, sys, threading, weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import kept
 import pytest
@@ -63,6 +64,19 @@ def test_pool_and_a_descriptor():
 
 def test_socket():
     kept.SOCKETS.append(socket.socket())
+
+
+class Client:
+    pass
+
+
+def test_socket_that_a_finalizer_closes():
+    kept.FINALIZED.append(Client())
+    weakref.finalize(kept.FINALIZED[-1], socket.socket().close)
+
+
+def test_socket_that_a_finalizer_has_closed():
+    weakref.finalize(Client(), socket.socket().close)
 
 
 def test_socket_and_a_bare_descriptor():
@@ -439,6 +453,8 @@ POOL = ["processes", "threads", "file-descriptors"]
         ("test_sockets_of_one_maker", [["file-descriptors"]]),
         ("test_sockets_of_one_maker_and_several_holders", [["file-descriptors"]]),
         ("test_sockets_of_two_makers", [["file-descriptors"], ["file-descriptors"]]),
+        ("test_socket_that_a_finalizer_closes", [["file-descriptors"]]),
+        ("test_socket_that_a_finalizer_has_closed", []),
         ("test_two_caches", [["tensors", "lru-cache"], ["lru-cache"]]),
         ("test_handler_with_a_tensor", [["tensors", "globals"]]),
         ("test_hook_with_a_tensor", [["tensors", "globals"]]),
@@ -473,6 +489,9 @@ def test_a_descriptor_names_who_holds_its_object_and_how_to_close_that(run: Inne
     told = (finding.resource, finding.cause, finding.holder)
     assert told == ("file-descriptors", "module-global", "kept.SOCKETS[0]")
     assert finding.advice == "call kept.SOCKETS[0].close() in teardown"
+    (waits,) = run.subject("test_causes.py::test_socket_that_a_finalizer_closes").findings
+    assert waits.holder == "weakref.finalize(<test_causes.Client>, socket.close)"
+    assert waits.advice == f"call detach() of {waits.holder} when what it is for is over"
     # What holds one of the two is not said of both.
     held, bare = run.subject("test_causes.py::test_socket_and_a_bare_descriptor").findings
     assert (held.count, held.cause, held.holder.startswith("kept.SOCKETS[")) == (1, "module-global", True)
