@@ -7,6 +7,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 from lowtide.probes.objects.foreign import is_a
@@ -55,7 +56,9 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
 
 
 def _untracked(items: Iterable[object]) -> list[object]:
-    return [item for item in {id(item): item for item in items}.values() if not gc.is_tracked(item)]
+    # No step in Python: a heap has several million references, most of them to the same few hundred thousand objects.
+    untracked = list(filterfalse(gc.is_tracked, items))
+    return list(dict(zip(map(id, untracked), untracked, strict=True)).values())
 
 
 def _add(found: dict[int, Buffer], census: Census, kinds: list[tuple[type, Callable[[Any], int]]], least: int) -> None:
