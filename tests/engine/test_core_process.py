@@ -325,6 +325,7 @@ def test_a_create_that_fails_in_the_core_leaves_no_process_and_can_be_made_again
 # --- extensions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_extensions_are_entered_in_each_process_before_anything_is_created_and_left_after_all(tmp_path: Path) -> None:
     record = tmp_path / "record"
     before = set(cores())

@@ -883,6 +883,7 @@ def test_the_compiler_does_what_it_does_without() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_without_torch_nothing_happens_until_it_is_there() -> None:
     done = run_python(
         "import sys\n"

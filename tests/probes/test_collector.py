@@ -59,6 +59,7 @@ def test_every_supported_version_that_is_here_is_seen_as_usable(version: str) ->
     assert done.stdout.strip() == "usable", done.stderr
 
 
+@pytest.mark.nightly
 def test_collections_that_start_by_themselves_change_nothing_of_what_is_seen() -> None:
     expected, thresholds = observed_collector(), gc.get_threshold()
     # As in a kernel of Jupyter, where other threads make objects meanwhile.

@@ -154,6 +154,7 @@ def _function(held: object) -> Callable[..., object]:
     return made
 
 
+@pytest.mark.nightly
 def test_holders_are_named_as_in_the_living_heap(module: Any, tmp_path: Path) -> None:
     leaks = []
     for name, holding in HOLDERS.items():

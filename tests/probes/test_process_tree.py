@@ -347,6 +347,7 @@ def _collect(pipe: Any, own: int) -> None:
 
 
 @pytest.mark.parametrize("own", [0, 64 * MIB])
+@pytest.mark.nightly
 def test_copies_of_a_forks_parents_pages_are_not_its_own(tree: ProcessTree, own: int) -> None:
     filler = [[] for _ in range(400_000)]
     memory = TreeMemory(tree)

@@ -35,6 +35,7 @@ def without(agents: Agents) -> dict[str, str]:
     return {**before, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 
 
+@pytest.mark.nightly
 def test_programs_do_not_notice_an_agent(agents: Agents, tmp_path: Path) -> None:
     found: list[dict[str, Outcome]] = []
     for environment in (without(agents), {**without(agents), **agents.environment()}):

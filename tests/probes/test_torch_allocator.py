@@ -198,6 +198,7 @@ def test_pinned_stats_that_are_missing_are_unknown_not_zero() -> None:
     assert parse_pinned({}) == PinnedReading(None, None)
 
 
+@pytest.mark.nightly
 def test_before_cuda_is_initialised_there_is_nothing_and_it_stays_so() -> None:
     code = (
         "import torch; from lowtide.probes.device.torch_allocator import read_allocators, read_pinned;"

@@ -194,6 +194,7 @@ def test_what_may_be_woken_or_is_garbage_is_clean(run: InnerRun, name: str) -> N
     assert run.is_clean(f"test_inner.py::test_{name}")
 
 
+@pytest.mark.nightly
 def test_two_runs_give_a_task_one_fingerprint(run: InnerRun, run_inner: RunInner) -> None:
     marks = [each.fingerprint for each in run.subject("test_inner.py::test_stuck").findings]
     again = run_inner({"test_inner.py": TASKS}, "-W", "ignore", "-k", "first or stuck or pair")

@@ -89,6 +89,7 @@ def test_what_python_will_wait_for_at_its_end_is_named(run_inner: RunInner) -> N
 
 
 @pytest.mark.parametrize(("leaks", "code"), [(True, 1), (False, 4)])
+@pytest.mark.nightly
 def test_where_the_report_cannot_be_written_all_else_is_said_first(run_inner: RunInner, leaks: bool, code: int) -> None:
     spoils = f"""
         import gc

@@ -126,6 +126,7 @@ def test_a_leak_must_show_in_some_of_the_lives(
     assert (reported, len(seen)) == (answer, runs)
 
 
+@pytest.mark.nightly
 def test_a_run_that_takes_too_long_is_ended_with_its_children(reports: Path) -> None:
     pid = reports / "pid"
     reported, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=2.0))

@@ -106,6 +106,7 @@ NETWORK.register_buffer("table", torch.ones(1))
 """
 
 
+@pytest.mark.nightly
 def test_what_a_torch_module_has_registered_is_refused_until_the_program_is_over(load: Load) -> None:
     network = load(REGISTERED).NETWORK
     things = [network.table, network[0].weight, network[1]]
@@ -194,6 +195,7 @@ def hooked_tensor():
         ("hooked_tensor", f"hook [*]: {HANDLE}"),
     ],
 )
+@pytest.mark.nightly
 def test_what_torch_has_put_into_a_module_goes_by_what_torch_offers_and_the_module_runs(
     load: Load, way: str, action: str
 ) -> None:

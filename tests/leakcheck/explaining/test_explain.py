@@ -468,6 +468,7 @@ for explanation in explain(tensors):
 """
 
 
+@pytest.mark.nightly
 def test_a_frozen_heap() -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False)

@@ -113,6 +113,7 @@ def test_the_largest_come_first_with_holder_and_stage(watch: OutOfMemoryWatch, b
     assert found.unread == ()
 
 
+@pytest.mark.nightly
 def test_arrays_of_the_host_are_in_it_too(watch: OutOfMemoryWatch) -> None:
     def fill() -> None:
         array = np.ones(6 * MIB // 8)  # noqa: F841
@@ -127,6 +128,7 @@ def test_arrays_of_the_host_are_in_it_too(watch: OutOfMemoryWatch) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_what_is_freed_on_the_way_up_is_known_from_the_stage_that_the_error_left(watch: OutOfMemoryWatch) -> None:
     def create() -> None:
         made = [floats(7)]
@@ -144,6 +146,7 @@ def test_what_is_freed_on_the_way_up_is_known_from_the_stage_that_the_error_left
     assert gone.message.endswith("; it was freed while the error went up")
 
 
+@pytest.mark.nightly
 def test_a_second_error_is_read_anew_and_a_caught_one_is_forgotten(watch: OutOfMemoryWatch) -> None:
     def caught() -> None:
         made = [floats(7)]

@@ -79,12 +79,14 @@ def test_the_dict_of_a_loaded_file_holds_the_memory_of_the_file(files: dict[str,
     assert finding.remedy.returns_bytes == finding.bytes
 
 
+@pytest.mark.nightly
 def test_one_weight_of_a_file_holds_all_of_it(files: dict[str, Path]) -> None:
     (finding,), _ = found_after(lambda: KEPT.update(one=load(files, "safetensors")["w2"]))
     assert finding.bytes > WEIGHTS * EACH
     assert finding.holder == f"{__name__}.KEPT['one']"
 
 
+@pytest.mark.nightly
 def test_a_model_that_took_over_a_files_memory_is_its_holder(files: dict[str, Path]) -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -102,6 +104,7 @@ def test_a_model_that_took_over_a_files_memory_is_its_holder(files: dict[str, Pa
     assert (finding.remedy.action, finding.remedy.returns_bytes) == (f"del {__name__}.KEPT['model']", finding.bytes)
 
 
+@pytest.mark.nightly
 def test_every_holder_of_a_part_has_to_let_go(files: dict[str, Path]) -> None:
     def step() -> None:
         weights = load(files, "safetensors")

@@ -89,6 +89,7 @@ def life(*driver: tuple[int, int]) -> schema.Subject:
     return subject(name="life", stages=tuple(stages))
 
 
+@pytest.mark.nightly
 def test_a_finding_is_a_trend_with_zeros_where_it_was_not_found(engine: Engine) -> None:
     add_nights(engine, 12, leaking_from=5)
     (trend,) = read_trends(engine)

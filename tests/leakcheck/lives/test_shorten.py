@@ -186,6 +186,7 @@ def test_arguments_do_not_cost_a_search_for_shorter_lives_each() -> None:
 
 @settings(max_examples=150)
 @given(data=st.data())
+@pytest.mark.nightly
 def test_no_call_and_no_two_calls_can_be_left_out_of_what_comes_out(data: st.DataObject) -> None:
     life = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=14))
     places = data.draw(st.sets(st.integers(0, len(life) - 1), min_size=1))

@@ -156,6 +156,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.nightly
 def test_what_has_no_agent_and_grows_is_not_judged(pool: ProcessPoolExecutor) -> None:
     with LeakCheck("block") as check:
         pool.submit(keep_bytes, 160 * MIB).result()

@@ -44,6 +44,7 @@ def own() -> Iterator[OwnTensors]:
     gc.callbacks[:] = before
 
 
+@pytest.mark.nightly
 def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena, own: OwnTensors) -> None:
     own.begin("infer", 1)
     before = own.levels()
@@ -224,6 +225,7 @@ def waiting(own: OwnTensors, cycle: int | None) -> list[tuple[int, dict[int, int
     return [(finding.bytes, sizes) for finding, sizes in found]
 
 
+@pytest.mark.nightly
 def test_what_waits_for_importers_is_told_by_the_cycle_in_which_it_was_given_up(
     own: OwnTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ def test_without_a_card_nothing_is_asked_and_nothing_is_imported(monkeypatch: py
     assert not names & sys.modules.keys()
 
 
+@pytest.mark.nightly
 def test_a_test_is_judged_without_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(judgement, "release", lambda rung: asked.append(rung.value) or rung is Rung.EMPTY_CACHE)

@@ -118,6 +118,7 @@ def test_pages_that_come_back_at_their_addresses_may_be_pointed_to(engine: Engin
     assert listener.watch.take() == ()
 
 
+@pytest.mark.nightly
 def test_what_sleeps_still_is_looked_at_after_the_next_wake(engine: Engine, listener: Listener) -> None:
     with lowtide.stage("sleep"):
         engine.cache.unmap_to(0)
@@ -141,6 +142,7 @@ def test_an_engine_s_own_marks_within_a_test_s_are_the_same_sleep(engine: Engine
     assert listener.watch.take() == ()
 
 
+@pytest.mark.nightly
 def test_a_wake_that_raised_may_be_made_again(engine: Engine, listener: Listener) -> None:
     with lowtide.stage("sleep"):
         engine.sleep()

@@ -83,6 +83,7 @@ def test_else_it_is_waited_for_as_ever(left: set[str], pauses: list[float]) -> N
     assert sum(pauses) >= 0.5
 
 
+@pytest.mark.nightly
 def test_a_block_in_which_nothing_is_born_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     survivors = Births.survivors

@@ -159,6 +159,7 @@ def test_what_grows_while_others_are_renewed_is_found(session: Session) -> None:
     assert (found.resource, found.trend, found.bytes) == ("tensors", "growth", 7 * 64)
 
 
+@pytest.mark.nightly
 def test_what_lies_under_the_fixture_at_its_end_is_known(session: Session) -> None:
     session.judge(fresh)
     session.judge(fresh)
@@ -179,6 +180,7 @@ def test_a_tensor_that_was_frozen_meanwhile_is_not_taken_for_gone(session: Sessi
         gc.unfreeze()
 
 
+@pytest.mark.nightly
 def test_a_tensor_that_the_test_before_leaked_is_not_reported_again(session: Session) -> None:
     def leaks(engine: Engine) -> None:
         fresh(engine)
@@ -231,6 +233,7 @@ def test_a_new_storage_under_the_fixture_is_read_in_full(session: Session) -> No
     assert (session.judge(fresh), session.readings) == ((), 1)
 
 
+@pytest.mark.nightly
 def test_what_grows_in_known_places_is_found(session: Session) -> None:
     def grows(engine: Engine) -> None:
         view(engine)
@@ -243,6 +246,7 @@ def test_what_grows_in_known_places_is_found(session: Session) -> None:
     assert [(finding.resource, finding.count, finding.trend) for finding in grown] == [("tensors", 6, "growth")]
 
 
+@pytest.mark.nightly
 def test_what_the_test_keeps_itself_is_found_beside_it(session: Session) -> None:
     def leaks(engine: Engine) -> None:
         view(engine)
@@ -253,6 +257,7 @@ def test_what_the_test_keeps_itself_is_found_beside_it(session: Session) -> None
     assert (found.resource, found.bytes, found.holder) == ("tensors", 128, "program.KEPT[0]")
 
 
+@pytest.mark.nightly
 def test_what_the_process_has_more_is_found_beside_it(session: Session) -> None:
     def leaks(engine: Engine) -> None:
         view(engine)
@@ -262,6 +267,7 @@ def test_what_the_process_has_more_is_found_beside_it(session: Session) -> None:
     assert [finding.resource for finding in session.judge(leaks)] == ["host-memory"]
 
 
+@pytest.mark.nightly
 def test_at_the_address_of_what_lay_under_the_fixture_it_is_found_too(session: Session) -> None:
     memory = bytearray(64)
 
@@ -357,6 +363,7 @@ def test_what_lies_under_an_owner_by_known_ways_is_told_from_the_rest() -> None:
     assert known.renewals.elsewhere([before], [known.owner], None) == [id(before)]
 
 
+@pytest.mark.nightly
 def test_a_leak_that_was_seen_before_takes_no_walk_beside_what_is_renewed(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +376,7 @@ def test_a_leak_that_was_seen_before_takes_no_walk_beside_what_is_renewed(
     assert [finding.holder for finding in session.judge(leaks)] == ["program.KEPT[1]"]
 
 
+@pytest.mark.nightly
 def test_what_is_left_beside_tensors_and_no_heap_gives_back_takes_one_reading_and_one_walk(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

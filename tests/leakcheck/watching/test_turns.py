@@ -231,6 +231,7 @@ def test_tensors_in_its_quiet_twins_are_none(seconds: float, bound: int) -> None
     assert grown_with_tensors(seconds=seconds, bound=bound).containers == ()
 
 
+@pytest.mark.nightly
 def test_who_wants_to_hear_of_each_turn_hears_what_there_is_more() -> None:
     heard: list[tuple[int, dict[str, int]]] = []
     opened: list[int] = []
