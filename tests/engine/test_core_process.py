@@ -325,19 +325,24 @@ def test_a_create_that_fails_in_the_core_leaves_no_process_and_can_be_made_again
 # --- extensions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
-def test_extensions_are_entered_in_each_process_before_anything_is_created_and_left_after_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [pytest.param(1, 1, id="core"), pytest.param(2, 3, id="core and ranks", marks=pytest.mark.nightly)],
+)
+def test_extensions_are_entered_in_each_process_before_anything_is_created_and_left_after_all(
+    size: int, count: int, tmp_path: Path
+) -> None:
     record = tmp_path / "record"
     before = set(cores())
-    config = replace(APART, tensor_parallel_size=2, process_extensions=(f"{EXTENSIONS}:recorded={record}",))
+    config = replace(APART, tensor_parallel_size=size, process_extensions=(f"{EXTENSIONS}:recorded={record}",))
     with LLMEngine(config):
         (core,) = set(cores()) - before
         processes = [core, *ranks(core)]
-        assert len(processes) == 3
+        assert len(processes) == count
         lines = record.read_text().splitlines()
         assert sorted(lines) == sorted(f"{process.pid} entered after 0" for process in processes)
         assert lines[0].startswith(f"{core.pid} ")
-    ends = record.read_text().splitlines()[3:]
+    ends = record.read_text().splitlines()[count:]
     assert sorted(ends) == sorted(f"{process.pid} left with 0" for process in processes)
     assert not any(is_running(process) for process in processes)
 

@@ -202,7 +202,10 @@ def test_cache_bytes_count_a_shared_tensor_once() -> None:
     assert snapshot().cache_bytes - before == shared.nbytes
 
 
-@pytest.mark.parametrize(("frozen", "readings"), [(False, 10), (True, 5)], ids=["unfrozen", "frozen"])
+@pytest.mark.parametrize(
+    ("frozen", "readings"),
+    [pytest.param(False, 10, id="unfrozen"), pytest.param(True, 5, id="frozen", marks=pytest.mark.nightly)],
+)
 def test_readings_change_nothing(frozen: bool, readings: int) -> None:
     # In a process of its own: what a test runner does beside it would look like the reading's doing.
     script = Path(__file__).with_name("read_again.py")

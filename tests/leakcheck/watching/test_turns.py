@@ -198,7 +198,10 @@ def grown_with_tensors(*, seconds: float, bound: int) -> Grown:
     return growth.end("", "")
 
 
-@pytest.mark.parametrize("others", [0, 600_000], ids=["alone", "in a large heap"])
+@pytest.mark.parametrize(
+    "others",
+    [pytest.param(0, id="alone"), pytest.param(600_000, id="in a large heap", marks=pytest.mark.nightly)],
+)
 def test_tensors_in_a_list_are_its_growth_where_nobody_else_follows_them(others: int) -> None:
     # Of these the first reading keeps a table that is larger than all that grows.
     large: list[list[int]] = [[] for _ in range(others)]
