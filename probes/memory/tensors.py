@@ -226,8 +226,15 @@ def plain_tensors(torch: ModuleType) -> Iterator[None]:
 
 
 def torch_member(tensor: Any, name: str) -> Any:
-    """An attribute or bound method of a tensor as torch itself has it, past whatever the tensor's class makes of it."""
-    return getattr(loaded("torch")._C.TensorBase, name).__get__(tensor)
+    """Return an attribute or bound method of a tensor as torch has it, past what the tensor's class makes of it."""
+    member = _MEMBERS.get(name)
+    if member is None:
+        member = _MEMBERS[name] = getattr(loaded("torch")._C.TensorBase, name)
+    return member.__get__(tensor)
+
+
+_MEMBERS: dict[str, Any] = {}
+"""Of torch's own class in C, which stays: a heap of many tensors asks ten of these of each."""
 
 
 @dataclass(slots=True)
