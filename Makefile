@@ -27,7 +27,7 @@ demo: $(STAMP)
 # One thread each: the two processes' threads would mostly wait for each other. Bytecode is written even where nobody
 # wants it else: hundreds of inner runs load torch and the checker, which takes a fifth of the time without.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
-# Three groups, each in processes of its own, because what goes through the whole heap takes as long as that is large,
+# Four groups, each in processes of its own, because what goes through the whole heap takes as long as that is large,
 # and each process imports all files of its group: torch makes it four times as large, a thousand tests by half. Torch's
 # compiler and transformers make it twice as large for all that is run after them, and so come last.
 ALL := $(sort $(wildcard tests/*/test_*.py tests/leakcheck/*/test_*.py))
@@ -38,9 +38,11 @@ WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importor
 WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.explaining|findings\.host_arrays' $(WITHOUT_TORCH))
 WALKS_WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
 # Inner runs load in processes of their own; those that take longest come first, or one worker waits for the other.
-RUNS_OF_ITS_OWN := tests/pytest_plugin/test_leaks.py $(filter tests/pytest_plugin/%,$(LOADING_MORE))
-LAST := $(filter-out $(RUNS_OF_ITS_OWN) $(WITHOUT_TORCH),$(LOADING_MORE))
-OTHERS := $(RUNS_OF_ITS_OWN) $(filter-out $(RUNS_OF_ITS_OWN) $(WALKS) $(WALKS_WITH_TORCH) $(LAST),$(ALL)) $(LAST)
+RUNS_OF_ITS_OWN := $(filter tests/pytest_plugin/%,$(LOADING_MORE))
+ENGINE := $(RUNS_OF_ITS_OWN) $(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(ALL))) \
+	$(filter-out $(RUNS_OF_ITS_OWN) $(WITHOUT_TORCH),$(LOADING_MORE))
+OTHERS := tests/pytest_plugin/test_leaks.py \
+	$(filter-out tests/pytest_plugin/test_leaks.py $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
 # Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take half of the time of all
 # tests: `make test-all` runs them, every night. A file says of itself that it is one of them, or a test of itself alone.
 NIGHTLY := $(shell grep -lE '^(pytestmark = \[?|    )pytest\.mark\.nightly' $(ALL))
@@ -49,6 +51,7 @@ test: $(STAMP)
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS))
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS_WITH_TORCH))
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(OTHERS))
+	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(ENGINE))
 
 test-all: $(NIGHT) test
 	$(PYTEST) -m nightly $(shell grep -l 'pytest\.mark\.nightly' $(ALL))

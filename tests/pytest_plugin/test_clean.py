@@ -939,14 +939,14 @@ def test_turn(turn, model, held):
 
 @pytest.fixture(scope="module")
 def everyday(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
-    """One inner run over the thousand, and over each shape once."""
-    return run(
-        tmp_path_factory.mktemp("everyday"),
-        "test_thousand.py",
-        "test_shapes.py",
-        test_thousand=THOUSAND,
-        test_shapes=SHAPES,
-    )
+    """One inner run over each shape once."""
+    return run(tmp_path_factory.mktemp("everyday"), "test_shapes.py", test_shapes=SHAPES)
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    """One inner run over a thousand tests."""
+    return run(tmp_path_factory.mktemp("thousand"), "test_thousand.py", test_thousand=THOUSAND)
 
 
 @pytest.mark.parametrize("name", names_of(SHAPES))
@@ -954,12 +954,14 @@ def test_an_everyday_shape_is_clean(everyday: Subjects, name: str) -> None:
     clean(everyday[name])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("turn", range(2))
-def test_what_lies_under_a_class_that_a_fixture_made_is_no_tests(everyday: Subjects, turn: int) -> None:
-    clean(everyday[f"test_what_it_keeps_belongs_to_what_a_fixture_made[{turn}]"])
+def test_what_lies_under_a_class_that_a_fixture_made_is_no_tests(thousand: Subjects, turn: int) -> None:
+    clean(thousand[f"test_what_it_keeps_belongs_to_what_a_fixture_made[{turn}]"])
 
 
-def test_a_thousand_clean_tests_raise_no_alarm(everyday: Subjects) -> None:
-    thousand = [subject for name, subject in everyday.items() if name.startswith("test_turn[")]
-    assert [subject for subject in thousand if subject.findings or subject.outcome != "clean"] == []
-    assert len(thousand) == 1000
+@pytest.mark.nightly
+def test_a_thousand_clean_tests_raise_no_alarm(thousand: Subjects) -> None:
+    turns = [subject for name, subject in thousand.items() if name.startswith("test_turn[")]
+    assert [subject for subject in turns if subject.findings or subject.outcome != "clean"] == []
+    assert len(turns) == 1000

@@ -100,4 +100,6 @@ def test_what_is_left_on_the_second_card_is_one_finding(
     ],
 )
 def test_first_uses_of_the_second_card_are_no_leaks(report: Report, name: str) -> None:
-    assert subject(report, name).findings == ()
+    judged = subject(report, name)
+    # The BLAS library's workspace is one for each handle and stream, and known.
+    assert (judged.outcome, {finding.cause for finding in judged.findings} - {"library-workspace"}) == ("clean", set())
