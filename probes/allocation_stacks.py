@@ -11,7 +11,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.allocation_history import CardHistory, PeakBlock, blocks_at_peak, parse_stacks
-from lowtide.probes.device.torch_allocator import Segment
+from lowtide.probes.device.torch_allocator import Segment, all_segments
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.originals import initialized_torch, loaded, sys, time
 
@@ -176,15 +176,7 @@ class AllocationStacks:
 def _segments() -> list[Segment]:
     """What torch's allocators hold, with the stacks; empty if they cannot report it."""
     torch = initialized_torch()
-    if torch is None:
-        return []
-    snapshot = torch.cuda.memory_snapshot
-    try:
-        # Newer torch can leave out the events, which are not read here.
-        light = "include_traces" in snapshot.__code__.co_varnames
-        return list(snapshot(include_traces=False) if light else snapshot())
-    except RuntimeError:  # cudaMallocAsync and pluggable allocators have none
-        return []
+    return [] if torch is None else all_segments(torch)[0] or []
 
 
 class _Live(NamedTuple):

@@ -243,7 +243,7 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
 
     By one walk over the heap, and none where nothing could share a cause.
     """
-    leaks = [leak for leak in found if isinstance(leak, ItemLeak) and leak.key in BELONGING]
+    leaks = [leak for leak in found if isinstance(leak, ItemLeak) and resource_of(leak.key) is not None]
     edges = _edges_of_tensors(found)
     shared = _causes_of_things(leaks, context, edges) if {leak.key for leak in leaks} - {"threads"} else {}
     mapped = _mapped_files(found)
@@ -427,7 +427,7 @@ def _path_to_entries(ways: Sequence[CommonCause]) -> tuple[Hop, ...] | None:
 
 def _main(members: Sequence[_Named]) -> str:
     """Return the resource that says most of a cause."""
-    return min((key for key, _ in members), key=BELONGING.index)
+    return min((key for key, _ in members), key=lambda key: BELONGING.index(key.partition(" ")[0]))
 
 
 def _opener(key: str, name: str, names: Mapping[str, list[str]]) -> Hashable:

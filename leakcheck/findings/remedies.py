@@ -611,11 +611,14 @@ def try_actions(
 
 
 def _trimming(index: int) -> list[Change]:
-    """Return what has a card's default memory pool give back what nobody uses; nothing without the bindings."""
+    """Return what has a card's own memory pools give back what nobody uses; nothing without the bindings."""
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
     except ImportError:
         return []
     module = "cuda.bindings.runtime"
-    name = f"{module}.cudaMemPoolTrimTo({module}.cudaDeviceGetDefaultMemPool({index})[1], 0)"
-    return [Change(name, "", lambda: runtime.cudaMemPoolTrimTo(runtime.cudaDeviceGetDefaultMemPool(index)[1], 0))]
+    default = f"{module}.cudaMemPoolTrimTo({module}.cudaDeviceGetDefaultMemPool({index})[1], 0)"
+    return [
+        Change(default, "", lambda: runtime.cudaMemPoolTrimTo(runtime.cudaDeviceGetDefaultMemPool(index)[1], 0)),
+        Change(f"{module}.cudaDeviceGraphMemTrim({index})", "", lambda: runtime.cudaDeviceGraphMemTrim(index)),
+    ]

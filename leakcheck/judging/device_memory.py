@@ -4,12 +4,19 @@ and memory that the driver counts and lists nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
 from lowtide.leakcheck.judging.storages import Key
-from lowtide.probes.device.allocations import AllocationsError, range_at, read_allocations, read_mappings_without_access
+from lowtide.probes.device.allocations import (
+    STEP_BYTES,
+    AllocationsError,
+    place_of_small_allocations,
+    range_at,
+    read_allocations,
+    read_mappings_without_access,
+)
 from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks, workspace_sizes_here
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.ranges import Range, common, total, without
@@ -24,11 +31,11 @@ UNLISTED = (
 )
 """What it may be that is left of the driver's figure when all that can be listed is subtracted."""
 
-IDLE_POOL = "the default stream-ordered memory pool"
-"""The name of what that pool keeps of what was freed."""
+IDLE_POOL = "the card's default stream-ordered memory pool, or its pool for the memory nodes of graphs"
+"""The name of what these pools keep."""
 
 MEMORY_POOL = "memory-pool "
-"""The beginning of the key of what a card's default memory pool keeps."""
+"""The beginning of the key of what a card's own memory pools keep."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,8 @@ class _Card:
     Attributes:
         items: by metric's key, what is there, by name, in bytes.
         allocations: all that the driver lists; None where it does not.
-        unlisted: bytes that the driver counts for this process and that are neither listed nor idle in its default
-            memory pool: the context, code, and memory that has no address; None where one of these is not known.
+        unlisted: bytes that the driver counts for this process and that are neither listed nor idle in its own
+            memory pools: the context, code, and memory that has no address; None where one of these is not known.
         beyond_torch: bytes that the driver counts and that torch and the arenas do not explain; None likewise.
         imported: address and bytes of what lies under tensors and is in no list: the memory of another process.
         counted: those of them that the driver counts for this process: once the other one has ended, or from the first.
@@ -67,6 +74,10 @@ class DeviceMemory:
         self._listed: dict[str, tuple[int, tuple[Range, ...]]] = {}
         # Looked for where the driver counts more than it lists, and only then.
         self._mappings: dict[str, Mapping[str, int]] = {}
+        # What was found last, with the figures for which it was; only while one judgement lasts.
+        self._mapped: dict[str, tuple[object, dict[str, int]]] = {}
+        # Where the driver put small allocations at the first reading.
+        self._small: dict[str, Sequence[Range]] = {}
         # Why a card's allocations are not listed any more.
         self._unlisted: dict[str, str] = {}
 
@@ -98,6 +109,7 @@ class DeviceMemory:
                 self._mappings[device] = self._found_mappings(device, card)
             self._known[device] = replace(card, counted=self._counted(device, card))
         self._listed.clear()
+        self._mapped.clear()
 
     def adopt_first_use(self, now: Counters, device: str, sizes: Collection[int]) -> None:
         """Take for known what a card's first use has taken, where the program has something there by now, too.
@@ -114,9 +126,20 @@ class DeviceMemory:
         self._listed.clear()
 
     def new_items(
-        self, now: Counters, devices: Iterable[str], storages: Mapping[Key, int]
+        self, now: Counters, devices: Iterable[str], storages: Mapping[Key, int], begin: Counters
     ) -> dict[str, dict[str, int]]:
-        """Return what was not there then, by metric's key (`native cuda:0`, `reserved cuda:0`, …)."""
+        """Return what was not there then, by metric's key (`native cuda:0`, `reserved cuda:0`, …).
+
+        Small allocations share a step of the driver's, whose figure they move where they begin one. Where it has not
+        risen since the test began, they may have come in an earlier one, in which nothing was suspect for them: they
+        are left out.
+
+        Args:
+            now: the counters.
+            devices: the cards, as `cuda:0`.
+            storages: all live storages, with the bytes of those of which they are known.
+            begin: the counters when the test began.
+        """
         found: dict[str, dict[str, int]] = {}
         for device in devices:
             known = self._known.get(device, _Card())
@@ -130,6 +153,10 @@ class DeviceMemory:
                 mapped = {name: size for name, size in self._found_mappings(device, card).items() if name not in old}
                 found[f"allocations {device}"].update(mapped)
                 found[f"unlisted {device}"] = {UNLISTED: max(0, grown - sum(mapped.values()))}
+            before, after = (counters.amounts.get(f"driver {device}") for counters in (begin, now))
+            if before is not None and after is not None and after <= before:
+                key = f"allocations {device}"
+                found[key] = {name: size for name, size in found.get(key, {}).items() if size >= STEP_BYTES}
         return found
 
     def all_items(self, now: Counters, device: str, storages: Mapping[Key, int]) -> dict[str, dict[str, int]]:
@@ -199,12 +226,17 @@ class DeviceMemory:
 
     def _found_mappings(self, device: str, card: _Card) -> dict[str, int]:
         """Return the physical memory that is mapped without access, by name; none where the driver took too long."""
+        figures = (card.unlisted, card.allocations)
+        if device in self._mapped and self._mapped[device][0] == figures:
+            return self._mapped[device][1]
         try:
             found = read_mappings_without_access(_index(device), card.allocations or ())
         except AllocationsError as error:
             self._unlisted[device] = str(error)
             return {}
-        return {f"mapping without access at {address:#x}": size for address, size in found}
+        mapped = {f"mapping without access at {address:#x}": size for address, size in found}
+        self._mapped[device] = figures, mapped
+        return mapped
 
     def _allocations(self, device: str, now: Counters) -> tuple[Range, ...] | None:
         """Return what the driver lists, None where it does not, or did not in time: then it is not asked again."""
@@ -229,7 +261,11 @@ class DeviceMemory:
             if rest is not None and counted - total(rest) == beyond:
                 self._listed[device] = (beyond, rest)
                 return rest
-        found = read_allocations(_index(device))
+        if device not in self._small:
+            place = place_of_small_allocations(_index(device))
+            self._small[device] = () if place is None else (place,)
+        known = self._known.get(device, _Card()).allocations or ()
+        found = read_allocations(_index(device), known=(*known, *self._small[device]))
         if found is not None and counted is not None:
             self._listed[device] = (counted - total(found), found)
         return found
@@ -300,7 +336,7 @@ def _index(device: str) -> int:
 
 
 def _counted(now: Counters, device: str) -> int | None:
-    """Return the bytes that the driver counts for this process, but for what is idle in its default memory pool."""
+    """Return the bytes that the driver counts for this process, but for what is idle in its own memory pools."""
     beyond, reserved = now.amounts.get(f"driver {device}"), now.amounts.get(f"reserved {device}")
     if beyond is None or reserved is None:
         return None

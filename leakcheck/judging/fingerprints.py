@@ -67,9 +67,7 @@ _NAMERS: dict[str, Callable[[str], Name]] = {
     "workspaces": _unnamed,
     "in-flight": _unnamed,
     "driver": _unnamed,
-    "allocations": _unnamed,
     "reserved": _unnamed,
-    "unreadable": _unnamed,
     "gc-frozen": _unnamed,
     "tensors": _unnamed,
 }

@@ -15,7 +15,6 @@ AWAITING_A_STREAM = "memory that waits for a stream"
 _EXACT = Bound()
 _SET = Bound(cause="not-restored")
 _NATIVE = "memory that native code holds"
-_UNREADABLE = "tensors of a kind whose memory cannot be read"
 
 _HELD = (
     Rule(
@@ -27,15 +26,6 @@ _HELD = (
         test=Bound(cause="lru-cache"),
         life=None,
         unit="modules and objects of bound methods in caches",
-    ),
-    Rule(
-        "unreadable",
-        "tensors",
-        "process",
-        "tensors whose memory cannot be read (opaque layouts), by number",
-        test=Bound(what=_UNREADABLE),
-        life=Bound(what=_UNREADABLE),
-        unit=_UNREADABLE,
     ),
     Rule(
         "pinned-cache",
@@ -127,29 +117,15 @@ _OF_DEVICES = (
         life=Bound(what="private pools"),
     ),
     Rule(
-        "allocations",
-        "driver",
-        "card",
-        "driver memory that was allocated outside torch and the arenas, allocation by allocation",
-        test=Bound(
-            rung=Rung.EMPTY_CACHE,
-            settles=True,
-            what="driver memory that was allocated outside torch",
-            cause="native",
-        ),
-        life=None,
-        verdict="native-held",
-    ),
-    Rule(
         "memory-pool",
         "driver",
         "card",
-        "freed memory that the driver's default memory pool keeps",
+        "memory that the driver's own pools keep: what was freed in the default one, and that of graphs' memory nodes",
         test=Bound(
             16 * MIB,
             rung=Rung.EMPTY_CACHE,
             settles=True,
-            what="freed memory that the driver's memory pool keeps",
+            what="memory that the driver's own pools keep",
             cause="allocator-cache",
         ),
         life=None,

@@ -10,11 +10,12 @@ from typing import Any
 
 from lowtide.leakcheck.judging.ladder import collect
 from lowtide.leakcheck.judging.owners import Claims, Owner, gradients_of
+from lowtide.leakcheck.resources.unreadable_tensors import name_of
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk, instances_in
 from lowtide.probes.memory.ranges import merge, total
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
-from lowtide.probes.objects.foreign import is_a, mro_of, type_name
+from lowtide.probes.objects.foreign import is_a, mro_of
 from lowtide.probes.objects.listed import Census, all_objects, any_frozen, collector_paused
 from lowtide.probes.originals import gc, loaded
 from lowtide.probes.stages import PoolReading
@@ -319,7 +320,7 @@ def new_storages(
         if survey.unreadable:
             for item in items:
                 if survey_storages([item]).unreadable:
-                    unreadable[f"{type_name(type(item)).rpartition('.')[2]} {id(item):#x}"] = Newborn(item, label)
+                    unreadable[name_of(item)] = Newborn(item, label)
     return readings, unreadable
 
 

@@ -11,16 +11,18 @@ from typing import Any
 
 from lowtide.leakcheck.resources.address_space import AddressSpace
 from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
+from lowtide.leakcheck.resources.driver_memory import Allocations, PageLocked
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
-from lowtide.leakcheck.resources.page_locked import PageLocked
 from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.threads import AsyncioTasks, Threads
+from lowtide.leakcheck.resources.unreadable_tensors import UnreadableTensors
 from lowtide.probes.originals import loaded
 
 __all__ = ["LISTED", "RESOURCES", "read_items", "resource_of"]
 
 RESOURCES: tuple[Resource, ...] = (
+    UnreadableTensors(),
     ChildProcesses(),
     ProcessGroups(),
     AsyncioTasks(),
@@ -31,6 +33,7 @@ RESOURCES: tuple[Resource, ...] = (
     AddressSpace(),
     PageLocked(),
     CudaIpc(),
+    Allocations(),
 )
 """That which says most of a cause that several share comes first."""
 

@@ -889,9 +889,8 @@ class WarmUp:
             self.problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _use(self, torch: Any, index: int) -> None:
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with _disable_current_modes(), torch.no_grad():
+        # No mode of the program's sees what is done here. torch's own way to switch them off imports its compiler.
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
             ones = torch.ones(64, device=f"cuda:{index}") + 1
             before = read_allocations(index) or ()
             multiply(index)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.device.torch_allocator import any_graph_alive, has_context
+from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import initialized_torch, loaded
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -57,19 +58,28 @@ class Emptied(NamedTuple):
     prepared_by: frozenset[str] = frozenset()
 
 
+def _pools_of_cupy() -> list[Any]:
+    """Return the pools of cupy's: the default one, and those that the program has made."""
+    cupy: Any = loaded("cupy")
+    default = cupy.get_default_memory_pool()
+    return [default, *(pool for pool in all_instances(cupy.cuda.MemoryPool) if pool is not default)]
+
+
 def _cupys(card: int) -> tuple[str, str]:
     cupy: Any = loaded("cupy")
-    # The pool of one card at a time: that of the current one.
+    # The part of a pool on one card at a time: the current one.
     with cupy.cuda.Device(card):
-        pool = cupy.get_default_memory_pool()
-        total, used = int(pool.total_bytes()), int(pool.used_bytes())
+        pools = _pools_of_cupy()
+        total = sum(int(pool.total_bytes()) for pool in pools)
+        used = sum(int(pool.used_bytes()) for pool in pools)
     return (format_bytes(total), f", of which {format_bytes(used)} are used") if total > used else ("", "")
 
 
 def _empty_cupys(card: int) -> None:
     cupy: Any = loaded("cupy")
     with cupy.cuda.Device(card):
-        cupy.get_default_memory_pool().free_all_blocks()
+        for pool in _pools_of_cupy():
+            pool.free_all_blocks()
 
 
 def _cupys_pinned(card: int) -> tuple[str, str]:
@@ -136,7 +146,7 @@ def _keep(card: int) -> None:
 LIBRARY_CACHES = (
     LibraryCache(
         "cupy",
-        "cupy's pool",
+        "cupy's pools",
         "blocks that no array uses any more, for the next array",
         "cupy.get_default_memory_pool().free_all_blocks()",
         _cupys,

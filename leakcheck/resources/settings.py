@@ -464,6 +464,10 @@ _SETTERS: Mapping[str, str] = {
     "torch.autograd.forward_ad._is_fwd_grad_enabled()": "torch._C._set_fwd_grad_enabled({})",
     "torch._C._is_view_replay_enabled()": "torch._C._set_view_replay_enabled({})",
     "torch._C._jit_texpr_fuser_enabled()": "torch._C._jit_set_texpr_fuser_enabled({})",
+    **{
+        f"torch._C._get_{name}()": f"torch._C._set_{name}({{}})"
+        for name in ("autograd_fallback_mode", "graph_executor_optimize")
+    },
     "torch._C._is_multithreading_enabled()": "torch._C._set_multithreading_enabled({})",
     "torch._C._accelerator_getAllocatorSettings()": "torch._C._accelerator_setAllocatorSettings({})",
     "torch.__future__.get_swap_module_params_on_conversion()": (
@@ -476,6 +480,7 @@ _SETTERS: Mapping[str, str] = {
     "torch.set_flush_denormal": "torch.set_flush_denormal({})",
     "torch.multiprocessing.get_sharing_strategy()": "torch.multiprocessing.set_sharing_strategy({})",
     "torch.cuda.current_device()": "torch.cuda.set_device({})",
+    "torch.cuda.get_sync_debug_mode()": "torch.cuda.set_sync_debug_mode({})",
     "torch.cuda.memory._record_memory_history": "torch.cuda.memory._record_memory_history({})",
 }
 """The code that sets a setting, with a place for what it was."""
@@ -506,6 +511,7 @@ _ADVICE: Mapping[str, str] = {
     "warnings filter ": "change the filters in a with warnings.catch_warnings() block only",
     "asyncio.get_event_loop_policy()": "keep the policy that was there, and set it again when the test ends",
     "gc.callbacks entry ": "remove it from gc.callbacks when the test ends",
+    "cupy.cuda.get_allocator()": "use an allocator in a with cupy.cuda.using_allocator() block only",
 }
 _REDUCER = "copyreg.dispatch_table entry "
 _OTHERWISE = "keep what was there before, and put it back at the end (in a test, monkeypatch.setattr does)"

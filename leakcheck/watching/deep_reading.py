@@ -133,7 +133,7 @@ class DeepReader:
             heap = last.heap
         explained = heap.new_on_cpu + self._named_shared_memory(now)
         storages = {**dict.fromkeys(heap.alive, 0), **{held.key: held.bytes for held in heap.held}}
-        cards = self.device_memory.new_items(now, now.devices, storages)
+        cards = self.device_memory.new_items(now, now.devices, storages, self.ownership.baseline)
         readings: list[Reading] = []
         for subject in subjects:
             items: dict[str, Mapping[str, int]] = {}
@@ -152,7 +152,7 @@ class DeepReader:
             items |= tensors
             items |= self._own_allocations(now, subject)
             if subject is None:
-                items |= {key: _without_gradients(key, found, claims) for key, found in cards.items()}
+                items |= {key: _unowned_on_card(key, found, claims) for key, found in cards.items()}
                 items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
                 judged = {held.key for held in heap.held}
                 known = None if last is None else last.readings[len(readings)].items["lru-cache"]
@@ -207,8 +207,10 @@ def _size_of(name: str) -> int:
         return 0
 
 
-def _without_gradients(key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:
-    """Without the blocks that hold gradients, never looked at by Python, of tensors that a live owner holds."""
+def _unowned_on_card(key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:
+    """Without what a live owner holds: arrays of other libraries, gradients of its tensors that Python has not seen."""
+    if resource_of(key) is not None:
+        return unclaimed(key, items, claims)
     if not items or not key.startswith("native "):
         return items
     starts = {name: int(name.rpartition(" ")[2], 16) for name in items}

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lowtide.probes.device.torch_allocator import Segment
+from lowtide.probes.device.torch_allocator import Segment, full_snapshot
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.originals import loaded, passing_for
 
@@ -153,7 +153,7 @@ def _has_events(torch: Any) -> bool:
     What is switched on here keeps one event at most.
     """
     try:
-        return any(len(trace) > 1 for trace in torch.cuda.memory._snapshot()["device_traces"])
+        return any(len(trace) > 1 for trace in full_snapshot(torch)["device_traces"])
     except RuntimeError:
         return False
 
@@ -185,7 +185,7 @@ def blocks_at_peak(torch: Any, index: int, counts: Callable[[int], bool]) -> lis
         counts: tells by the time of an allocation or a release, in microseconds since 1970, whether it counts.
     """
     try:
-        traces = torch.cuda.memory._snapshot()["device_traces"]
+        traces = full_snapshot(torch)["device_traces"]
     except RuntimeError:  # cudaMallocAsync and pluggable allocators have none
         return []
     return parse_peak(traces[index] if index < len(traces) else (), counts)

@@ -12,11 +12,12 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lowtide.probes.device.torch_allocator import all_segments
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import initialized_torch, lines_of, os, time
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
-_STEP = 2 << 20
+STEP_BYTES = 2 << 20
 
 # No allocation begins at any other address (CUDA C++ Programming Guide, "Device Memory Accesses").
 _ALIGNMENT = 256
@@ -34,7 +35,9 @@ class AllocationsError(RuntimeError):
     """The driver's allocations were not all listed; the message says why."""
 
 
-def read_allocations(device_index: int, among: Sequence[Range] | None = None) -> tuple[Range, ...] | None:
+def read_allocations(
+    device_index: int, among: Sequence[Range] | None = None, known: Sequence[Range] = ()
+) -> tuple[Range, ...] | None:
     """Address and length of each allocation on a card, sorted; None where the driver cannot be asked.
 
     Args:
@@ -42,14 +45,16 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
         among: the ranges to look in, such as those of an earlier list, of which the part that is still there is found
             at once: where kernels have run the driver reserves a terabyte of addresses, and to ask about each step
             takes tenths of a second (measured on an H200).
+        known: what an earlier list had. Small allocations share a step, and where the first of them is gone the others
+            are looked for only if one of these lies there.
 
     Kernels that a library loads on first use take device memory too, but the driver keeps that for itself: it is in no
     allocation. So this separates memory that somebody asked for from memory that the driver needs, which NVML's figure
     does not. On Linux the driver reserves the host's addresses for what it hands out on a card (one address space for
     both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), in a
-    loop of the interpreter's own, as half a million of them may be empty. Of several small allocations in one step
-    only those that begin where the previous one ends are seen, and managed memory is not: it is the host's until a
-    kernel touches it (`read_host_allocations` has it).
+    loop of the interpreter's own, as half a million of them may be empty. Behind a small allocation the rest of its
+    step is gone through. Managed memory is not seen: it is the host's until a kernel touches it
+    (`read_host_allocations` has it).
 
     The tables that belong to kernels (their `__device__` variables: torch's random numbers bring 100 KiB with them)
     have addresses too, but nobody asked for them: they come and go with the code, and are left out.
@@ -92,18 +97,56 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
     # A chip that shares its memory with the host has nothing that can be shared: there it says nothing.
     shares = not torch.cuda.get_device_properties(device_index).is_integrated
     deadline = _Deadline(device_index)
+
+    def look(low: int, high: int, position: int | None) -> None:
+        while position is not None:
+            first, end = start.value, start.value + length.value
+            following = _next_step(position)
+            if first <= position < end <= _ADDRESSES:
+                if tell(_DEVICE_ORDINAL, position) == device_index and not (shares and belongs_to_code(position)):
+                    found[first] = length.value
+                following = -(-end // _ALIGNMENT) * _ALIGNMENT
+            position = None
+            if length.value < STEP_BYTES:
+                position = _first_answered(
+                    ask, answers, following, min(high, _aligned(following)), deadline, _ALIGNMENT
+                )
+            if position is None:
+                position = _first_answered(ask, answers, following, high, deadline)
+
     with torch.cuda.device(device_index):
         for low, high in _reserved() if among is None else [(address, address + size) for address, size in among]:
-            position: int | None = _first_answered(ask, answers, low, high, deadline)
-            while position is not None:
-                first, end = start.value, start.value + length.value
-                following = _next_step(position)
-                if first <= position < end <= _ADDRESSES:
-                    if tell(_DEVICE_ORDINAL, position) == device_index and not (shares and belongs_to_code(position)):
-                        found[first] = length.value
-                    following = -(-end // _ALIGNMENT) * _ALIGNMENT
-                position = _first_answered(ask, answers, following, high, deadline)
+            look(low, high, _first_answered(ask, answers, low, high, deadline))
+        gone = (address for address, size in known if size < STEP_BYTES and address not in found)
+        for low in sorted({address // STEP_BYTES * STEP_BYTES for address in gone}):
+            high = low + STEP_BYTES
+            look(low, high, _first_answered(ask, answers, low, high, deadline, _ALIGNMENT))
     return tuple(sorted(found.items()))
+
+
+def place_of_small_allocations(device_index: int) -> Range | None:
+    """Return where the driver puts a small allocation now, by making one and giving it back; None where it cannot.
+
+    Those of one step begin where the first gap was, so that `read_allocations` may not see them unless told where.
+
+    Args:
+        device_index: of the card, as torch numbers it; torch has a context there.
+    """
+    torch = initialized_torch()
+    if torch is None or torch.version.hip is not None:
+        return None
+    try:
+        cuda: Any = ctypes.CDLL("libcuda.so.1")
+        take, give_back = cuda.cuMemAlloc_v2, cuda.cuMemFree_v2
+    except (OSError, AttributeError):
+        return None
+    take.argtypes, give_back.argtypes = (ctypes.c_void_p, ctypes.c_size_t), (ctypes.c_uint64,)
+    address = ctypes.c_uint64()
+    with torch.cuda.device(device_index):
+        if take(ctypes.byref(address), _ALIGNMENT) != 0:
+            return None
+        give_back(address.value)
+    return address.value, _ALIGNMENT
 
 
 def range_at(device_index: int, address: int) -> Range | None:
@@ -174,11 +217,11 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
                 release(handle.value)
                 if is_here:
                     if found and handle.value == last and sum(found[-1]) == position:
-                        found[-1] = (found[-1][0], found[-1][1] + _STEP)
+                        found[-1] = (found[-1][0], found[-1][1] + STEP_BYTES)
                     else:
-                        found.append((position, _STEP))
+                        found.append((position, STEP_BYTES))
                     last = handle.value
-                position = _first_answered(retain, answers, position + _STEP, high, deadline)
+                position = _first_answered(retain, answers, position + STEP_BYTES, high, deadline)
     return tuple(found)
 
 
@@ -255,7 +298,9 @@ class _Deadline:
             )
 
 
-def _first_answered(ask: Any, answers: Sequence[int], low: int, high: int, deadline: _Deadline) -> int | None:
+def _first_answered(
+    ask: Any, answers: Sequence[int], low: int, high: int, deadline: _Deadline, step: int = STEP_BYTES
+) -> int | None:
     """The first of `low` and the steps after it, below `high`, for which a function of the driver succeeds.
 
     Args:
@@ -264,13 +309,14 @@ def _first_answered(ask: Any, answers: Sequence[int], low: int, high: int, deadl
         low: the first address.
         high: the end.
         deadline: when to give up.
+        step: bytes of a step.
     """
     deadline.check()
     if low >= high:
         return None
-    if low % _STEP and ask(*answers, low) == 0:
+    if low % step and ask(*answers, low) == 0:
         return low
-    for steps in _portions(range(_aligned(low), high, _STEP)):
+    for steps in _portions(range(-(-low // step) * step, high, step)):
         try:
             return steps[operator.indexOf(map(ask, *map(itertools.repeat, answers), steps), 0)]
         except ValueError:
@@ -285,12 +331,12 @@ def _portions(steps: range) -> Iterator[range]:
 
 def _next_step(address: int) -> int:
     """The first step above an address."""
-    return (address // _STEP + 1) * _STEP
+    return (address // STEP_BYTES + 1) * STEP_BYTES
 
 
 def _aligned(address: int) -> int:
     """The first step that is not below an address."""
-    return -(-address // _STEP) * _STEP
+    return -(-address // STEP_BYTES) * STEP_BYTES
 
 
 # CU_POINTER_ATTRIBUTE_…: CONTEXT, IS_MANAGED, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE, MEMPOOL_HANDLE
@@ -321,7 +367,7 @@ def _reserved() -> list[Range]:
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         first = _aligned(int(low, 16))
-        if fields[1].startswith("---") and len(fields) < 6 and int(high, 16) - first >= _STEP:
+        if fields[1].startswith("---") and len(fields) < 6 and int(high, 16) - first >= STEP_BYTES:
             spans.append((first, int(high, 16)))
     return spans
 
@@ -355,13 +401,16 @@ def cards_with_contexts() -> list[int]:
 
 # CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT and CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 _RESERVED, _USED = 5, 7
+# CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT
+_RESERVED_BY_GRAPHS = 2
 
 
-def idle_pool_bytes(device_index: int) -> int | None:
-    """Bytes that the card's default pool has reserved and nobody uses; None where the driver cannot be asked.
+def pooled_bytes(device_index: int) -> int | None:
+    """Bytes that the card's own pools keep, and that no list of allocations has; None where the driver cannot be asked.
 
-    A pool gives freed memory back at the next synchronisation, unless its release threshold was raised: then the driver
-    counts it as this process's, and no list of allocations has it. Asking takes some microseconds and makes no pool.
+    Of the default pool that is what is reserved and not used: it gives that back at the next synchronisation, unless
+    its release threshold was raised. The pool for the memory nodes of graphs keeps all that these have ever had, used
+    or not, until it is trimmed. Asking takes some microseconds and makes no pool.
     """
     torch = initialized_torch()
     # With this backend the pool is torch's own, and its counters are right.
@@ -371,19 +420,24 @@ def idle_pool_bytes(device_index: int) -> int | None:
         cuda = ctypes.CDLL("libcuda.so.1")
         find: Any = cuda.cuDeviceGetDefaultMemPool
         ask: Any = cuda.cuMemPoolGetAttribute
+        ask_graphs: Any = cuda.cuDeviceGetGraphMemAttribute
         card: Any = cuda.cuDeviceGet
     except (OSError, AttributeError):
         return None
-    device, pool = ctypes.c_int(), ctypes.c_void_p()
-    amounts = []
+    device, pool, value = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
     if card(ctypes.byref(device), device_index) != 0 or find(ctypes.byref(pool), device) != 0:
         return None
-    for attribute in (_RESERVED, _USED):
-        value = ctypes.c_uint64()
-        if ask(pool, attribute, ctypes.byref(value)) != 0:
+    amounts = []
+    for tell, whose, attribute in (
+        (ask, pool, _RESERVED),
+        (ask, pool, _USED),
+        (ask_graphs, device, _RESERVED_BY_GRAPHS),
+    ):
+        if tell(whose, attribute, ctypes.byref(value)) != 0:
             return None
         amounts.append(value.value)
-    return amounts[0] - amounts[1]
+    reserved, used, by_graphs = amounts
+    return reserved - used + by_graphs
 
 
 def sleeping_bytes(device_index: int) -> int:
@@ -397,7 +451,7 @@ def sleeping_bytes(device_index: int) -> int:
         return 0
     segments: list[Range] = [
         (segment["address"], segment["total_size"])
-        for segment in torch.cuda.memory_snapshot()
+        for segment in all_segments(torch)[0] or ()
         if segment["device"] == device_index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
     ]
     if not segments:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lowtide.probes.device.torch_allocator import full_snapshot
 from lowtide.probes.originals import loaded
 
 FOLDER = "snapshots"
@@ -60,7 +61,7 @@ class AllocatorSnapshots:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
-                pickle.dump(torch.cuda.memory._snapshot(), file)
+                pickle.dump(full_snapshot(torch), file)
             partial.replace(path)
         except (OSError, RuntimeError) as error:
             with contextlib.suppress(OSError):

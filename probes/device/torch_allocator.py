@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import live_storages
 from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.originals import initialized_torch, loaded
+from lowtide.probes.originals import initialized_torch, loaded, sys, threading
 
 _KIB = 1024
 
@@ -163,7 +165,7 @@ def read_allocators(claimed: Collection[int] | None = None) -> tuple[AllocatorRe
     if claimed is None:
         claimed = {storage.address for storage in live_storages()}
     backend = str(torch.cuda.get_allocator_backend())
-    segments, note = _segments(torch)
+    segments, note = all_segments(torch)
     return tuple(
         _read_device(torch, index, backend, segments, note, claimed)
         for index in range(torch.cuda.device_count())
@@ -186,14 +188,67 @@ def has_context(torch: Any, index: int) -> bool:
     return bool(torch._C._cuda_hasPrimaryContext(index))
 
 
-def _segments(torch: Any) -> tuple[list[Segment] | None, str]:
+def all_segments(torch: Any) -> tuple[list[Segment] | None, str]:
+    """Return the segments of torch's allocators, with the stacks of their blocks; None and why, if there is no list."""
     snapshot = torch.cuda.memory_snapshot
     try:
         # Newer torch can leave out the allocation history, which may be long and is not read here.
         light = "include_traces" in snapshot.__code__.co_varnames
-        return list(snapshot(include_traces=False) if light else snapshot()), ""
+        with without_compiler():
+            return list(snapshot(include_traces=False) if light else snapshot()), ""
     except RuntimeError as error:  # cudaMallocAsync and pluggable allocators have none
         return None, f"no memory snapshot: {_first_line(error)}"
+
+
+def full_snapshot(torch: Any) -> Mapping[str, Any]:
+    """Return what torch's allocators have, with the history of their events.
+
+    Raises:
+        RuntimeError: this allocator has no list.
+    """
+    with without_compiler():
+        found: Mapping[str, Any] = torch.cuda.memory._snapshot()
+    return found
+
+
+_COMPILER = "torch._inductor"
+
+
+class _Unimported(ModuleType):
+    """Stands for a module: to one thread it has nothing, and any other has it imported.
+
+    Args:
+        name: the module's.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if threading.get_ident() == self._thread:
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keep torch from importing its compiler to name Python's frames, while the block reads stacks.
+
+    It looks for frames of compiled code in `torch._inductor` (`torch/csrc/profiler/python/combined_traceback.cpp`),
+    which is imported when it is asked for: two seconds, and eight hundred modules that the program has no use for.
+    """
+    torch: Any = loaded("torch")
+    if torch is None or _COMPILER in sys.modules or "_inductor" in vars(torch):
+        yield
+        return
+    torch._inductor = stand_in = _Unimported(_COMPILER)
+    try:
+        yield
+    finally:
+        # It may have been imported by another thread.
+        if vars(torch).get("_inductor") is stand_in:
+            del torch._inductor
 
 
 def _read_device(
@@ -315,7 +370,7 @@ class UnexplainedBlocks(NamedTuple):
 def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlocks | None:
     """The blocks of a card that no storage at a `claimed` address explains; None without a snapshot."""
     torch = initialized_torch()
-    segments = None if torch is None else _segments(torch)[0]
+    segments = None if torch is None else all_segments(torch)[0]
     if torch is None or segments is None:
         return None
     addresses = sorted(claimed)
@@ -344,7 +399,7 @@ def workspace_sizes_here(index: int) -> frozenset[int]:
 def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | None:
     """Pool, address, bytes of each segment of a card, and whether anything in it is in use; None without a snapshot."""
     torch = initialized_torch()
-    segments = None if torch is None else _segments(torch)[0]
+    segments = None if torch is None else all_segments(torch)[0]
     if segments is None:
         return None
     return [
@@ -376,7 +431,7 @@ class Room(NamedTuple):
 def read_room(index: int) -> Room | None:
     """How torch's memory on a card is divided; None without a snapshot."""
     torch = initialized_torch()
-    segments = None if torch is None else _segments(torch)[0]
+    segments = None if torch is None else all_segments(torch)[0]
     if segments is None:
         return None
     blocks = [
@@ -412,7 +467,7 @@ class StrandedSegment(NamedTuple):
 def stranded_segments() -> tuple[StrandedSegment, ...]:
     """The segments that wait for streams that are gone, sorted; goes through the heap where there may be any."""
     torch = initialized_torch()
-    segments = None if torch is None else _segments(torch)[0]
+    segments = None if torch is None else all_segments(torch)[0]
     found = [
         StrandedSegment(f"cuda:{segment['device']}", segment["stream"], segment["address"], segment["total_size"])
         for segment in segments or ()
@@ -441,7 +496,7 @@ class AllocatedRanges(NamedTuple):
 def allocated_ranges(index: int) -> AllocatedRanges | None:
     """The segments of a card, and the blocks in them that are in use; None without a snapshot."""
     torch = initialized_torch()
-    segments = None if torch is None else _segments(torch)[0]
+    segments = None if torch is None else all_segments(torch)[0]
     if segments is None:
         return None
     here = [segment for segment in segments if segment["device"] == index]
@@ -467,7 +522,7 @@ def free_beside(index: int, groups: Sequence[Collection[int]]) -> list[int]:
         The bytes for each group; all 0 without a snapshot.
     """
     torch = initialized_torch()
-    segments = None if torch is None else _segments(torch)[0]
+    segments = None if torch is None else all_segments(torch)[0]
     found = [0] * len(groups)
     for segment in segments or ():
         if segment["device"] != index:

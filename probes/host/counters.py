@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from lowtide.probes import native
-from lowtide.probes.device.allocations import AllocationsError, idle_pool_bytes, read_allocations
+from lowtide.probes.device.allocations import AllocationsError, pooled_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
@@ -298,7 +298,7 @@ class CounterReader:
             allocated = reserved = None
         amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
         if self._driver is not None:
-            idle = idle_pool_bytes(index)
+            idle = pooled_bytes(index)
             if idle is not None:
                 amounts[f"memory-pool {device}"] = idle
             # Each time: that as much is free on the card as before says nothing where other processes use it, too.

@@ -141,7 +141,7 @@ _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_S
 
 
 def library_values() -> Values:
-    """The settings of the standard library, where it is loaded, and of numpy."""
+    """The settings of the standard library, where it is loaded, of numpy and of cupy."""
     return Values(
         Value("threading.stack_size()", _stack_size),
         libraries={
@@ -154,8 +154,14 @@ def library_values() -> Values:
             "numpy": _numpy,
             "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
             "tracemalloc": lambda module: [Value(TRACING, lambda: module.is_tracing() and TRACING not in checkers_own)],
+            "cupy.cuda.memory": lambda module: [_allocator(module.get_allocator)],
         },
     )
+
+
+def _allocator(get: Callable[[], object]) -> Value:
+    """Return who gives out cupy's memory: by its identity, since to keep an allocator keeps its pool."""
+    return Value("cupy.cuda.get_allocator()", lambda: id(get()), lambda _: identified(get()))
 
 
 def _stack_size() -> int:

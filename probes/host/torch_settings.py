@@ -52,6 +52,8 @@ _PLAIN = {
     "torch.backends.cuda.preferred_linalg_library()": "_get_linalg_preferred_backend",
     "torch.backends.cuda.preferred_blas_library()": "_get_blas_preferred_backend",
     "torch.backends.quantized.engine": "_get_qengine",
+    "torch._C._get_autograd_fallback_mode()": "_get_autograd_fallback_mode",
+    "torch._C._get_graph_executor_optimize()": "_get_graph_executor_optimize",
     "torch._C._accelerator_getAllocatorSettings()": "_accelerator_getAllocatorSettings",
 }
 """Settings by the function of `torch._C` that reads them; what a version of torch does not have is left out."""
@@ -228,10 +230,14 @@ def _card(torch: Any) -> list[Value]:
         number, card, kind = core._cuda_getCurrentStream(core._cuda_getDevice()) if initialized() else (0, 0, 0)
         return f"(stream_id={number}, device_index={card}, device_type={kind})" if number else DEFAULT_STREAM
 
+    def sync_debug_mode() -> int:
+        return int(core._cuda_get_sync_debug_mode()) if initialized() else 0
+
     return [
         Value("torch.cuda.get_per_process_memory_fraction()", fractions, str),
         Value("torch.cuda.current_device()", device),
         Value("torch.cuda.current_stream()", stream, str),
+        Value("torch.cuda.get_sync_debug_mode()", sync_debug_mode),
         Value("torch.cuda.memory._record_memory_history", lambda: history_of_program(torch)),
     ]
 

@@ -259,17 +259,22 @@ def _roots() -> Iterator[object]:
 
 def _classes() -> Iterator[object]:
     """All classes and, for those written in C, what their namespaces hold: a static type has no referents."""
+    for cls in all_classes():
+        yield cls
+        if not flags_of(cls) & _HEAP_TYPE:
+            yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
+
+
+def all_classes() -> Iterator[type]:
+    """Give every class that there is, once."""
     seen: set[int] = set()
     waiting: list[type] = [object]
     while waiting:
         cls = waiting.pop()
-        if id(cls) in seen:
-            continue
-        seen.add(id(cls))
-        yield cls
-        if not flags_of(cls) & _HEAP_TYPE:
-            yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
-        waiting.extend(type.__subclasses__(cls))
+        if id(cls) not in seen:
+            seen.add(id(cls))
+            yield cls
+            waiting.extend(type.__subclasses__(cls))
 
 
 def _running_frames() -> Iterator[FrameType]:

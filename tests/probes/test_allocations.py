@@ -147,9 +147,26 @@ def test_allocations_are_found_wherever_they_lie_in_what_is_reserved(driver: Fak
     assert read_allocations(0) == driver.at(0, 6 * MIB, 14 * MIB, 40 * MIB)
 
 
-def test_small_allocations_are_found_that_begin_where_the_previous_one_ends(driver: FakeDriver) -> None:
+def test_small_allocations_are_found_wherever_they_lie_behind_the_first_of_their_step(driver: FakeDriver) -> None:
     driver.listed = {8 * MIB: 512, 8 * MIB + 512: 1024, 8 * MIB + 4096: 512, 10 * MIB: 512}
-    assert read_allocations(0) == driver.at(8 * MIB, 8 * MIB + 512, 10 * MIB)
+    assert read_allocations(0) == driver.at(8 * MIB, 8 * MIB + 512, 8 * MIB + 4096, 10 * MIB)
+
+
+def test_behind_a_large_allocation_only_steps_are_asked_about(driver: FakeDriver) -> None:
+    read_allocations(0)
+    empty, driver.asked = driver.asked, 0
+    driver.listed = {8 * MIB: 3 * MIB}
+    read_allocations(0)
+    assert driver.asked <= empty + 1
+
+
+def test_small_allocations_that_are_known_are_found_when_the_first_of_their_step_is_gone(driver: FakeDriver) -> None:
+    driver.listed = {8 * MIB: 512, 8 * MIB + 4096: 512, 8 * MIB + 8192: 512}
+    earlier = read_allocations(0)
+    assert earlier is not None
+    del driver.listed[8 * MIB]
+    assert read_allocations(0) == ()
+    assert read_allocations(0, known=earlier) == driver.at(8 * MIB + 4096, 8 * MIB + 8192)
 
 
 def test_what_belongs_to_kernels_or_to_another_card_is_left_out(driver: FakeDriver) -> None:

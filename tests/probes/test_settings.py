@@ -180,6 +180,20 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         call(lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
         "torch.backends.cuda.enable_flash_sdp(True)",
     ),
+    "torch._C._get_autograd_fallback_mode()": (
+        call(
+            lambda: torch._C._set_autograd_fallback_mode("nothing"),
+            lambda: torch._C._set_autograd_fallback_mode("warn"),
+        ),
+        "torch._C._set_autograd_fallback_mode('warn')",
+    ),
+    "torch._C._get_graph_executor_optimize()": (
+        call(
+            lambda: torch._C._set_graph_executor_optimize(False),
+            lambda: torch._C._set_graph_executor_optimize(True),
+        ),
+        "torch._C._set_graph_executor_optimize(True)",
+    ),
     "torch._C._accelerator_getAllocatorSettings()": (
         call(
             lambda: torch._C._accelerator_setAllocatorSettings("max_split_size_mb:128"),

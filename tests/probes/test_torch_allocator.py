@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -461,7 +464,7 @@ def test_on_a_card_a_storage_is_read_with_its_device() -> None:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_allocator, "initialized_torch", lambda: torch)
-    monkeypatch.setattr(torch_allocator, "_segments", lambda torch: (RECORDED, ""))
+    monkeypatch.setattr(torch_allocator, "all_segments", lambda torch: (RECORDED, ""))
 
 
 @pytest.mark.usefixtures("recorded")
@@ -476,7 +479,7 @@ def test_what_is_free_in_a_segment_is_reported_of_the_first_that_lies_in_it() ->
 
 def test_without_a_snapshot_nothing_is_known_to_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_allocator, "initialized_torch", lambda: torch)
-    monkeypatch.setattr(torch_allocator, "_segments", lambda torch: (None, "no memory snapshot"))
+    monkeypatch.setattr(torch_allocator, "all_segments", lambda torch: (None, "no memory snapshot"))
     assert free_beside(0, [[1], [2]]) == [0, 0]
 
 
@@ -501,3 +504,41 @@ def test_what_is_reserved_and_what_is_in_use_are_reported_by_place() -> None:
 def test_where_torch_cannot_list_its_blocks_no_place_is_reported(counters: type[Counters.cuda]) -> None:
     counters.refuses = ("snapshot",)
     assert allocated_ranges(0) is None
+
+
+def test_to_name_frames_torch_s_compiler_is_not_imported_but_for_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lowtide_tests_compiler.py").write_text("codecache = 7")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch_allocator, "_COMPILER", "lowtide_tests_compiler")
+    torch: Any = SimpleNamespace()
+    monkeypatch.setattr(torch_allocator, "loaded", lambda name: torch)
+    with torch_allocator.without_compiler():
+        assert not hasattr(torch._inductor, "codecache")
+        assert "lowtide_tests_compiler" not in sys.modules
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(getattr, torch._inductor, "codecache").result() == 7
+    assert vars(torch) == {}
+    assert sys.modules.pop("lowtide_tests_compiler").codecache == 7
+
+
+def test_a_compiler_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(_inductor="imported")
+    monkeypatch.setattr(torch_allocator, "loaded", lambda name: torch)
+    with torch_allocator.without_compiler():
+        assert torch._inductor == "imported"
+    assert torch._inductor == "imported"
+
+
+def test_it_is_torch_itself_that_is_told_so_and_no_copy_of_it() -> None:
+    command = (
+        "import sys, torch\n"
+        "from lowtide.probes.originals import torch_with_cuda\n"
+        "from lowtide.probes.device.torch_allocator import without_compiler\n"
+        "torch_with_cuda()\n"
+        "with without_compiler():\n"
+        "    assert not hasattr(sys.modules['torch']._inductor, 'codecache')\n"
+        "assert '_inductor' not in vars(torch) and 'torch._inductor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=120)

@@ -94,6 +94,41 @@ def test_driver_segment_given_back():
     cuda, address = driver_allocation(2 << 20)
     assert cuda.cuMemFree_v2(address) == 0
 
+def memory_node(trim):
+    from cuda.bindings import runtime
+
+    torch.zeros(1, device="cuda")
+    nodes = runtime.cudaMemAllocNodeParams()
+    nodes.poolProps.allocType = runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
+    nodes.poolProps.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+    nodes.bytesize = 64 << 20
+    _, graph = runtime.cudaGraphCreate(0)
+    _, allocated = runtime.cudaGraphAddMemAllocNode(graph, None, 0, nodes)
+    assert runtime.cudaGraphAddMemFreeNode(graph, [allocated], 1, nodes.dptr)[0] == 0
+    _, ready = runtime.cudaGraphInstantiate(graph, 0)
+    _, stream = runtime.cudaStreamCreate()
+    assert runtime.cudaGraphLaunch(ready, stream)[0] == 0
+    runtime.cudaStreamSynchronize(stream)
+    runtime.cudaGraphExecDestroy(ready), runtime.cudaGraphDestroy(graph), runtime.cudaStreamDestroy(stream)
+    if trim:
+        runtime.cudaDeviceGraphMemTrim(0)
+
+def test_memory_node_given_back(): memory_node(trim=True)
+def test_memory_node(): memory_node(trim=False)
+
+SMALL = []
+
+def test_small_segments():
+    SMALL.extend(driver_allocation(8 << 10) for _ in range(3))
+
+def test_the_first_small_segment_goes():
+    cuda, address = SMALL.pop(0)
+    assert cuda.cuMemFree_v2(address) == 0
+
+def test_a_small_segment_in_its_place_given_back():
+    cuda, address = driver_allocation(8 << 10)
+    assert cuda.cuMemFree_v2(address) == 0
+
 def host_memory(give_out, give_back=None):
     torch.zeros(1, device="cuda")
     cuda, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
@@ -247,10 +282,19 @@ def test_process_group(tmp_path):
 
 
 _OF_OTHERS = """
+import sys
 import pytest, torch
 import torch.multiprocessing
 
 KEPT = []
+
+@pytest.fixture(scope="module")
+def on_card(): return torch.ones(8, device="cuda")
+
+def test_the_first_use_of_a_card(on_card): on_card.sum().item()
+
+def test_that_torch_s_compiler_is_not_imported():
+    KEPT.extend([torch.ones(8, device="cuda")] if "torch._inductor" in sys.modules else [])
 
 def test_first_use():
     torch.ones(8, device="cuda").sum().item()
@@ -279,6 +323,22 @@ def test_cupys_pages_given_back():
 def test_cupys_pages():
     cupy = pytest.importorskip("cupy")
     KEPT.append(cupy.cuda.alloc_pinned_memory(16 << 20))
+
+def test_cupys_own_pool():
+    cupy = pytest.importorskip("cupy")
+    KEPT.append(cupy.cuda.MemoryPool())
+    with cupy.cuda.using_allocator(KEPT[-1].malloc):
+        cupy.ones(48 << 20, dtype=cupy.uint8)
+
+def test_cupys_allocator_put_back():
+    cupy = pytest.importorskip("cupy")
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)
+    cupy.cuda.set_allocator(before)
+
+def test_cupys_allocator():
+    cupy = pytest.importorskip("cupy")
+    cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)
 
 def test_view_of_cupys_array():
     cupy = pytest.importorskip("cupy")
@@ -316,6 +376,8 @@ def test_history_switched_off():
     torch.cuda.memory._record_memory_history(None)
 
 def test_history_left_on(): torch.cuda.memory._record_memory_history(max_entries=1000)
+
+def test_sync_debug_mode(): torch.cuda.set_sync_debug_mode("warn")
 """
 
 
@@ -406,6 +468,22 @@ def test_host_memory_that_the_driver_has_given_out_is_told_with_its_kind(leaks: 
     assert locked.fingerprint != managed.fingerprint
 
 
+def test_memory_that_graphs_have_freed_is_told_with_what_trims_it(leaks: Report) -> None:
+    found = subject(leaks, "test_memory_node").findings
+    assert [(finding.resource, finding.bytes) for finding in found] == [("driver", 64 << 20)]
+    (finding,) = found
+    assert "its pool for the memory nodes of graphs" in finding.message
+    assert finding.remedy is not None
+    assert finding.remedy.action == "cuda.bindings.runtime.cudaDeviceGraphMemTrim(0)"
+
+
+def test_small_allocations_that_the_driver_s_figure_does_not_show_are_blamed_on_no_other_test(leaks: Report) -> None:
+    for name in ("test_the_first_small_segment_goes", "test_a_small_segment_in_its_place_given_back"):
+        assert subject(leaks, name).findings == ()
+    # The first that is looked at in full after these.
+    assert len(subject(leaks, "test_page_locked").findings) == 1
+
+
 def test_a_limit_of_the_card_that_stays_changed_is_a_setting(leaks: Report) -> None:
     (finding,) = [item for item in subject(leaks, "test_limit").findings if item.resource == "globals"]
     assert "the card's cudaLimitStackSize was 1024, is 4096" in finding.message
@@ -427,6 +505,10 @@ def test_what_another_process_has_exported_is_the_tensor_alone(of_others: Report
     assert subject(of_others, "test_import_given_back").findings == ()
 
 
+def test_to_look_imports_nothing_into_the_program(of_others: Report) -> None:
+    assert subject(of_others, "test_that_torch_s_compiler_is_not_imported").findings == ()
+
+
 def test_a_history_that_the_program_leaves_on_is_a_setting(of_others: Report) -> None:
     (finding,) = subject(of_others, "test_history_left_on").findings
     assert finding.resource == "globals"
@@ -445,10 +527,30 @@ def test_what_cupys_pool_keeps_is_said_and_what_an_array_holds_is_found(of_other
     pytest.importorskip("cupy")
     pool = subject(of_others, "test_cupys_pool")
     assert pool.findings == ()
-    (line,) = [line for line in pool.not_measured if "cupy's pool on" in line.what]
-    assert line.what.startswith("96.0 MiB in cupy's pool on cuda:0, of which ")
+    (line,) = [line for line in pool.not_measured if "cupy's pools on" in line.what]
+    assert line.what.startswith("96.0 MiB in cupy's pools on cuda:0, of which ")
     assert "cupy.get_default_memory_pool().free_all_blocks()" in line.why
-    assert {finding.resource for finding in subject(of_others, "test_cupys_array").findings} == {"driver"}
+    (finding,) = subject(of_others, "test_cupys_array").findings
+    assert (finding.resource, finding.bytes) == ("driver", 32 << 20)
+    assert (finding.holder or "").startswith("test_inner.KEPT[")
+    own = subject(of_others, "test_cupys_own_pool")
+    assert own.findings == ()
+    assert any(line.what.startswith("80.0 MiB in cupy's pools on cuda:0, of which 32.0 ") for line in own.not_measured)
+
+
+def test_an_allocator_of_cupys_that_stays_is_a_setting(of_others: Report) -> None:
+    pytest.importorskip("cupy")
+    (finding,) = subject(of_others, "test_cupys_allocator").findings
+    assert (finding.resource, finding.cause) == ("globals", "not-restored")
+    assert "cupy.cuda.get_allocator() was " in finding.message
+    assert subject(of_others, "test_cupys_allocator_put_back").findings == ()
+
+
+def test_a_debug_mode_of_synchronisation_that_stays_is_a_setting(of_others: Report) -> None:
+    (finding,) = subject(of_others, "test_sync_debug_mode").findings
+    assert "torch.cuda.get_sync_debug_mode() was 0, is 1" in finding.message
+    assert finding.remedy is not None
+    assert finding.remedy.action == "torch.cuda.set_sync_debug_mode(0)"
 
 
 def test_cupys_page_locked_memory_is_found_and_what_its_pool_keeps_is_not(of_others: Report) -> None:
@@ -479,6 +581,7 @@ def test_cupys_view_of_a_tensor_is_its_holder(of_others: Report) -> None:
         "test_at_tolerance",
         "test_driver_segment_given_back",
         "test_cuda_array_given_back",
+        "test_memory_node_given_back",
         "test_page_locked_given_back",
         "test_managed_given_back",
         "test_pinned_given_back",

@@ -1003,6 +1003,7 @@ def test_a_tensor_whose_memory_cannot_be_read_is_found_all_the_same(leaks: Subje
     finding = of(leaks["test_a_tensor_that_cannot_be_read"])
     assert (finding.count, finding.bytes) == (1, 0)
     assert "cannot be read" in finding.message
+    assert (finding.holder or "").endswith("KEPT['mkldnn']")
 
 
 @pytest.mark.parametrize(

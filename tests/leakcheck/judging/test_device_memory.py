@@ -15,6 +15,7 @@ from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 from lowtide.probes.host.counters import Counters
 
 CARD = "cuda:0"
+NOTHING_KNOWN = Counters({}, {}, {})
 MIB = 1 << 20
 
 
@@ -41,7 +42,9 @@ class FakeCard:
         amounts = {f"driver {CARD}": counted, f"reserved {CARD}": 0, f"memory-pool {CARD}": self.idle_pool}
         return Counters({}, amounts, {})
 
-    def allocations(self, index: int, among: Sequence[tuple[int, int]] | None = None) -> tuple[tuple[int, int], ...]:
+    def allocations(
+        self, index: int, among: Sequence[tuple[int, int]] | None = None, known: Sequence[tuple[int, int]] = ()
+    ) -> tuple[tuple[int, int], ...]:
         self.lists += among is None
         there = self.listed.items()
         return tuple(sorted(there if among is None else (entry for entry in there if entry in among)))
@@ -61,6 +64,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     monkeypatch.setattr(cards, "read_allocations", fake.allocations)
     monkeypatch.setattr(cards, "read_mappings_without_access", fake.mappings)
     monkeypatch.setattr(cards, "range_at", fake.range_at)
+    monkeypatch.setattr(cards, "place_of_small_allocations", lambda index: (0x200, 256))
     monkeypatch.setattr(cards, "read_segments", lambda index: [])
     monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({}, {}, {}, {}))
     monkeypatch.setattr(cards, "announced_pools", lambda: ())
@@ -78,13 +82,24 @@ def known(card: FakeCard) -> DeviceMemory:
 def new(
     known: DeviceMemory, card: FakeCard, storages: Mapping[tuple[str, int], int] | None = None
 ) -> dict[str, dict[str, int]]:
-    found = known.new_items(card.now(), [CARD], storages or {})
+    found = known.new_items(card.now(), [CARD], storages or {}, NOTHING_KNOWN)
     return {key: items for key, items in found.items() if any(items.values())}
 
 
 def test_an_allocation_is_new_by_its_address(card: FakeCard, known: DeviceMemory) -> None:
     card.listed[0x1000] = 24 * MIB
     assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 24 * MIB}}
+
+
+@pytest.mark.parametrize(("rise", "names"), [(0, {"allocation at 0x9000000"}), (2 * MIB, {"0x1000", "0x9000000"})])
+def test_a_small_allocation_is_a_test_s_only_where_the_driver_s_figure_has_risen_in_it(
+    card: FakeCard, known: DeviceMemory, rise: int, names: set[str]
+) -> None:
+    card.listed |= {0x1000: 8192, 0x9000000: 24 * MIB}
+    now = card.now()
+    begin = Counters({}, {f"driver {CARD}": (now.amounts[f"driver {CARD}"] or 0) - rise}, {})
+    found = known.new_items(now, [CARD], {}, begin)[f"allocations {CARD}"]
+    assert {name.removeprefix("allocation at ") for name in found} == {name.rpartition(" ")[2] for name in names}
 
 
 @pytest.mark.parametrize(("held", "is_tensors"), [(24 * MIB, True), (0, True), (MIB, False)])
@@ -233,8 +248,8 @@ def test_without_a_figure_of_the_driver_s_its_list_is_all_there_is(card: FakeCar
     known = DeviceMemory(driver=True)
     known.adopt(blind, [CARD], {})
     card.created, card.listed[0x1000] = 128 * MIB, MIB
-    assert known.new_items(blind, [CARD], {})[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
-    assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], {})
+    assert known.new_items(blind, [CARD], {}, NOTHING_KNOWN)[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
+    assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], {}, NOTHING_KNOWN)
 
 
 def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: DeviceMemory) -> None:
@@ -262,7 +277,7 @@ def test_what_went_in_a_judgement_is_not_reported_of_an_old_list(card: FakeCard,
     now = card.now()
     del card.listed[0x5000]
     # So small a part of the driver's step does not show in its figure.
-    found = known.new_items(now, [CARD], {})
+    found = known.new_items(now, [CARD], {}, NOTHING_KNOWN)
     assert found[f"allocations {CARD}"] == {"allocation at 0x1000": 64 * MIB}
 
 
@@ -310,7 +325,7 @@ def test_a_card_that_does_not_list_its_allocations_in_time_is_judged_by_its_coun
     assert known.lists_allocations(CARD)
     assert known.not_measured == ()
 
-    def never(index: int, among: Sequence[tuple[int, int]] | None = None) -> tuple[tuple[int, int], ...]:
+    def never(index: int, **asked: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         card.lists += 1
         raise AllocationsError("the driver had not listed its allocations on cuda:0 after 10 s")
 

@@ -35,7 +35,7 @@ from lowtide.leakcheck.lives import life_reader
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
-from lowtide.leakcheck.resources.page_locked import PageLocked
+from lowtide.leakcheck.resources.driver_memory import PageLocked
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes import stages
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots

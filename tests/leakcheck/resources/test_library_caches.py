@@ -53,9 +53,10 @@ class Cupy:
         pinned = SimpleNamespace(
             free_all_blocks=lambda: self.kept.update({"pinned": 0}), n_free_blocks=lambda: self.kept["pinned"]
         )
+        self.pool_class = type("MemoryPool", (SimpleNamespace,), {})
         fake = module(
             "cupy",
-            cuda=SimpleNamespace(Device=self.on),
+            cuda=SimpleNamespace(Device=self.on, MemoryPool=self.pool_class),
             get_default_memory_pool=lambda: pool,
             get_default_pinned_memory_pool=lambda: pinned,
         )
@@ -115,18 +116,28 @@ def test_cupy_gives_back_the_blocks_of_each_card_that_is_used(monkeypatch: pytes
     assert cupy.kept == {0: 0, 1: 64, 2: 0, "pinned": 0}
     assert cupy.current == 0
     assert [line.what for line in said] == [
-        "64 B in cupy's pool on cuda:0, of which 0 B are used",
+        "64 B in cupy's pools on cuda:0, of which 0 B are used",
         "8 free blocks in cupy's pool of pinned memory on cuda:0",
-        "64 B in cupy's pool on cuda:2, of which 0 B are used",
+        "64 B in cupy's pools on cuda:2, of which 0 B are used",
     ]
     assert said[0].why.endswith(": cupy.get_default_memory_pool().free_all_blocks()")
     assert empty_library_caches().notes == ()
 
 
+def test_a_pool_of_cupys_that_the_program_has_made_gives_back_its_blocks_too(
+    monkeypatch: pytest.MonkeyPatch, card: None
+) -> None:
+    cupy, emptied = Cupy(monkeypatch), []
+    own = cupy.pool_class(total_bytes=lambda: 32, used_bytes=lambda: 0, free_all_blocks=lambda: emptied.append(1))
+    assert empty_library_caches().notes[0].what == "96 B in cupy's pools on cuda:0, of which 0 B are used"
+    assert emptied == [1, 1]
+    assert own.used_bytes() == 0
+
+
 def test_what_is_used_of_cupys_pool_is_said_with_what_is_not(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     cupy = Cupy(monkeypatch)
     cupy.used = 48
-    assert empty_library_caches().notes[0].what == "64 B in cupy's pool on cuda:0, of which 48 B are used"
+    assert empty_library_caches().notes[0].what == "64 B in cupy's pools on cuda:0, of which 48 B are used"
     # All that is left is used: nothing to say.
     assert [line.what for line in empty_library_caches().notes] == []
 

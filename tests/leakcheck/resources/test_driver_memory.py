@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.resources import read_items
-from lowtide.leakcheck.resources.page_locked import PageLocked
+from lowtide.leakcheck.resources.driver_memory import PageLocked
 from lowtide.probes.device.allocations import HostAllocation
 from lowtide.probes.memory import tensors
 

@@ -1,13 +1,12 @@
-"""Memory of the host that a card's driver has given out: page-locked, or managed. No counter of torch's has it."""
+"""Memory that a card's driver has given out to others than torch: on cards, and on the host, page-locked or managed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.resources.resource import MIB, Bound, Items, Name, Resource, Rule, Rung
-from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.originals import contents, loaded
+from lowtide.probes.originals import contents
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.sizes import format_bytes
 
@@ -25,6 +24,33 @@ def _read_all() -> Sequence[HostAllocation]:
     from lowtide.probes.device.allocations import read_host_allocations
 
     return read_host_allocations(LEAST)
+
+
+class Allocations(Resource):
+    """Memory of a card that was allocated past torch, by address; the list of it is one of the judgement's own."""
+
+    rule = Rule(
+        "allocations",
+        "driver",
+        "card",
+        "driver memory that was allocated outside torch and the arenas, allocation by allocation",
+        test=Bound(
+            rung=Rung.EMPTY_CACHE,
+            settles=True,
+            what="driver memory that was allocated outside torch",
+            cause="native",
+        ),
+        life=None,
+        verdict="native-held",
+    )
+
+    def objects(self, names: Collection[str]) -> Mapping[str, object]:
+        """Return the arrays of other libraries that lie in them."""
+        return _arrays_at({_address_of(name): name for name in names}, _start_of_allocation)
+
+    def identity(self, name: str) -> Name:
+        """Return what each of them is: where it lies is another place in each run."""
+        return Name("allocation", is_given=False)
 
 
 class PageLocked(Resource):
@@ -84,13 +110,8 @@ class PageLocked(Resource):
         return {name for name in names if common([(_address_of(name), self._known.get(name, 1))], judged)}
 
     def objects(self, names: Collection[str]) -> Mapping[str, object]:
-        """Return cupy's pointers into them, which give them back with the last array."""
-        cupy: Any = loaded("cupy")
-        if not names or not hasattr(cupy, "cuda"):
-            return {}
-        placed = {item.ptr: item for item in all_instances(cupy.cuda.PinnedMemoryPointer, cupy.cuda.MemoryPointer)}
-        found = {name: placed.get(_address_of(name)) for name in names}
-        return {name: item for name, item in found.items() if item is not None}
+        """Return the arrays over them, which give them back with the last one."""
+        return _arrays_at({_address_of(name): name for name in names}, lambda address: address)
 
     def describe(self, name: str) -> str:
         """Return `32.0 MiB of page-locked memory at 0x7f5e80000000`."""
@@ -107,6 +128,28 @@ class PageLocked(Resource):
             return ""
         is_managed = all(name.startswith(_MANAGED) for name in names)
         return f"give it back in teardown: {'cudaFree' if is_managed else 'cudaFreeHost'}"
+
+
+def _arrays_at(names: Mapping[int, str], start_of: Callable[[int], int]) -> dict[str, object]:
+    """Return the array in each of some allocations, for those that have one.
+
+    Args:
+        names: those of the allocations, by the address at which each begins.
+        start_of: gives the address at which what lies at another one begins.
+    """
+    if not names:
+        return {}
+    from lowtide.probes.memory.array_interfaces import arrays_by_address
+
+    placed = {start_of(address): item for address, item in arrays_by_address().items()}
+    return {name: placed[address] for address, name in names.items() if address in placed}
+
+
+def _start_of_allocation(address: int) -> int:
+    from lowtide.probes.device.allocations import range_at
+
+    found = range_at(0, address)
+    return address if found is None else found[0]
 
 
 _MANAGED = "managed memory"
