@@ -34,13 +34,19 @@ LEAST_IN_ALL = 512 << 10
 """unless so many turns have added some that these are the bytes of all."""
 
 _SAMPLE = 20
-"""Of so many of the last things the size is taken,"""
+"""Things of which it is told what all are."""
 
 _TURNS = 3
-"""or of those of so many turns, where that is more,"""
+"""Of the things of so many turns at least, all over its course, the size is taken: late ones may be larger,"""
 
-_MOST_SAMPLED = 200
-"""but of no more than these."""
+_SIZED = 200
+"""and of so many of them,"""
+
+_MOST_SIZED = 4000
+"""or of so many, where the finding is made,"""
+
+_OBJECTS = 40_000
+"""as long as they lead to no more objects than these, at some microseconds each."""
 
 _MOST_PART = 0.9
 """The part of what a container has taken that must be there anyway, so that its growth is none of memory."""
@@ -61,7 +67,7 @@ def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
     """
     if type(container) is deque and container.maxlen is not None:
         return False
-    entries = last_entries(container, _SAMPLE)
+    entries = _over_its_course(course, container, _SAMPLE)
     if all(issubclass(type(item), weakref.ref) or _is_of_runner(item) for *_, item in entries):
         return False
     each, _ = _bytes_a_turn(course, container, tensors=tensors)
@@ -72,12 +78,15 @@ def _is_of_runner(item: object) -> bool:
     return f"{module_of_class(type(item))}.".startswith(_RUNNERS)
 
 
-def _bytes_a_turn(course: Course, container: Any, *, tensors: bool) -> tuple[int, str]:
+def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: bool = False) -> tuple[int, str]:
     """Return the bytes that a container takes in a turn, and the device where most of them are under tensors there."""
     rate = course.items / course.span
-    # What the things of one turn share is told by several turns.
-    entries = last_entries(container, min(max(_SAMPLE, round(_TURNS * rate)), _MOST_SAMPLED, course.items))
+    entries = _over_its_course(course, container, max(_SAMPLE, min(round(_TURNS * rate), _SIZED)))
     kept = kept_by(entries, besides=(container,))
+    wanted = min(_MOST_SIZED if exactly else _SIZED, _OBJECTS * len(entries) // max(1, kept.objects))
+    if len(entries) < min(wanted, course.items):
+        entries = _over_its_course(course, container, wanted)
+        kept = kept_by(entries, besides=(container,))
     under = Counter[str]()
     for storage in live_storages(kept.tensors) if tensors and kept.tensors else ():
         under[storage.device] += storage.bytes
@@ -85,6 +94,12 @@ def _bytes_a_turn(course: Course, container: Any, *, tensors: bool) -> tuple[int
     size = kept.bytes + under.total()
     ((device, most),) = under.most_common(1) or (("", 0),)
     return round((size / len(entries) + places) * rate), device if 2 * most > size else ""
+
+
+def _over_its_course(course: Course, container: Any, most: int) -> list[tuple[Any, ...]]:
+    """Return so many of the things that a container has taken, those of whole turns: they may share what they keep."""
+    run = max(1, min(round(course.items / course.span), most // _TURNS))
+    return last_entries(container, course.items, -(-course.items // most) * run, run)
 
 
 def growth_of_containers(
@@ -175,8 +190,7 @@ def _taken(course: Course, container: Any) -> list[Any]:
 
     That is what refers to others rather than a number, a name or `None`, which lie in other tables, too.
     """
-    step = max(1, course.items // _SAMPLE)
-    entries = last_entries(container, course.items, step)
+    entries = _over_its_course(course, container, _SAMPLE)
     return [max(entry, key=lambda item: (gc.is_tracked(item), own_size(item))) for entry in entries]
 
 
@@ -261,10 +275,10 @@ def _first_of_program(entry: Iterable[Any]) -> str:
     level = list(entry)
     for _ in range(_STEPS):
         level = [item for item in level if not issubclass(type(item), type) and type(item) is not ModuleType]
-        own = [item for item in level[:_MOST_SAMPLED] if gc.is_tracked(item) and not is_of_library(item)]
+        own = [item for item in level[:_SIZED] if gc.is_tracked(item) and not is_of_library(item)]
         if own:
             return function_name(own[0])
-        level = gc.get_referents(*level[:_MOST_SAMPLED])
+        level = gc.get_referents(*level[:_SIZED])
     return ""
 
 
@@ -301,8 +315,8 @@ def _finding(
     tensors: bool,
     is_cache: bool,
 ) -> Finding:
-    entries = last_entries(container, _SAMPLE)
-    each, device = _bytes_a_turn(course, container, tensors=tensors)
+    entries = _over_its_course(course, container, _SAMPLE)
+    each, device = _bytes_a_turn(course, container, tensors=tensors, exactly=True)
     resource: ResourceName = "tensors" if device else "host-memory"
     kinds = Counter(type_name(type(item)) for *_, item in entries)
     ((kind, _),) = kinds.most_common(1)

@@ -42,10 +42,12 @@ class KeptBytes:
 
     Attributes:
         bytes: of all of them, without what is under tensors.
+        objects: how many were looked at.
         tensors: the tensors and storages among it.
     """
 
     bytes: int = 0
+    objects: int = 0
     tensors: list[Any] = field(default_factory=list)
 
 
@@ -82,6 +84,7 @@ def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] =
             if _is_shared(met, len(entries)) or (_is_of_a_module(met.item) and id(met.item) not in taken):
                 continue
             left -= 1
+            kept.objects += 1
             behind = _referents(met.item)
             kept.bytes += own_size(met.item, behind)
             level.append((met.entry, behind))

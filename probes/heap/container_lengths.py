@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ HAS_ATTRIBUTES = 8
 _HEAP_TYPE = 1 << 9
 
 _CHUNK = 8_000
+
+_GOLDEN = 0.618034
+"""Multiples of this, without what is before the point, are spread evenly, however many."""
 
 _LARGEST_NAMESPACE = 10_000
 """Entries of a dict that may be somebody's attributes."""
@@ -143,21 +146,32 @@ def _untracked_dicts(objects: list[object], places: Ints) -> Ints:
     return np.unique(np.concatenate(met))
 
 
-def last_entries(container: Any, most: int, step: int = 1) -> list[tuple[Any, ...]]:
+def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list[tuple[Any, ...]]:
     """Return what a container took last, as far as it has an order, without running foreign code.
 
     Args:
         container: a list, dict, set or deque.
         most: how many entries are gone through.
-        step: each how many of them is returned.
+        step: of each so many of them some are returned; a multiple of `run`.
+        run: how many, one after the other.
 
     Returns:
         Key and value of each entry of a dict; of others the thing alone.
     """
     cls = type(container)
     if issubclass(cls, dict):
-        return list(itertools.islice(reversed(dict.items(container)), 0, most, step))
+        return list(_runs(reversed(dict.items(container)), most, step, run))
     if issubclass(cls, set):
-        return [(item,) for item in itertools.islice(set.__iter__(container), 0, most, step)]
+        return [(item,) for item in _runs(set.__iter__(container), most, step, run)]
     kind = list if issubclass(cls, list) else deque
-    return [(item,) for item in itertools.islice(kind.__reversed__(container), 0, most, step)]
+    return [(item,) for item in _runs(kind.__reversed__(container), most, step, run)]
+
+
+def _runs(entries: Iterator[Any], most: int, step: int, run: int) -> Iterator[Any]:
+    gone = 0
+    for number, stretch in enumerate(range(0, most, step)):
+        # Not always the first ones: every so many may be like no others.
+        start = stretch + int(number * _GOLDEN % 1 * (step // run)) * run
+        stop = min(start + run, most)
+        yield from itertools.islice(entries, start - gone, max(start, stop) - gone)
+        gone = max(start, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import ChainMap, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -162,6 +162,16 @@ def test_the_last_entries_are_those_that_came_last() -> None:
     assert last_entries({"a": 1, "b": 2}, 1) == [("b", 2)]
     assert last_entries({7}, 5) == [(7,)]
     assert last_entries(Boasting([1, 2]), 1) == [(2,)]
+
+
+@pytest.mark.parametrize("kind", [list, deque, set, dict.fromkeys])
+def test_of_many_entries_some_are_given_all_over(kind: Callable[[range], object]) -> None:
+    given = sorted(entry[0] for entry in last_entries(kind(range(1000)), 1000, 20, 4))
+    runs = [given[at : at + 4] for at in range(0, len(given), 4)]
+    assert (len(runs), all(run == list(range(run[0], run[0] + 4)) for run in runs)) == (50, True)
+    assert [run[0] // 20 for run in runs] == list(range(50))
+    # Not always the same ones of those of which every so many is like no others.
+    assert len({run[0] % 20 for run in runs}) == 5
 
 
 def test_lengths_are_read_from_memory_where_objects_are() -> None:

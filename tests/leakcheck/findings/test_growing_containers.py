@@ -106,6 +106,27 @@ def test_so_it_is_where_a_class_has_something_else_under_the_name_of_its_size() 
     assert (found.count, found.bytes > TURNS * 1000) == (TURNS - 1, True)
 
 
+@pytest.mark.parametrize(
+    ("turns", "each", "size"),
+    [
+        (61, 1, lambda number: 1 << 20 if number > 51 else 1000),
+        (61, 1, lambda number: 1000 if number > 10 else 1 << 20),
+        (101, 100, lambda number: 20_000 if number % 10 == 0 else 500),
+    ],
+    ids=["late ones are large", "early ones are large", "every tenth is large"],
+)
+def test_the_bytes_are_those_of_its_whole_course(turns: int, each: int, size: Callable[[int], int]) -> None:
+    kept: list[bytes] = []
+    growth = TurnGrowth("steps", lambda: [("fixture 'kept'", kept)], asked=True)
+    for number in range(1, turns + 1):
+        kept.extend(bytes(size(number * each + place)) for place in range(each))
+        if number % 10 == 1:
+            growth.read(number)
+    (finding,) = growth.end("", "").containers
+    of_all = sum(map(len, kept[each:]))
+    assert 0.85 * of_all < finding.bytes < 1.15 * of_all
+
+
 @pytest.mark.parametrize(("kept", "may_grow"), [(Block, True), (lambda number: number % 100, False)])
 def test_the_heap_is_gone_through_once_a_turn_to_say_whether_anything_may_grow(
     kept: Callable[[int], Block], may_grow: bool, monkeypatch: pytest.MonkeyPatch
