@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import dis
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
-from lowtide.leakcheck.findings.kept_bytes import kept_by, own_size
+from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.resources.resource import function_name
@@ -18,6 +20,7 @@ from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import dict_of_module, module_of_class, type_name
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, sys, weakref
@@ -57,6 +60,33 @@ _STEPS = 3
 _RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """What is known of the turns in which something has grown.
+
+    Attributes:
+        turns: what a turn is, in the plural: `tests`.
+        module_of: gives the module to which a course's turns belong; empty if to none.
+        roots: what is held, by name, where no path can see it.
+        by_frames: whether what a running function of this thread holds is the program's.
+        seconds: how long a turn takes; 0 where it may take any time.
+        since: the moment from which it has grown, where nobody has counted the turns.
+        tensors: whether memory under tensors counts: where nobody else follows these.
+        fixed: the containers that have not changed their lengths meanwhile: what lies in one is there anyway.
+        earlier: the identities of objects that were there after some turn of it, in their order, by their type's.
+    """
+
+    turns: str
+    module_of: Callable[[Course], str] = lambda _: ""
+    roots: Sequence[tuple[str, object]] = ()
+    by_frames: bool = False
+    seconds: float = 0.0
+    since: str = ""
+    tensors: bool = False
+    fixed: Collection[int] = ()
+    earlier: Mapping[int, Ints] = field(default_factory=dict)
+
+
 def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
     """Return whether what a container takes is the program's, and enough; costs next to nothing.
 
@@ -68,14 +98,15 @@ def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
     if type(container) is deque and container.maxlen is not None:
         return False
     entries = _over_its_course(course, container, _SAMPLE)
-    if all(issubclass(type(item), weakref.ref) or _is_of_runner(item) for *_, item in entries):
+    if all(issubclass(type(item), weakref.ref) or is_of_runner(type(item)) for *_, item in entries):
         return False
     each, _ = _bytes_a_turn(course, container, tensors=tensors)
     return each >= LEAST_A_TURN or each * course.span >= LEAST_IN_ALL
 
 
-def _is_of_runner(item: object) -> bool:
-    return f"{module_of_class(type(item))}.".startswith(_RUNNERS)
+def is_of_runner(cls: type) -> bool:
+    """Return whether a class is of a test runner, or of this checker."""
+    return f"{module_of_class(cls)}.".startswith(_RUNNERS)
 
 
 def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: bool = False) -> tuple[int, str]:
@@ -87,13 +118,19 @@ def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: boo
     if len(entries) < min(wanted, course.items):
         entries = _over_its_course(course, container, wanted)
         kept = kept_by(entries, besides=(container,))
+    size, device = with_tensors(kept, tensors=tensors)
+    places = own_size(container) / max(1, course.lengths[-1])
+    return round((size / len(entries) + places) * rate), device
+
+
+def with_tensors(kept: KeptBytes, *, tensors: bool) -> tuple[int, str]:
+    """Return bytes with those under tensors, if these count, and the device where most of them are; else empty."""
     under = Counter[str]()
     for storage in live_storages(kept.tensors) if tensors and kept.tensors else ():
         under[storage.device] += storage.bytes
-    places = own_size(container) / max(1, course.lengths[-1])
     size = kept.bytes + under.total()
     ((device, most),) = under.most_common(1) or (("", 0),)
-    return round((size / len(entries) + places) * rate), device if 2 * most > size else ""
+    return size, device if 2 * most > size else ""
 
 
 def _over_its_course(course: Course, container: Any, most: int) -> list[tuple[Any, ...]]:
@@ -103,66 +140,61 @@ def _over_its_course(course: Course, container: Any, most: int) -> list[tuple[An
 
 
 def growth_of_containers(
-    courses: Sequence[Course],
-    containers: dict[int, Any],
-    *,
-    turns: str,
-    module_of: Callable[[Course], str],
-    roots: Sequence[tuple[str, object]] = (),
-    by_frames: bool = False,
-    seconds: float = 0.0,
-    since: str = "",
-    tensors: bool = False,
-    fixed: Collection[int] = (),
+    courses: Sequence[Course], containers: Mapping[int, Any], stretch: Stretch
 ) -> dict[int, Finding]:
     """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
 
     Args:
         courses: how they have grown.
         containers: those that are there, by identity.
-        turns: what a turn is, in the plural: `tests`.
-        module_of: gives the module to which a container's turns belong; empty if to none.
-        roots: what is held, by name, where no path can see it.
-        by_frames: whether what a running function of this thread holds is the program's.
-        seconds: how long a turn takes; 0 where it may take any time.
-        since: the moment from which they have grown, where nobody has counted the turns.
-        tensors: as of `is_worth_a_look`.
-        fixed: the containers that have not changed their lengths meanwhile: what lies in one is there anyway.
+        stretch: in which turns.
     """
     wanted = [
         (course, containers[course.identity])
         for course in courses
-        if course.identity in containers and is_worth_a_look(course, containers[course.identity], tensors=tensors)
+        if course.identity in containers
+        and is_worth_a_look(course, containers[course.identity], tensors=stretch.tensors)
     ]
-    wanted = _of_new_things(wanted, fixed)
+    wanted = _of_new_things(wanted, stretch.fixed)
     if not wanted:
         return {}
     caches = _caches_by_table()
     wanted = [(course, table) for course, table in wanted if _may_grow_for_ever(caches.get(id(table)))]
     # Of a cache's table no expression is known.
-    targets = [caches.get(id(container), container) for _, container in wanted]
+    targets = [caches.get(id(container), _held_in(container)) for _, container in wanted]
     ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
-    explained = explain(targets, ignore=ignore, roots=roots, living=True)
+    explained = explain(targets, ignore=ignore, roots=stretch.roots, living=True)
     if any(map(_is_of_a_functions_module, explained)):
         # A function that somebody is given does not make its module's globals theirs.
         others = explain(targets, ignore=ignore | {id(explained)}, living=True)
         pairs = zip(explained, others, strict=True)
         explained = [other if _is_of_a_functions_module(each) and other.path else each for each, other in pairs]
-    return {
-        course.identity: _finding(
-            course,
-            container,
-            explanation,
-            turns,
-            module_of(course),
-            seconds,
-            since,
-            tensors=tensors,
-            is_cache=id(container) in caches,
-        )
+    held = [
+        (course, container, explanation)
         for (course, container), explanation in zip(wanted, explained, strict=True)
-        if _is_of_program(explanation, container, by_frames=by_frames)
+        if is_of_program(explanation, last_entries(container, _SAMPLE), stretch)
+    ]
+    return {
+        course.identity: _finding(course, container, explanation, stretch, is_cache=id(container) in caches)
+        for course, container, explanation in held
+        if not _is_part_of_another(course, container, explanation, held)
     }
+
+
+def _is_part_of_another(
+    course: Course, container: Any, explanation: Explanation, held: Sequence[tuple[Course, Any, Explanation]]
+) -> bool:
+    """Return whether what a container takes lies in one, too, by which it is held itself: it has an index of that."""
+    around = [(other, table) for other, table, _ in held if table is not container and id(table) in explanation.through]
+    return any(set(map(id, _taken(course, container))) & set(map(id, _taken(other, table))) for other, table in around)
+
+
+def _held_in(container: Any) -> Any:
+    """Return what shows who holds a container; of `atexit`, of which nothing but an entry can, the last one's own."""
+    if container is not atexit:
+        return container
+    function, *arguments = last_entries(container, 1)[0]
+    return next(filter(None, arguments), function)
 
 
 def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> list[tuple[Course, Any]]:
@@ -188,10 +220,10 @@ def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> 
 def _taken(course: Course, container: Any) -> list[Any]:
     """Return some of the things that a container has taken, from all of its course; of an entry what counts.
 
-    That is what refers to others rather than a number, a name or `None`, which lie in other tables, too.
+    That is what refers to others rather than a number, a name or `None`, which lie in other tables, too, or a function.
     """
-    entries = _over_its_course(course, container, _SAMPLE)
-    return [max(entry, key=lambda item: (gc.is_tracked(item), own_size(item))) for entry in entries]
+    counts = lambda item: (not is_of_a_module(item), gc.is_tracked(item), own_size(item))  # noqa: E731
+    return [max(entry, key=counts) for entry in _over_its_course(course, container, _SAMPLE)]
 
 
 def _things_in(holder: Any) -> Iterable[Any]:
@@ -216,25 +248,30 @@ def _is_of_a_functions_module(explanation: Explanation) -> bool:
     return bool(path) and path[0].type == "object" and any("__globals__" in hop.edge for hop in path[1:])
 
 
-def _is_of_program(explanation: Explanation, container: Any, *, by_frames: bool) -> bool:
-    """Whether the program holds it, or has Python's library hold what is the program's.
+def is_of_program(explanation: Explanation, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> bool:
+    """Return whether the program holds what grows, or has Python's library hold what is the program's.
 
     A test runner keeps what it has to report, and libraries a lot.
+
+    Args:
+        explanation: who holds it.
+        entries: some of what each turn adds.
+        stretch: in which turns it does.
     """
     if not explanation.path:
         # C holds it: of a test runner's, or of the program. In a frozen heap nobody knows who does.
-        return by_frames and explanation.verdict == "native-held"
+        return stretch.by_frames and explanation.verdict == "native-held"
     if not explanation.holder or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
         return False
     root = explanation.path[0]
     if root.type == "frame":
-        return by_frames or bool(explanation.thread)
+        return stretch.by_frames or bool(explanation.thread)
     if root.type in ("module", "class", "interpreter") and is_library(root.edge):
         if _is_bounded_by(explanation.path):
             return False
         # Turns that do the same ask for nothing new, as tests do: what a library takes in each of them has no end.
         of_python = root.edge.partition(".")[0] in sys.stdlib_module_names
-        return by_frames or (of_python and bool(_programs_in(container)))
+        return stretch.by_frames or (of_python and bool(_programs_in(entries)))
     return True
 
 
@@ -259,12 +296,11 @@ def _asks_for_length(code: CodeType, name: str) -> bool:
     )
 
 
-def _programs_in(container: Any) -> str:
+def _programs_in(entries: Sequence[tuple[Any, ...]]) -> str:
     """Return what most of the last things of a container are for: a function, or a class, of the program's.
 
     Python's library calls it, as `weakref.finalize` does, once something else is over.
     """
-    entries = last_entries(container, _SAMPLE)
     names = Counter(name for entry in entries if (name := _first_of_program(entry)))
     ((name, count),) = names.most_common(1) or (("", 0),)
     return name if 2 * count > len(entries) else ""
@@ -284,6 +320,8 @@ def _first_of_program(entry: Iterable[Any]) -> str:
 
 def _name_of(explanation: Explanation, container: Any) -> str:
     """Return the container's name: the holder alone names a thread, or a variable's last attribute."""
+    if container is atexit:
+        return explanation.holder.removesuffix(" with")
     if not explanation.path:
         return f"a {type_name(type(container))} of {explanation.holder}"
     root, *hops = explanation.path
@@ -303,55 +341,62 @@ def _said(rate: float, size: float) -> str:
     return f"{said} {unit} ({format_bytes(round(size))})"
 
 
-def _finding(
-    course: Course,
-    container: Any,
-    explanation: Explanation,
-    turns: str,
-    module: str,
-    seconds: float,
-    since: str,
-    *,
-    tensors: bool,
-    is_cache: bool,
-) -> Finding:
+def _finding(course: Course, container: Any, explanation: Explanation, stretch: Stretch, *, is_cache: bool) -> Finding:
     entries = _over_its_course(course, container, _SAMPLE)
-    each, device = _bytes_a_turn(course, container, tensors=tensors, exactly=True)
-    resource: ResourceName = "tensors" if device else "host-memory"
     kinds = Counter(type_name(type(item)) for *_, item in entries)
     ((kind, _),) = kinds.most_common(1)
-    rate = course.items / course.span
-    size = _said(rate, each)
-    of_kind = f": {course.lengths[-1]} of {kind}"
-    name = _name_of(explanation, container)
+    of_kind = f"{course.lengths[-1]} {'callbacks' if container is atexit else f'of {kind}'}"
     root = explanation.path[0].type if explanation.path else ""
-    amount = f"{name} takes {size} in each of {course.span} {turns}"
-    if root in ("module", "class") and is_library(explanation.path[0].edge) and (of := _programs_in(container)):
-        of_kind += f", for {of}"
-    kept = Note(f", {format_bytes(each * course.span)} in all{of_kind}")
-    if since:
-        amount = f"{name} has {_said(course.items, each * course.span)} more than at {since}"
-        kept = Note(of_kind)
-    in_time = (Note(f"; that is {_said(rate / seconds, each / seconds)} a second"),) if seconds else ()
-    stage = turns if not module else f"{turns} of {module}"
+    if root in ("module", "class") and is_library(explanation.path[0].edge):
+        of = _programs_in(last_entries(container, _SAMPLE))
+        of_kind += f", for {of}" if of else ""
+    name = _name_of(explanation, container)
+    explanation = replace(
+        explanation,
+        cause="lru-cache" if is_cache else explanation.cause,
+        # A thread has many containers, and so has C.
+        holder=name if root in ("", "thread") or container is atexit else explanation.holder,
+    )
+    each = _bytes_a_turn(course, container, tensors=stretch.tensors, exactly=True)
+    return stated(course, explanation, stretch, name=name, each=each, what=of_kind)
+
+
+def stated(
+    course: Course, explanation: Explanation, stretch: Stretch, *, name: str, each: tuple[int, str], what: str
+) -> Finding:
+    """Return the finding on what takes something in each turn.
+
+    Args:
+        course: how it has grown.
+        explanation: who holds it.
+        stretch: in which turns.
+        name: its name.
+        each: the bytes that it takes in a turn, and the device where most of them are; empty if on none.
+        what: what it holds.
+    """
+    size, device = each
+    resource: ResourceName = "tensors" if device else "host-memory"
+    rate = course.items / course.span
+    amount = f"{name} takes {_said(rate, size)} in each of {course.span} {stretch.turns}"
+    kept = Note(f", {format_bytes(size * course.span)} in all: {what}")
+    if stretch.since:
+        amount = f"{name} has {_said(course.items, size * course.span)} more than at {stretch.since}"
+        kept = Note(f": {what}")
+    seconds, module = stretch.seconds, stretch.module_of(course)
+    in_time = (Note(f"; that is {_said(rate / seconds, size / seconds)} a second"),) if seconds else ()
     return StatedFinding(
         resource=resource,
-        cause="lru-cache" if is_cache else explanation.cause,
-        bytes=each * course.span,
+        cause=explanation.cause,
+        bytes=size * course.span,
         count=course.items,
         device=device,
-        stage=stage,
-        statement=Statement(
-            amount=amount,
-            came=None,
-            notes=(kept, *in_time),
-        ),
+        stage=f"{stretch.turns} of {module}" if module else stretch.turns,
+        statement=Statement(amount=amount, came=None, notes=(kept, *in_time)),
         fingerprint=fingerprint(
-            resource=resource, device=device, stage=turns, suspects=("growth", *explanation.suspects), module=""
+            resource=resource, device=device, stage=stretch.turns, suspects=("growth", *explanation.suspects), module=""
         ),
         verdict=explanation.verdict,
-        # A thread has many containers, and so has C.
-        holder=name if root in ("", "thread") else explanation.holder,
+        holder=explanation.holder,
         path=explanation.path,
         advice=ADVICE,
         trend="growth",

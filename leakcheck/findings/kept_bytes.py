@@ -81,7 +81,7 @@ def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] =
         level = list[tuple[int, Sequence[Any]]]()
         for met in following:
             seen.add(id(met.item))
-            if _is_shared(met, len(entries)) or (_is_of_a_module(met.item) and id(met.item) not in taken):
+            if _is_shared(met, len(entries)) or (is_of_a_module(met.item) and id(met.item) not in taken):
                 continue
             left -= 1
             kept.objects += 1
@@ -113,10 +113,13 @@ def _is_shared(met: _Met, entries: int) -> bool:
     return entries >= _FEWEST_SHARING and met.entries > _SHARED_BY * entries
 
 
-def _is_of_a_module(item: Any) -> bool:
+def is_of_a_module(item: Any) -> bool:
     """Return whether something was defined once: a class or function that is no other one's product, code, a module."""
     kind = type(item)
-    if kind is CodeType or kind is BuiltinFunctionType or is_a(item, ModuleType):
+    if kind is BuiltinFunctionType:
+        # Else it is a method of an object's.
+        return item.__self__ is None or is_a(item.__self__, ModuleType)
+    if kind is CodeType or is_a(item, ModuleType):
         return True
     return (kind is FunctionType or is_a(item, type)) and place_of_definition(item) is not None
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_containers import ADVICE, growth_of_containers, is_worth_a_look
+from lowtide.leakcheck.findings.growing_chains import growth_in_heap, ids_of, is_worth_a_look
+from lowtide.leakcheck.findings.growing_containers import ADVICE, Stretch
 from lowtide.leakcheck.findings.host_arrays import held_by_arrays
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
@@ -22,6 +23,8 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.host.memory_parts import NAMES
+from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.originals import gc, time
 from lowtide.reports.schema import Cause, Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
@@ -178,6 +181,7 @@ class TurnGrowth:
         self._turn = 0
         # Of the containers that had grown before the last reading, by identity.
         self._are_worth: dict[int, bool] = {}
+        self._earlier: dict[int, Ints] = {}
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
 
@@ -233,12 +237,19 @@ class TurnGrowth:
         self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
         self._are_worth = self._worth_a_look(wanted, found)
+        self._note_types(found)
         for identity in () if self._asked else candidates:
             if not self._are_worth.get(identity, True):
                 self._containers.drop(identity)
         if self._asked:
             # What the reading has taken and freed would be in the next level.
             trim_heap()
+
+    def _note_types(self, found: Mapping[int, Any]) -> None:
+        """Note which objects there are of the types that may grow, when these are met first."""
+        types = {identity: item for identity, item in found.items() if is_a(item, type)}
+        self._earlier = {identity: ids for identity, ids in self._earlier.items() if identity in types}
+        self._earlier |= ids_of(item for identity, item in types.items() if identity not in self._earlier)
 
     def _worth_a_look(self, courses: Mapping[int, Course], there: Mapping[int, object]) -> dict[int, bool]:
         return {
@@ -384,18 +395,18 @@ class TurnGrowth:
         return self._apart(lambda: self._explained(growing, module, since))
 
     def _explained(self, growing: Sequence[Course], module: str, since: int) -> dict[int, Finding]:
-        _, containers = read_lengths({course.identity for course in growing})
-        return growth_of_containers(
-            growing,
-            containers,
-            turns=self._turns,
+        _, there = read_lengths({course.identity for course in growing})
+        stretch = Stretch(
+            self._turns,
             module_of=lambda course: module if course.turns[0] >= since else "",
             roots=tuple(self._roots()),
             by_frames=self._by_frames,
             seconds=self._seconds,
             tensors=self._counts_tensors,
             fixed=self._containers.fixed(min(course.items for course in growing)),
+            earlier=self._earlier,
         )
+        return growth_in_heap(growing, there, stretch)
 
 
 def growth_of_host_memory(

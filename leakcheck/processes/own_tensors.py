@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_containers import growth_of_containers
+from lowtide.leakcheck.findings.growing_chains import growth_in_heap
+from lowtide.leakcheck.findings.growing_containers import Stretch
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.growth.containers import Course
@@ -434,16 +435,14 @@ def _filled_caches() -> tuple[FilledCache, ...]:
 def explain_grown(question: ExplainGrown) -> list[Finding]:
     """Return a finding on each of some containers that have grown and that the program holds."""
     courses = [Course(*each) for each in question.containers]
-    _, containers = read_lengths({course.identity for course in courses})
-    found = growth_of_containers(
-        courses,
-        containers,
-        turns=question.turns,
-        module_of=lambda _: "",
+    _, there = read_lengths({course.identity for course in courses})
+    stretch = Stretch(
+        question.turns,
         by_frames=True,
         seconds=question.seconds,
         since=question.since,
         tensors=True,
         fixed=question.fixed,
     )
+    found = growth_in_heap(courses, there, stretch)
     return written(found.values())

@@ -1,10 +1,14 @@
 """How many things each container holds, read in one go: twice, and it shows which containers grow.
 
+A type is read as if it held its objects: what is in no container, as the nodes of a chain, shows by that. And `atexit`
+is read as the list that it has of what is to be called at exit.
+
 (A container that was frozen is read like any other: `gc.freeze()` hides it from the collector's list alone.)
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -17,6 +21,7 @@ from lowtide.probes.objects.foreign import flags_of, mro_of
 from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
 from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
+from lowtide.probes.references.interpreter_holders import exit_entries
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 
@@ -39,12 +44,12 @@ _LARGEST_RECORD = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContainerLengths:
-    """The containers of one moment, in the order of their identities; all of shape [n].
+    """The containers of one moment and the types of all objects, in the order of their identities; all of shape [n].
 
     Attributes:
         ids: their identities.
         kinds: those of their types.
-        lengths: how many things each holds.
+        lengths: how many things each holds; of a type how many objects the collector has.
         objects: how many objects were gone through.
     """
 
@@ -69,11 +74,20 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
     but what is wanted; in C no other thread runs meanwhile, which would find what it lets go of alive.
 
     Args:
-        wanted: identities of containers that are returned themselves.
+        wanted: identities of containers and types that are returned themselves.
 
     Returns:
         The lengths, and the wanted ones that are there, by identity.
     """
+    read, found = _lengths(wanted)
+    if id(atexit) in wanted:
+        found[id(atexit)] = atexit
+    place = np.searchsorted(read.ids, id(atexit))
+    ids, kinds = np.insert(read.ids, place, id(atexit)), np.insert(read.kinds, place, id(type(atexit)))
+    return ContainerLengths(ids, kinds, np.insert(read.lengths, place, atexit._ncallbacks()), read.objects), found
+
+
+def _lengths(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
     with collector_paused():
         if native.lengths_of_all is not None and lists_can_be_read():
             return _all_lengths_in_c(wanted)
@@ -120,6 +134,7 @@ def _each_length(objects: list[object]) -> tuple[Ints, Ints]:
         found.append((own, lengths))
     more = _untracked_dicts(objects, np.concatenate(holders))
     found.append((more, lengths_of(more, dict)))
+    found.append((kinds, np.bincount(of_objects, minlength=len(kinds))))
     own, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return own, lengths
 
@@ -150,15 +165,17 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
     """Return what a container took last, as far as it has an order, without running foreign code.
 
     Args:
-        container: a list, dict, set or deque.
+        container: a list, dict, set or deque, or `atexit`.
         most: how many entries are gone through.
         step: of each so many of them some are returned; a multiple of `run`.
         run: how many, one after the other.
 
     Returns:
-        Key and value of each entry of a dict; of others the thing alone.
+        Key and value of each entry of a dict, function and arguments of one of `atexit`; of others the thing alone.
     """
     cls = type(container)
+    if container is atexit:
+        return [tuple(entry) for entry in _runs(reversed(exit_entries()), most, step, run)]
     if issubclass(cls, dict):
         return list(_runs(reversed(dict.items(container)), most, step, run))
     if issubclass(cls, set):

@@ -128,6 +128,9 @@ def landmarks(items: Sequence[object], edges: Sequence[str]) -> list[str]:
 
 def _logger(items: Sequence[object], edges: Sequence[str]) -> str:
     item = items[-1]
+    if item is logging.Logger.manager:
+        # Every logger of everybody has it as an attribute.
+        return "logging.Logger.manager"
     if is_a(item, logging.RootLogger):
         return "logging.getLogger()"
     if not is_a(item, logging.Logger):

@@ -190,6 +190,8 @@ typedef struct {
     traverseproc traverse;
     inquiry is_gc;
     int manner;
+    PyTypeObject *type;
+    int64_t objects; /* of it, where they are counted */
 } Kind;
 
 typedef struct {
@@ -224,7 +226,7 @@ kind_place(Walk *walk, PyTypeObject *type, const Asked *asked)
     PyObject *answer = PyObject_CallFunctionObjArgs(asked->classify, (PyObject *)type, NULL);
     if (answer == NULL)
         return FAILED;
-    Kind kind = {NULL, NULL, (int)PyLong_AsLong(answer)};
+    Kind kind = {NULL, NULL, (int)PyLong_AsLong(answer), type, 0};
     Py_DECREF(answer);
     if (PyErr_Occurred())
         return FAILED;
@@ -662,7 +664,7 @@ noted_kind(Walk *walk, PyTypeObject *type, PyTypeObject *deque)
     int32_t place = table_find(&walk->kinds, type);
     if (place != UNKNOWN)
         return place;
-    Kind kind = {NULL, NULL, manner_of(type, deque)};
+    Kind kind = {NULL, NULL, manner_of(type, deque), type, 0};
     if (PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) {
         kind.traverse = (traverseproc)PyType_GetSlot(type, Py_tp_traverse);
         kind.is_gc = (inquiry)PyType_GetSlot(type, Py_tp_is_gc);
@@ -681,6 +683,7 @@ note_object(Walk *walk, Lengths *found, PyObject *item)
     int32_t place = noted_kind(walk, Py_TYPE(item), found->deque);
     if (place < 0)
         return -1;
+    ((Kind *)walk->manners.items)[place].objects++;
     int manner = kind_at(walk, place)->manner, kind = manner & CONTAINERS;
     int64_t length = kind ? length_of(item, kind) : 0;
     if (kind && note_length(found, item, length) < 0)
@@ -688,6 +691,18 @@ note_object(Walk *walk, Lengths *found, PyObject *item)
     if (manner & HAS_ATTRIBUTES || (kind == IS_LIST && length <= found->record) ||
         (kind == IS_DICT && length <= found->namespace))
         return note_shown(walk, item, place, &nothing) < 0 ? -1 : note_untracked(walk, found);
+    return 0;
+}
+
+/* Notes how many objects there are of each type, as if that held them. */
+static int
+note_types(const Walk *walk, Lengths *found)
+{
+    for (size_t place = 0; place < walk->manners.count; place++) {
+        const Kind *kind = kind_at(walk, (int)place);
+        if (note_length(found, (PyObject *)kind->type, kind->objects) < 0)
+            return -1;
+    }
     return 0;
 }
 
@@ -1000,7 +1015,8 @@ lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
                           &found->namespace))
         return NULL;
     begin(&reading.walk);
-    if (add_ids(&found->wanted, wanted) == 0 && for_all(0, read_length, &reading) == 0)
+    if (add_ids(&found->wanted, wanted) == 0 && for_all(0, read_length, &reading) == 0 &&
+        note_types(&reading.walk, found) == 0)
         taken = taken_lengths(found);
     Array *arrays[] = {&found->ids, &found->lengths, &found->kinds, &found->met};
     for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
@@ -1316,9 +1332,9 @@ static PyMethodDef functions[] = {
     {"marks_of", marks_of, METH_O,
      "Return a number (uint64) for each dictionary of a tuple, which is another one once a value in it is another."},
     {"lengths_of_all", lengths_of_all, METH_VARARGS,
-     "Return the identities (int64) of all containers, and of the dicts that objects hold and that the collector does "
-     "not track, how many things each holds and its type's identity (int64), how many objects there are, and the wanted "
-     "ones."},
+     "Return the identities (int64) of all containers, of the dicts that objects hold and that the collector does not "
+     "track, and of all types, how many things each holds, or how many objects there are of it, and its type's identity "
+     "(int64), how many objects there are, and the wanted ones."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places. Nothing may be collected meanwhile."},

@@ -38,7 +38,7 @@ class Walk:
 def lengths_of_all(
     deque: type, wanted: bytes, record: int, namespace: int
 ) -> tuple[bytes, bytes, bytes, int, list[Any]]:
-    """Return all lists, dicts, sets and deques, and the dicts that objects hold and that the collector does not track.
+    """Return all lists, dicts, sets and deques, dicts that objects hold and the collector does not track, and types.
 
     Args:
         deque: `collections.deque`.
@@ -47,8 +47,8 @@ def lengths_of_all(
         namespace: the same for a dict.
 
     Returns:
-        Their identities, how many things each holds, their types' identities, all int64; how many objects were gone
-        through; the wanted ones.
+        Their identities, how many things each holds, or how many objects there are of a type, their types' identities,
+        all int64; how many objects were gone through; the wanted ones.
 
     Raises:
         NotImplementedError: this interpreter's collector has its objects in other lists.

@@ -52,11 +52,19 @@ def named_holders() -> Iterator[tuple[str, object]]:
 
 
 def exit_functions() -> list[tuple[str, object]]:
-    """What `atexit` has registered, with the arguments of each; empty where the interpreter's memory cannot be read.
+    """Return what `atexit` has registered, with the arguments of each, and the names of all of it."""
+    return [named for entry in exit_entries() for named in _exit_function(*entry)]
+
+
+def exit_entries() -> list[list[object]]:
+    """Return what `atexit` has registered; empty where the interpreter's memory cannot be read.
 
     No function lists them, so they are looked for in the interpreter's state, by their number and their types: there is
     an array of so many pointers to a function, a tuple and, maybe, a dict. (As CPython 3.10 to 3.13 have it.) It is
     read by way of the kernel, which refuses an address that is not mapped.
+
+    Returns:
+        Of each, in their order, the function, its arguments and, if there are any, those by name.
     """
     count = atexit._ncallbacks()
     if not 0 < count <= _MOST_EXIT_FUNCTIONS:
@@ -71,8 +79,9 @@ def exit_functions() -> list[tuple[str, object]]:
         fits = (state[1:] & 0xFFFFFFFF == count) & (state[1:] >> 32 >= count)
         for place in np.flatnonzero(fits).tolist():
             found = _callbacks(file, int(state[place]), count)
-            if found is not None:
-                return [named for entry in found for named in _exit_function(*entry)]
+            # (An array of zeros looks like one of which all are unregistered.)
+            if found:
+                return found
     finally:
         os.close(file)
     return []

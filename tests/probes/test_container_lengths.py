@@ -98,6 +98,12 @@ def test_a_dict_of_names_alone_is_found_where_a_short_list_holds_it() -> None:
     assert length_of(chained.maps[0]) == 1
 
 
+@pytest.mark.usefixtures("way")
+def test_a_type_is_as_long_as_there_are_objects_of_it() -> None:
+    kept = [Holder() for _ in range(7)]
+    assert length_of(Holder) == len(kept)
+
+
 @pytest.fixture
 def frozen() -> Iterator[list[Any]]:
     hidden = [Holder(), {1: []}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import collections
 import ctypes
@@ -11,6 +12,7 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -253,6 +255,85 @@ def test_what_the_interpreter_itself_keeps_a_list_of_is_told() -> None:
     for search in added:
         codecs.unregister(search)
     assert "codecs.register()" in [finding.holder for finding in found]
+
+
+class Handling(logging.NullHandler):
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    known = dict(logging.Logger.manager.loggerDict)
+    yield
+    logging.Logger.manager.loggerDict.clear()
+    logging.Logger.manager.loggerDict.update(known)
+
+
+@pytest.mark.usefixtures("loggers")
+def test_loggers_that_become_more_are_one_finding_though_their_parent_has_an_index_of_them() -> None:
+    def begin(number: int) -> None:
+        vars(logging.getLogger(f"requests.{number}"))["block"] = Block(number)
+
+    (finding,) = found_after(begin, by_frames=True)
+    assert finding.holder == "logging.Logger.manager.loggerDict"
+
+
+@pytest.mark.usefixtures("loggers")
+@pytest.mark.parametrize(
+    ("add", "name"),
+    [
+        (lambda logger, block: logger.addFilter(block.end), "filters"),
+        (lambda logger, block: logger.addHandler(Handling(block)), "handlers"),
+    ],
+)
+def test_what_a_logger_has_is_named_by_it(add: Callable[[logging.Logger, Block], None], name: str) -> None:
+    logger = logging.getLogger("engine.requests")
+    (finding,) = found_after(lambda number: add(logger, Block(number)), by_frames=True)
+    assert finding.holder == f"logging.getLogger('engine.requests').{name}"
+
+
+def test_what_a_session_in_a_list_takes_is_told_beside_the_list() -> None:
+    sessions: list[list[Block]] = SEEN  # type: ignore[assignment]
+    sessions.append([])
+
+    def serve(number: int) -> None:
+        sessions.append([Block(number)])
+        sessions[0].append(Block(number))
+
+    assert {finding.holder for finding in found_after(serve)} == {f"{__name__}.SEEN", f"{__name__}.SEEN[0]"}
+
+
+def shut_down(data: object) -> None:
+    """Be called at exit, and do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [
+        (lambda number: atexit.register(shut_down, bytes(2000)), "function {}.shut_down"),
+        (lambda number: atexit.register(Block(number).end), "method {}.Block.end"),
+        (lambda number: atexit.register(shut_down, data=Block(number)), "function {}.shut_down"),
+        (lambda number: atexit.register(bytes(2000).find, b"1"), "function bytes.find"),
+    ],
+    ids=["argument", "method", "keyword", "of C"],
+)
+def test_what_is_to_be_called_at_exit_is_told_by_its_function(register: Callable[[int], Any], name: str) -> None:
+    registered: list[Any] = []
+    found = found_after(lambda number: registered.append(register(number)), by_frames=True)
+    (finding,) = [each for each in found if (each.holder or "").startswith("atexit")]
+    for function in registered:
+        atexit.unregister(function)
+    assert finding.holder == f"atexit.register({name.format(__name__)})"
+    assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
+    assert finding.count == TURNS - 1
+
+
+def test_what_is_called_at_exit_alone_keeps_nothing() -> None:
+    found = found_after(lambda number: atexit.register(codecs.lookup, "utf-8"), by_frames=True)
+    atexit.unregister(codecs.lookup)
+    assert found == []
 
 
 @pytest.mark.parametrize("kind", ["finalize", "line cache", "logger"])
