@@ -108,7 +108,8 @@ class Makers:
         self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         self._after(socket.socket, "bind", self._note_bound)
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
-        for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create"):
+        nameless = ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create")
+        for name in ("open", *nameless):
             if hasattr(os_module, name):
                 self._after(os_module, name, lambda first, result: self._note_descriptors(result))
         _FORKS.tell(self)

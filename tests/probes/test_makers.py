@@ -234,3 +234,14 @@ def fork() -> int:
     if not pid:
         os._exit(0)
     return pid
+
+
+def test_who_opened_a_file_by_its_descriptor_is_known(tmp_path: Path) -> None:
+    makers = Makers()
+    makers.start()
+    number = os.open(tmp_path / "opened", os.O_CREAT | os.O_RDWR)
+    made = makers.of_item("file-descriptors", f"{number} -> {tmp_path / 'opened'}")
+    os.close(number)
+    makers.stop()
+    assert made is not None
+    assert made.place.startswith("test_who_opened_a_file_by_its_descriptor_is_known, test_makers.py:")

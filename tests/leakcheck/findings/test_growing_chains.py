@@ -201,7 +201,7 @@ KEPT: list[Node] = []
 
 
 def test_a_chain_that_was_there_is_not_blamed_for_what_a_list_takes() -> None:
-    for _ in range(TURNS):
+    for _ in range(9 * TURNS):
         Held.still = Node(Held.still)
     found = found_after(lambda number: KEPT.append(Node(None)))
     KEPT.clear()
