@@ -237,9 +237,22 @@ def first_holders(
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
         return path_reading.marks(items, innocent=innocent, ages_known=True, living=living, hollow=root == "object")
 
-    not_roots = {*map(id, targets), *not_roots}
+    # The arguments of a function at exit are held by nothing else.
+    not_roots = {*(id(target) for target in targets if type(target) is not tuple), *not_roots}
     with trace(targets, ignore=ignore, roots=roots, not_roots=not_roots, walk=walk) as found:
-        return [_first_holder(found, place, inspect, names) for place in range(len(targets))]
+        holders = (_first_holder(found, place, inspect, names) for place in range(len(targets)))
+        return [
+            holder or _holder_in_c(found.path(place), target)
+            for place, (holder, target) in enumerate(zip(holders, targets, strict=True))
+        ]
+
+
+def _holder_in_c(path: Path | None, target: object) -> Holder | None:
+    """Return the holder of what the interpreter refers to itself: what a function at exit is to be given."""
+    if path is None or path.steps or path.root_kind != "interpreter":
+        return None
+    root = Hop(type="interpreter", edge=path.root_name.removesuffix(" with"), suspect=True)
+    return Holder(id(target), (root,), None, (root,), "module-global")
 
 
 def _first_holder(found: Traces, place: int, inspect: Inspector, names: Names | None) -> Holder | None:

@@ -150,7 +150,8 @@ def _to_last_attribute(path: Path, first: int) -> str:
 def way_text(path: Sequence[Hop]) -> str:
     """Return a finding's path from its root on, as code."""
     return "".join(
-        hop.edge if hop.edge.startswith((".", "[")) or not turn else f" {hop.edge}" for turn, hop in enumerate(path)
+        hop.edge if hop.edge.startswith((".", "[")) or not (turn and hop.edge) else f" {hop.edge}"
+        for turn, hop in enumerate(path)
     )
 
 

@@ -310,8 +310,9 @@ def _causes_of_things(
         if holder is None:
             unheld.setdefault(_main(members), []).append(members)
         else:
-            held.setdefault(holder.key, []).extend(members)
-            by_main.setdefault(_main(held[holder.key]), {})[holder.key] = holder
+            mark = _mark_of(holder)
+            held.setdefault(mark, []).extend(members)
+            by_main.setdefault(_main(held[mark]), {})[mark] = holder
     causes: dict[_Named, CommonCause] = {}
     for main, parts in unheld.items():
         # Of several processes one has a pipe of its own: that is no reason to report them separately.
@@ -332,6 +333,12 @@ def _causes_of_things(
             apart = [(each, held[mark]) for mark, each in by_holder.items() if _suspect_edge(each.path) not in edges]
             causes.update(_of_one_maker(apart, context))
     return causes
+
+
+def _mark_of(holder: CommonCause) -> Hashable:
+    """Return what a holder shares with those that are the same: nothing tells apart what `atexit` has twice."""
+    in_c = bool(holder.path) and holder.path[0].type == "interpreter"
+    return tuple(hop.edge for hop in holder.path) if in_c else holder.key
 
 
 def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context: Context) -> dict[_Named, CommonCause]:
@@ -596,6 +603,8 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
     if exception:
         # What the functions had in hand when it was raised is no part of it, and ends where they do.
         advice = f"set {exception}.__traceback__ to None: it keeps what its functions had in hand"
+    elif len(path) == 1 and root.type == "interpreter":
+        advice = advice_for_root(root.edge)
     elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
         # itself is the program's to end where it was made.

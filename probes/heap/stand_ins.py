@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import select
@@ -22,7 +23,8 @@ from lowtide.probes.objects.opened_in_c import (
     files_at,
     number_of_scandir,
 )
-from lowtide.probes.originals import loaded, sys, threading
+from lowtide.probes.originals import loaded, os, sys, threading, weakref
+from lowtide.probes.references.interpreter_holders import exit_entries
 
 _NUMBER = re.compile(r"\d+")
 _SHARED_MEMORY = "/dev/shm/"
@@ -40,7 +42,7 @@ def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, st
     known: dict[tuple[str, str], Any] = {}
     running = (("threads", thread_key(thread), thread) for thread in threading.enumerate())
     mapped: dict[str, Any] = {}
-    for resource, name, item in (*running, *owned(census)):
+    for resource, name, item in (*running, *owned(census), *_closed_at_exit()):
         if resource == "shared-memory":
             mapped.setdefault(f"{_SHARED_MEMORY}{name}", item)
         if resource == "file-descriptors":
@@ -89,12 +91,36 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
             yield "file-descriptors", str(_number(file_kind, file)), file
     for entries in census.instances_of(SCANDIR):
         yield "file-descriptors", str(number_of_scandir(entries)), entries
+    yield from _to_be_closed(census)
     connection: Any = loaded("multiprocessing.connection")
     for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
         yield "file-descriptors", str(_plain(attribute(end, "_handle"))), end
     heap: Any = loaded("multiprocessing.heap")
     for arena in census.instances_of(heap.Arena) if heap is not None else ():
         yield "file-descriptors", str(_plain(attribute(arena, "fd"))), arena
+
+
+def _to_be_closed(census: Census) -> Iterator[tuple[str, str, Any]]:
+    """Give, as `owned`, what will hand a number to `os.close`: nothing else says whose the descriptor is."""
+    kind: Any = functools.partial
+    for call in census.instances_of(kind):
+        if kind.func.__get__(call) is os.close:
+            yield "file-descriptors", _first(kind.args.__get__(call)), call
+    finalizers: Any = weakref.finalize
+    for waiting in census.instances_of(finalizers._Info):
+        if waiting.func is os.close:
+            yield "file-descriptors", _first(waiting.args), waiting
+
+
+def _closed_at_exit() -> Iterator[tuple[str, str, Any]]:
+    """Give the same of what `atexit` has, which C alone refers to: the arguments."""
+    for function, *rest in exit_entries():
+        if function is os.close:
+            yield "file-descriptors", _first(rest[0]), rest[0]
+
+
+def _first(arguments: object) -> str:
+    return str(_plain(arguments[0]) if type(arguments) is tuple and arguments else -1)
 
 
 def semaphores() -> list[type]:

@@ -11,6 +11,7 @@ from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 THINGS = """
 import atexit
+import functools
 import mmap
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from multiprocessing import resource_tracker, shared_memory
 
 import pytest
@@ -147,6 +149,49 @@ def test_at_exit(is_kept):
         atexit.unregister(segment.close)
         segment.close()
         segment.unlink()
+
+
+def end(number):
+    os.close(number)
+
+
+class Owner:
+    pass
+
+
+OWNER, CALLS = Owner(), []
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("way", ["at exit", "finalizer", "partial", "alarm"])
+def test_numbers_to_close(way, is_kept, tmp_path):
+    number = os.open(tmp_path, os.O_RDONLY)
+    if way == "at exit":
+        atexit.register(os.close, number)
+    elif way == "finalizer":
+        finalizer = weakref.finalize(OWNER, os.close, number)
+    elif way == "partial":
+        CALLS.append(functools.partial(os.close, number))
+    else:
+        # Which seconds only look like.
+        atexit.register(signal.alarm, number)
+    if not is_kept:
+        os.close(number)
+        atexit.unregister(os.close)
+        atexit.unregister(signal.alarm)
+        CALLS.clear()
+        if way == "finalizer":
+            finalizer.detach()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_files_at_exit(is_kept, tmp_path):
+    for name in "abc":
+        file = open(tmp_path / name, "w")
+        atexit.register(file.close)
+        if not is_kept:
+            file.close()
+            atexit.unregister(file.close)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -275,6 +320,22 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
         ("test_at_exit[True]", "shared-memory", "atexit.register(", "; call unlink() of the multiprocessing."),
+        ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "atexit.unreg"),
+        ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "made in test_"),
+        (
+            "test_numbers_to_close[finalizer-True]",
+            "file-descriptors",
+            "weakref.finalize(<test_inner.Owner>, close)",
+            "call detach() of weakref.finalize(<test_inner.Owner>, close) when",
+        ),
+        (
+            "test_numbers_to_close[partial-True]",
+            "file-descriptors",
+            "test_inner.CALLS[0]",
+            "let go of test_inner.CALLS",
+        ),
+        ("test_numbers_to_close[alarm-True]", "file-descriptors", "", "call os.close() of it in teardown"),
+        ("test_files_at_exit[True]", "file-descriptors", "atexit.register(function", "3 file descriptors still open"),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call unlink() of each"),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "; made in test_segments"),
         ("test_closed_segment[True]", "shared-memory", "psm_", "; made in test_closed_segment, test_inner.py:"),
@@ -317,6 +378,7 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
                 "array",
                 "reserved",
                 "at_exit",
+                "files_at_exit",
                 "segments",
                 "closed_segment",
                 "segment_of_a_child",
@@ -326,6 +388,7 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
                 "socket_file",
             )
         ),
+        *(f"test_numbers_to_close[{way}-False]" for way in ("at exit", "finalizer", "partial", "alarm")),
         "test_client",
     ],
 )
