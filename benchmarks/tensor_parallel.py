@@ -24,7 +24,7 @@ import machine
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.defects import find_defect
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.ranks.executor import MultiprocExecutor, Rank
+from lowtide.engine.ranks import MultiprocExecutor, Rank
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.process_files import rollup
 

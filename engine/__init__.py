@@ -1,7 +1,6 @@
 """The reference engine: a small LLM engine that goes through a whole life, and gives its memory back."""
 
 from lowtide.engine.config import PRESETS, EngineConfig
-from lowtide.engine.engine_state import EngineState
 from lowtide.engine.errors import (
     CheckpointError,
     ConfigError,
@@ -13,7 +12,7 @@ from lowtide.engine.errors import (
     RequestError,
     WeightUpdateError,
 )
-from lowtide.engine.llm_engine import LLMEngine
+from lowtide.engine.llm_engine import EngineState, LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
 
 __all__ = [

@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from lowtide.engine.engine_state import EngineState
 from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, KVTransferError
 from lowtide.engine.kv.block_pool import KVCacheUsage
-from lowtide.engine.llm_engine import LLMEngine
+from lowtide.engine.llm_engine import EngineState, LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.worker import SLEEPING_TAGS
 

@@ -12,11 +12,11 @@ from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_k
 from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
 from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
 from lowtide.engine.pages import open_backend
-from lowtide.engine.ranks.executor import MultiprocExecutor
+from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.weight_transfer.buckets import Bucket
+from lowtide.engine.weight_transfer import Bucket
 from lowtide.engine.worker import Worker
 
 if TYPE_CHECKING:

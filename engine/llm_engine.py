@@ -1,30 +1,71 @@
-"""The engine as its user sees it: a life in four states, with every failure rolled back."""
+"""The states of an engine's life, and what may be called in each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import enum
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lowtide.engine.config import PRESETS, EngineConfig
 from lowtide.engine.core import EngineCore, create_core, make_plan
-from lowtide.engine.core_process.client import CoreClient
-from lowtide.engine.engine_state import EngineState, allowed_calls
+from lowtide.engine.core_process import CoreClient
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
 from lowtide.engine.kv.block_pool import KVCacheUsage
-from lowtide.engine.model_executor.checkpoint import load_tokenizer
+from lowtide.engine.model_executor.weights import load_tokenizer
 from lowtide.engine.pages import check_device
-from lowtide.engine.ranks.rank_process import rank_devices
+from lowtide.engine.ranks import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.teardown import rolled_back
-from lowtide.engine.weight_transfer.bucket_memory import release_cached
-from lowtide.engine.weight_transfer.buckets import BUCKET_BYTES, send_weights
+from lowtide.engine.weight_transfer import BUCKET_BYTES, release_cached, send_weights
 from lowtide.engine.worker import SLEEPING_TAGS
 from lowtide.probes.stages import stage
 
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
+
+
+class EngineState(enum.Enum):
+    """Where an engine is in its life: new -> running <-> asleep -> closed."""
+
+    NEW = "new"
+    RUNNING = "running"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+
+
+_ALLOWED = {
+    EngineState.NEW: ("create", "shutdown"),
+    EngineState.RUNNING: (
+        "generate",
+        "add_request",
+        "step",
+        "abort",
+        "reset_prefix_cache",
+        "reload_weights",
+        "update_weights",
+        "sleep",
+        "shutdown",
+    ),
+    EngineState.ASLEEP: ("wake", "shutdown"),
+    EngineState.CLOSED: ("shutdown",),
+}
+
+
+def allowed_calls(state: EngineState, awake_tags: Collection[str]) -> Sequence[str]:
+    """What may be called in a state, as an error says it.
+
+    Args:
+        state: the engine's.
+        awake_tags: of an engine that is asleep in part: what is awake again.
+    """
+    if state is not EngineState.ASLEEP or not awake_tags:
+        return _ALLOWED[state]
+    asleep = next(tag for tag in SLEEPING_TAGS if tag not in awake_tags)
+    reload = ("reload_weights", "update_weights") if "weights" in awake_tags else ()
+    return (f"wake({asleep!r})", *reload, "shutdown")
+
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
@@ -318,7 +359,7 @@ class LLMEngine:
     def weight_checksums(self) -> dict[str, int]:
         """Checksum of every parameter as the engine has it, all ranks together, by its Hugging Face name.
 
-        That of what was sent is `lowtide.engine.weight_transfer.checksums.checksum`, in the dtype of the engine.
+        That of what was sent is `lowtide.engine.weight_transfer.checksum`, in the dtype of the engine.
 
         Raises:
             EngineStateError: the weights are not there.

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.engine.capabilities import supports_kw
 from lowtide.engine.config import Allocator, EngineConfig
-from lowtide.engine.device_allocator.workspace import Workspace, WorkspaceViews
+from lowtide.engine.device_allocator.arena import Workspace, WorkspaceViews
+from lowtide.engine.errors import ConfigError
 from lowtide.engine.kv.kv_cache import KVCache
 from lowtide.engine.model_executor.attention import PagedDecodes, StepMetadata, build_attention_metadata
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
-from lowtide.engine.model_executor.forward_context import StaticForwardContext
 from lowtide.engine.model_executor.fused_ops import has_kernels
-from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardContext
 from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.request import ScheduledRequest, SchedulerOutput
@@ -263,3 +265,47 @@ def _upload(buffer: torch.Tensor, start: int, values: npt.NDArray[np.int64]) -> 
     part = buffer[start : start + len(values)]
     part.copy_(torch.from_numpy(values), non_blocking=True)
     return part
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+Parameters: TypeAlias = "tuple[tuple[str, inspect._ParameterKind], ...]"
+
+_PARAMETERS: WeakKeyDictionary[FunctionType, Parameters] = WeakKeyDictionary()
+"""Names and kinds only, by the plain function, weakly.
+
+A key that is a bound method keeps its object, which may be the model with all its weights (vllm#38503); a closure that
+was made for one engine keeps what it closes over; a default value may lead back to its function.
+"""
+
+
+def supports_kw(function: Callable[..., Any], name: str) -> bool:
+    """Whether a callable takes a keyword argument of that name.
+
+    Raises:
+        ConfigError: it does not say what it takes.
+    """
+    if isinstance(function, MethodType) and type(function.__func__) is FunctionType:
+        # The first one is what the method is bound to.
+        parameters = _parameters(function.__func__)[1:]
+    elif type(function) is FunctionType:
+        parameters = _parameters(function)
+    else:
+        # A partial or a callable instance is asked every time: its answer cannot be kept without keeping it.
+        parameters = _read(function)
+    if any(kind is inspect.Parameter.VAR_KEYWORD for _, kind in parameters):
+        return True
+    return any(known == name and kind in _BY_NAME for known, kind in parameters)
+
+
+def _parameters(function: FunctionType) -> Parameters:
+    if function not in _PARAMETERS:
+        _PARAMETERS[function] = _read(function)
+    return _PARAMETERS[function]
+
+
+def _read(function: Callable[..., Any]) -> Parameters:
+    try:
+        return tuple((each.name, each.kind) for each in inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{function!r} does not say which arguments it takes: {error}") from error

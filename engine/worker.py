@@ -1,7 +1,9 @@
-"""The device's side of an engine: its memory, the model in it, and the runner that computes steps."""
+"""The device's side of an engine: its memory, the model in it, the runner that computes steps, and the frozen heap."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,14 +14,13 @@ from lowtide.engine.config import EngineConfig, ModelConfig
 from lowtide.engine.device_allocator.arena import ALIGNMENT, padded
 from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.errors import WeightUpdateError
-from lowtide.engine.heap_freeze import HeapFreeze
 from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
+from lowtide.engine.kv.kv_offload import OffloadingConnector
 from lowtide.engine.kv.kv_transport import KVTransport
-from lowtide.engine.kv.offloading_connector import OffloadingConnector
 from lowtide.engine.model_executor.attention import workspace_bytes
 from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.fused_ops import RotaryEmbedding
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.model_executor.rope import RotaryEmbedding
 from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
 from lowtide.engine.pages import PageBackend
@@ -27,8 +28,7 @@ from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.weight_transfer.buckets import Bucket
-from lowtide.engine.weight_transfer.checksums import checksum
+from lowtide.engine.weight_transfer import Bucket, checksum
 from lowtide.probes.stages import announce, stage, withdraw
 
 # What sleeps, in the order in which it is given up; `runtime` never does.
@@ -372,3 +372,40 @@ def _create_memory(
         num_micro_batches=config.num_micro_batches,
         poison=config.poison_pages,
     )
+
+
+# There is one permanent generation for the whole process, so who else needs it must be known to all: weakly, and with
+# no memory behind it. By identity, each taken out by a callable of C: in Python code that a reference calls as its
+# object dies, a signal handler raises in vain.
+_FROZEN_BY: dict[int, weakref.ref[HeapFreeze]] = {}
+
+# CPython 3.12 starts with some hundred frozen objects of its own; a program that freezes its heap has thousands.
+_OWN_OF_PYTHON = 2000
+
+
+class HeapFreeze:
+    """One engine's claim on a frozen heap.
+
+    `gc.unfreeze()` thaws what everybody has frozen.  So while another engine still wants its objects frozen they are
+    frozen again after this one's garbage was collected; and a heap that was frozen by somebody else is left alone.
+    (vllm#38503: a freeze without its pair hides cycles, and the tensors in them, from the collector for ever.)
+    """
+
+    def freeze(self) -> None:
+        """Collects, and freezes what is left; does nothing where the program has frozen its heap itself."""
+        if not _FROZEN_BY and gc.get_freeze_count() > _OWN_OF_PYTHON:
+            return
+        gc.collect()
+        gc.freeze()
+        _FROZEN_BY[id(self)] = weakref.ref(self, partial(_FROZEN_BY.pop, id(self)))
+
+    def thaw(self) -> None:
+        """Undoes `freeze` and collects what was hidden by it; does nothing where nothing was frozen."""
+        if id(self) not in _FROZEN_BY:
+            return
+        gc.unfreeze()
+        gc.collect()
+        # Not sooner: interrupted before that, another call does it again.
+        _FROZEN_BY.pop(id(self), None)
+        if _FROZEN_BY:
+            gc.freeze()

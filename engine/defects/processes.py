@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.engine.core import EngineCore
-from lowtide.engine.core_process.client import CoreClient
+from lowtide.engine.core_process import CoreClient
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.processes import child_main, served
-from lowtide.engine.processes.child_process import ChildProcess
-from lowtide.engine.ranks.executor import MultiprocExecutor
+from lowtide.engine.processes import child, served
+from lowtide.engine.processes.child import ChildProcess
+from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.engine.teardown import Teardown
 
 ORPHAN_S = 600.0
@@ -45,7 +45,7 @@ def orphan_core() -> Iterator[None]:
         _left_running(lambda client: None),
         replaced(served, "client_has_gone", wait),
         # In a thread of its own, which has nothing else to do.
-        replaced(child_main, "parent_has_ended", wait),
+        replaced(child, "parent_has_ended", wait),
     ):
         yield
 

@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-from lowtide.engine import capabilities, runner
+from lowtide.engine import runner
 from lowtide.engine.core import EngineCore
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.heap_freeze import HeapFreeze
 from lowtide.engine.kv.kv_cache import KVCache
 from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
-from lowtide.engine.model_executor.forward_context import StaticForwardContext
-from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardContext
 from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.worker import Worker
+from lowtide.engine.worker import HeapFreeze, Worker
 
 
 def bound_method_cache() -> AbstractContextManager[None]:
     """A check's cache keeps the model's bound method."""
 
+    asked = runner.supports_kw
+
     @functools.lru_cache
     def supports_kw(function: Callable[..., Any], name: str) -> bool:
-        return capabilities.supports_kw(function, name)
+        return asked(function, name)
 
     return replaced(runner, "supports_kw", supports_kw)
 

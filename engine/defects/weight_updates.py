@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from lowtide.engine import weight_transfer
 from lowtide.engine.defects.defect import replaced
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.runner import ModelRunner
-from lowtide.engine.weight_transfer import buckets
-from lowtide.engine.weight_transfer.bucket_memory import (
+from lowtide.engine.weight_transfer import (
+    Bucket,
     BucketMemory,
     CudaExport,
     Export,
@@ -22,7 +23,6 @@ from lowtide.engine.weight_transfer.bucket_memory import (
     bucket_memory,
     opened,
 )
-from lowtide.engine.weight_transfer.buckets import Bucket
 from lowtide.engine.worker import Worker
 
 LORA_RANK = 8
@@ -56,7 +56,7 @@ def ipc_double_open() -> Iterator[None]:
         with opened(export) as data:
             yield data
 
-    with replaced(buckets, "opened", opened_twice):
+    with replaced(weight_transfer, "opened", opened_twice):
         yield
 
 
@@ -72,7 +72,7 @@ def ipc_counter() -> Iterator[None]:
         with opened(export) as data:
             yield data
 
-    with replaced(buckets, "opened", opened_in_turn):
+    with replaced(weight_transfer, "opened", opened_in_turn):
         yield
 
 
@@ -83,7 +83,7 @@ def stranded_streams() -> AbstractContextManager[None]:
         with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             return bucket_memory(size, device)
 
-    return replaced(buckets, "bucket_memory", on_new_stream)
+    return replaced(weight_transfer, "bucket_memory", on_new_stream)
 
 
 class LoraAdapters:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.device_allocator.host_memory import HostBuffer
-from lowtide.engine.device_allocator.transfer import TransferRing
-from lowtide.engine.device_allocator.workspace import Workspace
+from lowtide.engine.device_allocator.arena import Arena, Workspace
+from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import Teardown
 

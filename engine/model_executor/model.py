@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from lowtide.engine.config import Allocator, ModelConfig
 from lowtide.engine.model_executor.attention import StepMetadata, Workspace, paged_attention
-from lowtide.engine.model_executor.fused_ops import add_rms_norm, rotate_and_cache, silu_and_mul
+from lowtide.engine.model_executor.fused_ops import RotaryEmbedding, add_rms_norm, rotate_and_cache, silu_and_mul
 from lowtide.engine.model_executor.parallel_layers import (
     ColumnParallelLinear,
     MergedColumns,
     RowParallelLinear,
+    SingleRank,
+    TensorParallelGroup,
     VocabParallelEmbedding,
     gather_logits,
     parameter,
+    split,
 )
-from lowtide.engine.model_executor.rope import RotaryEmbedding
-from lowtide.engine.model_executor.tensor_parallel import SingleRank, TensorParallelGroup, split
+
+if TYPE_CHECKING:
+    from lowtide.engine.kv.kv_cache import KVCache
 
 
 class RMSNorm(nn.Module):
@@ -193,3 +199,22 @@ class LlamaForCausalLM(nn.Module):
         """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return gather_logits(hidden, head.weight, self.config.vocab_size, self._group)
+
+
+class StaticForwardContext:
+    """The attention layers of one model by name, each bound to its keys and values.
+
+    What vLLM keeps in its compilation config under this name; here it belongs to the model runner, and goes with it.
+    The layers do not refer to it: everything of an engine goes by reference count alone.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, kv_cache: KVCache) -> None:
+        self.layers = model.attention_layers()
+        for layer in self.layers.values():
+            layer.kv_cache = kv_cache.layers[layer.layer_index]
+
+    def clear(self) -> None:
+        """Unbinds all layers; they can compute nothing any more."""
+        for layer in self.layers.values():
+            layer.kv_cache = None
+        self.layers.clear()

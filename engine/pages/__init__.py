@@ -10,7 +10,7 @@ import torch
 from lowtide.engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lowtide.engine.pages.vmm import VmmDriver
+    from lowtide.engine.pages.card import VmmDriver
 
 
 class Lease(Protocol):
@@ -121,7 +121,7 @@ def open_backend(device: str) -> PageBackend:
         from lowtide.engine.pages.cpu import CpuPages
 
         return CpuPages()
-    from lowtide.engine.pages.vmm import VmmPages
+    from lowtide.engine.pages.card import VmmPages
 
     return VmmPages(open_driver(wanted.index), wanted.index)
 
@@ -133,9 +133,9 @@ def open_driver(index: int) -> VmmDriver:
         ConfigError: its bindings are missing.
     """
     if torch.version.hip is not None:
-        from lowtide.engine.pages.hip import HipDriver, load_hip
+        from lowtide.engine.pages.card import HipDriver, load_hip
 
         return HipDriver(load_hip(), index)
-    from lowtide.engine.pages.cuda import CudaDriver
+    from lowtide.engine.pages.card import CudaDriver
 
     return CudaDriver(index)

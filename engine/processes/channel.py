@@ -6,16 +6,26 @@ each side also watches the other process itself, by a pidfd (Linux 5.3), which b
 
 from __future__ import annotations
 
+import builtins
 import os
 import select
 import socket
 import struct
+import sys
 import time
+import traceback
+from collections.abc import Mapping
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
-from lowtide.engine.errors import ChannelError, EngineDeadError
+from lowtide.engine import errors
+from lowtide.engine.errors import ChannelError, EngineDeadError, EngineError
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 VERSION = 1
 """Of the frames and of what is in them; both sides are of one installation, and a mismatch is refused."""
@@ -176,3 +186,154 @@ def watch_process(pid: int, name: str) -> int:
         raise EngineDeadError(f"{name} (pid {pid}) has ended") from None
     except OSError as error:
         raise ChannelError(f"a process cannot be watched here (pidfd_open needs Linux 5.3): {error}") from error
+
+
+class RemoteError(msgspec.Struct, frozen=True):
+    """An exception of another process.
+
+    Attributes:
+        module: of its type.
+        name: of its type.
+        message: its text.
+        notes: its notes.
+        traceback: as Python prints it.
+        parts: of an exception group.
+        cause: what it was raised from; None where it was not.
+    """
+
+    module: str
+    name: str
+    message: str
+    notes: list[str]
+    traceback: str
+    parts: list[RemoteError]
+    cause: RemoteError | None = None
+
+
+def describe_error(error: BaseException) -> RemoteError:
+    """An exception as a message has it."""
+    group = isinstance(error, BaseExceptionGroup)
+    return RemoteError(
+        module=type(error).__module__,
+        name=type(error).__qualname__,
+        message=error.message if isinstance(error, BaseExceptionGroup) else str(error),
+        notes=list(getattr(error, "__notes__", ())),
+        # Those of a group's parts come with the parts.
+        traceback="" if group else "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        parts=[describe_error(part) for part in error.exceptions] if isinstance(error, BaseExceptionGroup) else [],
+        cause=None if error.__cause__ is None else describe_error(error.__cause__),
+    )
+
+
+def restore_error(remote: RemoteError, where: str) -> BaseException:
+    """The exception with its type, its text and its notes, and a note that says where it was raised.
+
+    A type that is neither the engine's nor Python's nor torch's comes as an `EngineError` that names it.
+
+    Args:
+        remote: from the message.
+        where: in which process, such as `rank 1 of 2 (pid 4711)`.
+    """
+    if remote.parts:
+        error: BaseException = BaseExceptionGroup(remote.message, [restore_error(part, where) for part in remote.parts])
+    else:
+        error = _restore_one(remote)
+    notes = [*remote.notes, f"raised in {where}"]
+    if remote.traceback:
+        notes.append(f"its traceback there:\n{remote.traceback.rstrip()}")
+    # What `add_note` fills; Python 3.10 has the attribute's readers (pytest, exceptiongroup), not the method.
+    error.__notes__ = notes  # type: ignore[attr-defined]
+    if remote.cause is not None:
+        error.__cause__ = restore_error(remote.cause, where)
+    return error
+
+
+def _restore_one(remote: RemoteError) -> BaseException:
+    kind = _known_type(remote.module, remote.name)
+    if kind is None:
+        return EngineError(f"{remote.module}.{remote.name}: {remote.message}")
+    # Not its own constructor, which may want other arguments than a text.
+    error = kind.__new__(kind, remote.message)
+    error.args = (remote.message,)
+    return error
+
+
+def _known_type(module: str, name: str) -> type[BaseException] | None:
+    if module == torch.OutOfMemoryError.__module__ and name == torch.OutOfMemoryError.__qualname__:
+        return torch.OutOfMemoryError
+    source = {errors.__name__: errors, builtins.__name__: builtins}.get(module)
+    kind = getattr(source, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A call of a method.
+
+    Attributes:
+        name: of the method.
+        arguments: encoded, in the order of its parameters.
+    """
+
+    name: str
+    arguments: msgspec.Raw
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What became of an order.
+
+    Attributes:
+        result: what the method has returned, encoded; nil where it failed.
+        running: requests that steps compute.
+        waiting: requests that have not begun, or gave way.
+        awake: whether weights and KV cache have all their pages.
+        mapped: bytes with pages behind them, by arena tag.
+        error: why it failed; None where it did not.
+    """
+
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    running: int = 0
+    waiting: int = 0
+    awake: bool = False
+    mapped: dict[str, int] = {}
+    error: RemoteError | None = None
+
+
+class Signature:
+    """What a method that another process may call takes and returns.
+
+    Args:
+        stage: that the call belongs to (`lowtide.probes.stages`); None is none.
+        parameters: their types, as msgspec decodes them.
+        result: likewise.
+    """
+
+    def __init__(self, stage: str | None, parameters: tuple[Any, ...] = (), result: Any = None) -> None:
+        self.stage = stage
+        # Made once: msgspec would read the types anew for each message.
+        kinds: Any = GenericAlias(tuple, parameters)
+        self._arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(kinds)
+        self._result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result)
+
+    def arguments(self, order: Order) -> tuple[Any, ...]:
+        """Return an order's arguments.
+
+        Raises:
+            msgspec.MsgspecError: they are of other types.
+        """
+        return self._arguments.decode(order.arguments)
+
+    def returned(self, answer: Answer) -> Any:
+        """Return what the method has returned, of an answer without an error."""
+        return self._result.decode(answer.result)
+
+
+Signatures = Mapping[str, Signature]
+
+
+def call(name: str, *arguments: object) -> Order:
+    """Return the call of a method.
+
+    Raises:
+        TypeError, ValueError, OverflowError, msgspec.MsgspecError: an argument that msgspec does not encode.
+    """
+    return Order(name, msgspec.Raw(msgspec.msgpack.encode(arguments)))

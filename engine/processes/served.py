@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from lowtide.engine.errors import EngineDeadError, EngineStateError
-from lowtide.engine.processes.calls import Answer, Order, Signatures
-from lowtide.engine.processes.channel import Connection
-from lowtide.engine.processes.extensions import entered
-from lowtide.engine.processes.remote_errors import describe_error
+from lowtide.engine.errors import ConfigError, EngineDeadError, EngineStateError
+from lowtide.engine.processes.channel import Answer, Connection, Order, Signatures, describe_error
 from lowtide.engine.teardown import release_frames
 from lowtide.probes.stages import stage
 
@@ -135,3 +133,36 @@ def client_has_gone() -> None:
     # Nobody listens any more, and other processes may be gone, for whom a teardown would wait in vain: the kernel takes
     # everything back, and children end with this process.
     os._exit(0)
+
+
+@contextmanager
+def entered(extensions: Sequence[str]) -> Iterator[None]:
+    """All of these are active while the context lasts.
+
+    Args:
+        extensions: each as `module:function=argument`: the function is called with the argument, a string, and
+            returns a context manager.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    with ExitStack() as stack:
+        for extension in extensions:
+            stack.enter_context(_load(extension))
+        yield
+
+
+def _load(extension: str) -> AbstractContextManager[Any]:
+    name, _, argument = extension.partition("=")
+    module, _, function = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    # The last two: a name that is empty, or one that is relative.
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"process extension {extension!r} cannot be loaded ({error}); name it as module:function=argument"
+        ) from error
+    if not callable(make):
+        raise ConfigError(f"process extension {extension!r} names no function; name it as module:function=argument")
+    context: AbstractContextManager[Any] = make(argument)
+    return context

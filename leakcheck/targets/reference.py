@@ -30,20 +30,23 @@ from lowtide.engine import (
     SamplingParams,
 )
 from lowtide.engine.config import PRESETS, load_model_config
-from lowtide.engine.core_process.core_process import CoreProcess
+from lowtide.engine.core_process import CoreProcess
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.device_allocator.host_memory import HostBuffer
-from lowtide.engine.device_allocator.transfer import TransferRing
+from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.kv.offloading_connector import OffloadingConnector
-from lowtide.engine.model_executor import checkpoint
-from lowtide.engine.model_executor.checkpoint import INDEX_FILE
-from lowtide.engine.model_executor.weights import RandomWeights, create_weight_source, one_by_one, parameter_shapes
+from lowtide.engine.kv.kv_offload import OffloadingConnector
+from lowtide.engine.model_executor import weights as checkpoint
+from lowtide.engine.model_executor.weights import (
+    INDEX_FILE,
+    RandomWeights,
+    create_weight_source,
+    one_by_one,
+    parameter_shapes,
+)
+from lowtide.engine.pages.card import VmmPages
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.pages.vmm import VmmPages
-from lowtide.engine.processes.remote_errors import RemoteError, describe_error, restore_error
-from lowtide.engine.weight_transfer.bucket_memory import FileMemory
-from lowtide.engine.weight_transfer.checksums import checksum
+from lowtide.engine.processes.channel import RemoteError, describe_error, restore_error
+from lowtide.engine.weight_transfer import FileMemory, checksum
 from lowtide.leakcheck.judging.contract import held_by_nobody
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import (

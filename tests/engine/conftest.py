@@ -18,12 +18,11 @@ import torch
 from lowtide.engine.config import EngineConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.kv.kv_cache import KVCache, KVCacheManager, num_kv_cache_blocks
 from lowtide.engine.model_executor.block_table import BlockTable
-from lowtide.engine.model_executor.checkpoint import INDEX_FILE
+from lowtide.engine.model_executor.fused_ops import RotaryEmbedding
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.model_executor.rope import RotaryEmbedding
+from lowtide.engine.model_executor.parallel_layers import TensorParallelGroup
 from lowtide.engine.model_executor.sampling import Sampler
-from lowtide.engine.model_executor.tensor_parallel import TensorParallelGroup
-from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource
+from lowtide.engine.model_executor.weights import INDEX_FILE, CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.scheduler import Scheduler

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from lowtide.engine import ranks
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.processes.channel import Connection
-from lowtide.engine.ranks import rank_process
-from lowtide.engine.ranks.rank_process import RankProcess
+from lowtide.engine.ranks import RankProcess
 from lowtide.engine.worker import Worker
 
 VARIABLE = "LOWTIDE_TEST_FAILS"
@@ -33,7 +33,7 @@ def failing(
     """
     when = "before" if before else "after"
     monkeypatch.setenv(VARIABLE, f"{rank} {order} {when} {'nccl' if as_nccl else 'gloo'} {once_in}")
-    monkeypatch.setattr("lowtide.engine.ranks.executor.ENTRY", f"{__name__}:main")
+    monkeypatch.setattr("lowtide.engine.ranks.ENTRY", f"{__name__}:main")
 
 
 def main(connection: Connection) -> None:
@@ -59,4 +59,4 @@ def main(connection: Connection) -> None:
         or_fail(RankProcess, "follow", None)
     if backend == "nccl":
         ProcessGroup.break_off = lambda self: None  # type: ignore[method-assign]
-    rank_process.main(connection)
+    ranks.main(connection)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowtide.engine.core_process import client
+from lowtide.engine import core_process
 from lowtide.engine.errors import EngineDeadError
 
 if sys.version_info < (3, 11):
@@ -30,7 +30,7 @@ def cores(parent: psutil.Process | None = None) -> list[psutil.Process]:
     found = []
     for child in (parent or psutil.Process()).children():
         with suppress(psutil.Error):
-            if client.ENTRY in child.cmdline():
+            if core_process.ENTRY in child.cmdline():
                 found.append(child)
     return found
 

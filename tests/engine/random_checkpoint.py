@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from lowtide.engine.config import read_model_config
-from lowtide.engine.model_executor.checkpoint import SINGLE_FILE
-from lowtide.engine.model_executor.weights import parameter_shapes
+from lowtide.engine.model_executor.weights import SINGLE_FILE, parameter_shapes
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 199,

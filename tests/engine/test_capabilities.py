@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine.capabilities import supports_kw
 from lowtide.engine.errors import ConfigError
+from lowtide.engine.runner import supports_kw
 
 
 def plain(first: int, /, second: int, *, third: int = 0) -> None: ...

@@ -17,9 +17,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.config import read_model_config
 from lowtide.engine.errors import CheckpointError, ConfigError, EngineStateError
-from lowtide.engine.model_executor import checkpoint
-from lowtide.engine.model_executor.checkpoint import INDEX_FILE, SINGLE_FILE, load_tokenizer
-from lowtide.engine.model_executor.weights import CheckpointWeights
+from lowtide.engine.model_executor import weights as checkpoint
+from lowtide.engine.model_executor.weights import INDEX_FILE, SINGLE_FILE, CheckpointWeights, load_tokenizer
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 

@@ -15,12 +15,19 @@ from typing import Any
 
 import pytest
 
-from lowtide.engine import EngineConfig, EngineState, LLMEngine, RequestError, RequestOutput, SamplingParams
-from lowtide.engine.core_process import client
-from lowtide.engine.core_process.client import CoreClient
+from lowtide.engine import (
+    EngineConfig,
+    EngineState,
+    LLMEngine,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    core_process,
+)
+from lowtide.engine.core_process import CoreClient
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.processes.channel import Connection
-from lowtide.engine.processes.interrupts import HeldInterrupt
+from lowtide.engine.processes.child import HeldInterrupt
 from tests.engine.core_extensions import SO_LONG_S, Stops
 from tests.engine.process_watch import LIMIT_S, cores, is_running, nothing_stays
 
@@ -314,7 +321,7 @@ def test_an_interrupt_that_another_thread_received_breaks_the_wait_off() -> None
 
 @pytest.mark.parametrize("why", ["no answer in time", "a second interrupt"])
 def test_a_core_that_does_not_react_is_killed(stops: Stops, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "INTERRUPT_S", 0.3 if why == "no answer in time" else SO_LONG_S)
+    monkeypatch.setattr(core_process, "INTERRUPT_S", 0.3 if why == "no answer in time" else SO_LONG_S)
     others = set(cores())
     with nothing_stays(at_least=1):
         engine = LLMEngine(replace(CONFIG, process_extensions=(stops.extension,)))

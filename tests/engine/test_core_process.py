@@ -21,11 +21,11 @@ from lowtide.engine import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    core_process,
 )
-from lowtide.engine.core_process import client
-from lowtide.engine.core_process.core_process import CoreProcess
+from lowtide.engine.core_process import CoreProcess
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.processes.calls import call
+from lowtide.engine.processes.channel import call
 from tests.engine import core_extensions
 from tests.engine.process_watch import cores, is_running, nothing_stays, ranks
 from tests.engine.random_checkpoint import write_random_checkpoint
@@ -239,7 +239,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_a_setting_that_cannot_work_is_refused_before_a_process_starts(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "ChildProcess", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(core_process, "ChildProcess", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ConfigError):
         LLMEngine(replace(APART, **SETTINGS[setting])).create()
 
@@ -264,7 +264,7 @@ def test_nothing_is_left_after_a_shutdown_and_a_second_one_does_nothing() -> Non
 
 
 def test_a_new_engine_is_shut_down_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ChildProcess", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(core_process, "ChildProcess", lambda *_: pytest.fail("a process was started"))
     engine = LLMEngine(APART)
     engine.shutdown()
     assert engine.state is EngineState.CLOSED
@@ -351,7 +351,7 @@ def test_extensions_are_entered_in_each_process_before_anything_is_created_and_l
     "name", ["nowhere.at.all:f=1", f"{EXTENSIONS}:nothing=1", ":f", ".relative:f", f"{EXTENSIONS}:POINTS=1"]
 )
 def test_an_extension_that_cannot_be_loaded_is_named_in_one_line(name: str) -> None:
-    from lowtide.engine.processes.extensions import entered
+    from lowtide.engine.processes.served import entered
 
     with pytest.raises(ConfigError, match="name it as module:function=argument") as raised, entered((name,)):
         pass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.engine import EngineConfig, LLMEngine
-from lowtide.engine.core_process.client import CoreClient
+from lowtide.engine.core_process import CoreClient
 from lowtide.engine.defects import find_defect
 from tests.waiting import wait_until
 

@@ -13,10 +13,10 @@ from functools import partial
 import psutil
 import pytest
 
-from lowtide.engine.dropped import WhenDropped
-from lowtide.engine.processes import child_process
+from lowtide.engine.processes import child as child_module
 from lowtide.engine.processes.channel import Connection
-from lowtide.engine.processes.child_process import ChildProcess
+from lowtide.engine.processes.child import ChildProcess
+from lowtide.engine.teardown import WhenDropped
 from tests.sent_signals import ROUNDS, Arrived, arrivals, raising
 from tests.waiting import HANG_S, wait_until
 
@@ -72,7 +72,7 @@ def test_what_was_closed_is_not_given_back_again() -> None:
 @pytest.mark.parametrize(("at_exit", "printed"), [(True, "given back\n"), (False, "")])
 def test_at_the_exit_only_what_outlives_the_process_is_given_back(at_exit: bool, printed: str) -> None:
     program = (
-        "from lowtide.engine.dropped import WhenDropped\n"
+        "from lowtide.engine.teardown import WhenDropped\n"
         "class Owner: pass\n"
         f"owner = Owner(); WhenDropped(owner, print, 'given back', at_exit={at_exit})\n"
     )
@@ -85,7 +85,7 @@ def start(entry: Callable[[Connection], None]) -> ChildProcess:
 
 
 def test_the_program_does_not_wait_for_a_dropped_process_that_ends_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "END_S", HANG_S)
+    monkeypatch.setattr(child_module, "END_S", HANG_S)
     child = start(deaf)
     pid = child.pid
     with raising(signal.SIGALRM):
@@ -99,7 +99,7 @@ def test_the_program_does_not_wait_for_a_dropped_process_that_ends_late(monkeypa
 
 
 def test_a_dropped_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "END_S", 0.1)
+    monkeypatch.setattr(child_module, "END_S", 0.1)
     child = start(deaf)
     pid = child.pid
     del child

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide.engine import EngineConfig, LLMEngine
-from lowtide.engine.heap_freeze import HeapFreeze
+from lowtide.engine.worker import HeapFreeze
 
 
 class Thing:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lowtide.engine.errors import DriverError, OutOfMemoryError
-from lowtide.engine.pages.hip import HipDriver, MemAccessDesc, MemAllocationProp
-from lowtide.engine.pages.vmm import VmmPages
+from lowtide.engine.pages.card import HipDriver, MemAccessDesc, MemAllocationProp, VmmPages
 
 GRANULARITY = 1 << 21
 

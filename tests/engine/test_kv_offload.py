@@ -31,9 +31,8 @@ from lowtide.engine import (
 from lowtide.engine.config import PRESETS
 from lowtide.engine.core import EngineCore
 from lowtide.engine.defects import find_defect
-from lowtide.engine.kv import offloading_connector
-from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock
-from lowtide.engine.kv.host_blocks import HostBlockStore
+from lowtide.engine.kv import kv_offload
+from lowtide.engine.kv.block_pool import BlockPool, HostBlockStore, KVCacheBlock
 from lowtide.engine.kv.kv_cache import KVCacheManager, kv_cache_bytes_per_block
 from lowtide.engine.kv.kv_offload import BlockTransfer, CompletedTransfer, OffloadingManager
 from lowtide.engine.pages import Lease, Part
@@ -403,7 +402,7 @@ class Gate:
     """Stands in every copy's way: counts those that came, holds them while shut, and lets them fail."""
 
     def __init__(self) -> None:
-        self.copy = offloading_connector._copy_bytes
+        self.copy = kv_offload._copy_bytes
         self.opened = threading.Event()
         self.opened.set()
         self.reached = threading.Event()
@@ -436,14 +435,14 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(offloading_connector, "_copy_bytes", gate)
+    monkeypatch.setattr(kv_offload, "_copy_bytes", gate)
     yield gate
     gate.opened.set()
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloading_connector, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(kv_offload, "TIMEOUT_S", 0.05)
 
 
 @pytest.fixture
@@ -858,7 +857,7 @@ def test_too_little_host_memory_is_missed_in_create_and_nothing_is_kept() -> Non
 def test_a_create_that_fails_after_the_connector_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before = footprint()
-    monkeypatch.setattr("lowtide.engine.heap_freeze.HeapFreeze.freeze", lambda self: 1 / 0)
+    monkeypatch.setattr("lowtide.engine.worker.HeapFreeze.freeze", lambda self: 1 / 0)
     engine = LLMEngine(EngineConfig(**SMALL, freeze_heap=True))
     with pytest.raises(ZeroDivisionError):
         engine.create()
@@ -869,7 +868,7 @@ def test_a_create_that_is_interrupted_after_the_worker_ends_its_thread(monkeypat
     gc.collect()
     before = footprint()
     made: list[Any] = []
-    real = offloading_connector.OffloadingConnector
+    real = kv_offload.OffloadingConnector
 
     def make_and_fail(*args: Any) -> Any:
         made.append(real(*args))

@@ -14,8 +14,8 @@ import torch
 
 from lowtide.engine.config import PRESETS, ModelConfig, RopeConfig, read_model_config
 from lowtide.engine.model_executor.attention import MAX_GATHERED_TOKENS, split_decodes, workspace_bytes
+from lowtide.engine.model_executor.fused_ops import RotaryEmbedding, inverse_frequencies
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.model_executor.rope import RotaryEmbedding, inverse_frequencies
 from lowtide.engine.model_executor.weights import parameter_shapes
 from lowtide.engine.request import SamplingParams
 

@@ -13,8 +13,13 @@ from safetensors.torch import save_file
 
 from lowtide.engine.config import PRESETS, ModelConfig
 from lowtide.engine.errors import CheckpointError, ConfigError
-from lowtide.engine.model_executor.parallel_layers import RowParallelLinear, VocabParallelEmbedding, gather_logits
-from lowtide.engine.model_executor.tensor_parallel import shard_parameter, split
+from lowtide.engine.model_executor.parallel_layers import (
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_logits,
+    shard_parameter,
+    split,
+)
 from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource, parameter_shapes
 from lowtide.engine.request import SamplingParams
 from tests.engine.rank_threads import ThreadRank, on_ranks

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
+from lowtide.engine import ranks as executor
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.ranks import executor
 from tests.engine.core_extensions import Stops
 from tests.engine.failing_rank import failing
 from tests.engine.process_watch import LIMIT_S, files_of, killed_during, left_of, nothing_stays, ranks
@@ -324,7 +324,7 @@ def test_a_rank_that_answers_something_else_ends_all(tmp_path: Path, monkeypatch
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         engine.create()
-        monkeypatch.setattr("lowtide.engine.ranks.executor.Answer", int)
+        monkeypatch.setattr("lowtide.engine.ranks.Answer", int)
         with pytest.raises(EngineDeadError, match="sent a message that does not belong here"):
             engine.sleep(1)
         engine.shutdown()

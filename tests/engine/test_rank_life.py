@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from lowtide.engine import ConfigError, EngineConfig, EngineState, LLMEngine, SamplingParams
-from lowtide.engine.ranks.rank_process import rank_devices
+from lowtide.engine.ranks import rank_devices
 
 pytestmark = pytest.mark.nightly
 

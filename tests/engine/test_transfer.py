@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.engine.device_allocator import transfer
+from lowtide.engine.device_allocator import host_memory as transfer
 from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.device_allocator.host_memory import HostBuffer
-from lowtide.engine.device_allocator.transfer import TransferRing
+from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.stages import announced_pools
@@ -53,7 +52,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     # What an exception that `pytest.raises` caught still holds would be announced in the next test.
     if announced_pools():
         gc.collect()
-    monkeypatch.setattr("lowtide.engine.device_allocator.transfer.SLOT_BYTES", SLOT)
+    monkeypatch.setattr("lowtide.engine.device_allocator.host_memory.SLOT_BYTES", SLOT)
 
 
 def filled(size: int, backend: CpuPages) -> tuple[Arena, torch.Tensor]:
@@ -114,7 +113,7 @@ def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.
 
     before = threading.active_count()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", refuse)
         with pytest.raises(OSError, match="bus error"):
             ring.save(arena, image)
     assert threading.active_count() == before
@@ -122,7 +121,7 @@ def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.
     arena.unmap_to(0)
     calls.clear()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", refuse)
         with pytest.raises(OSError, match="bus error"):
             ring.restore(image, arena, 20 * SLOT)
     assert threading.active_count() == before

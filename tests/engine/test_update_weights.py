@@ -20,13 +20,13 @@ from lowtide.engine import (
     SamplingParams,
     WeightUpdateError,
     llm_engine,
+    weight_transfer,
 )
 from lowtide.engine.config import load_model_config
 from lowtide.engine.errors import EngineDeadError, OutOfMemoryError
-from lowtide.engine.model_executor.tensor_parallel import shard_parameter
+from lowtide.engine.model_executor.parallel_layers import shard_parameter
 from lowtide.engine.model_executor.weights import RandomWeights, parameter_shapes
-from lowtide.engine.weight_transfer import bucket_memory
-from lowtide.engine.weight_transfer.checksums import added, checksum
+from lowtide.engine.weight_transfer import added, checksum
 from lowtide.probes.stages import announced_pools
 from tests.engine.process_watch import cores, nothing_stays, ranks
 
@@ -59,12 +59,12 @@ def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def bucket_mappings(pid: int) -> int:
-    return Path(f"/proc/{pid}/maps").read_text().count(bucket_memory.FILE_NAME)
+    return Path(f"/proc/{pid}/maps").read_text().count(weight_transfer.FILE_NAME)
 
 
 def open_buckets() -> int:
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return sum(bucket_memory.FILE_NAME in str(link.readlink()) for link in links)
+    return sum(weight_transfer.FILE_NAME in str(link.readlink()) for link in links)
 
 
 def staying_nowhere(shape: str) -> AbstractContextManager[object]:
@@ -176,7 +176,7 @@ def test_only_a_cards_cache_is_emptied(device: str, times: int, monkeypatch: pyt
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
-    bucket_memory.release_cached(device)
+    weight_transfer.release_cached(device)
     assert len(emptied) == times
 
 

@@ -11,8 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from lowtide.engine.config import PRESETS, ModelConfig, read_model_config
-from lowtide.engine.model_executor.checkpoint import SINGLE_FILE
-from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource, parameter_shapes
+from lowtide.engine.model_executor.weights import (
+    SINGLE_FILE,
+    CheckpointWeights,
+    RandomWeights,
+    WeightSource,
+    parameter_shapes,
+)
 
 TINY = PRESETS["tiny"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.device_allocator.workspace import Workspace, WorkspaceViews
+from lowtide.engine.device_allocator.arena import Arena, Workspace, WorkspaceViews
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 

@@ -594,7 +594,7 @@ def test_on_a_cpu_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engine_marks_its_growths(tmp_path: Path) -> None:
-    from lowtide.engine.device_allocator.workspace import Workspace
+    from lowtide.engine.device_allocator.arena import Workspace
 
     heard: list[str] = []
 

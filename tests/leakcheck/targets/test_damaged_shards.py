@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from lowtide.engine import EngineConfig, LLMEngine
 from lowtide.engine.errors import CheckpointError
-from lowtide.engine.model_executor import checkpoint as module
-from lowtide.engine.model_executor.tensor_parallel import Shard
+from lowtide.engine.model_executor import weights as module
+from lowtide.engine.model_executor.parallel_layers import Shard
 from lowtide.leakcheck.lives.sweep import Swept
 from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, ShardSeam, cut_short, injecting, misshape
 from lowtide.leakcheck.targets.reference import SmallCheckpoint, checkpoint_target

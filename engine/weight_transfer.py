@@ -1,0 +1,455 @@
+"""Weights that a trainer sends: packed into buckets that every process of the engine opens, loaded all or none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import msgspec
+import torch
+
+from lowtide.engine.device_allocator.arena import padded
+from lowtide.engine.errors import OutOfMemoryError, WeightUpdateError
+from lowtide.engine.model_executor.parallel_layers import Shard
+from lowtide.engine.pages import check_device
+from lowtide.engine.teardown import Teardown
+
+FILE_NAME = "lowtide-weights"
+"""What the mappings of a bucket on a CPU are called in `/proc/PID/maps`, after `/memfd:`."""
+
+
+class FileExport(msgspec.Struct, frozen=True, tag=True):
+    """A bucket of a CPU: the path at which its file can be opened, and its bytes."""
+
+    path: str
+    size: int
+
+
+class CudaExport(msgspec.Struct, frozen=True, tag=True):
+    """A bucket of a card, as torch's `UntypedStorage._share_cuda_` gives it, for one importer.
+
+    Each export counts one importer in torch's counter file: one that two processes import falls below 0, and the memory
+    is never freed (pytorch#149187, vllm#51258).
+    """
+
+    device: int
+    handle: bytes
+    size: int
+    offset: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+Export: TypeAlias = FileExport | CudaExport
+
+
+class BucketMemory(Protocol):
+    """Memory that the sender fills.
+
+    Attributes:
+        size: its bytes.
+    """
+
+    size: int
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All of it, as uint8 of shape [size]."""
+
+    def export(self) -> Export:
+        """Return what one other process opens it by."""
+
+    def close(self) -> None:
+        """Give it up; what others have open of it goes when they close it."""
+
+
+class FileMemory:
+    """A file in memory that has no name: nothing of it stays, however its processes end.
+
+    Raises:
+        OutOfMemoryError: no room; nothing is held then.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._file = os.memfd_create(FILE_NAME)
+        self._data: torch.Tensor | None = None
+        try:
+            # Else a write would find out that there is no room, by a signal that ends the process.
+            os.posix_fallocate(self._file, 0, size)
+            self._data = _mapped(self._file, size)
+        except OSError as error:
+            self.close()
+            raise OutOfMemoryError(f"no room for a bucket of {size} bytes in shared memory: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All of it, as uint8 of shape [size]."""
+        assert self._data is not None
+        return self._data
+
+    def export(self) -> FileExport:
+        """Return the path of its file."""
+        return FileExport(f"/proc/{os.getpid()}/fd/{self._file}", self.size)
+
+    def close(self) -> None:
+        """Unmap it, with the last tensor over it, and close the file."""
+        self._data = None
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+class CudaMemory:
+    """Memory of torch's on a card.
+
+    Raises:
+        OutOfMemoryError: no room.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._data: torch.Tensor | None = None
+        try:
+            self._data = torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"no room for a bucket of {size} bytes on {device}: {error}") from error
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All of it, as uint8 of shape [size]."""
+        assert self._data is not None
+        return self._data
+
+    def export(self) -> CudaExport:
+        """Return a handle for one importer; another one needs another export."""
+        return CudaExport(*self.data.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Let go of it, and of the storages that importers have closed."""
+        self._data = None
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def release_cached(device: str) -> None:
+    """Give back what torch has cached of closed buckets, and all else that it has cached in this process."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def bucket_memory(size: int, device: str) -> BucketMemory:
+    """Return new memory of `size` bytes on a device.
+
+    Raises:
+        ConfigError: the device does not exist.
+        OutOfMemoryError: no room.
+    """
+    place = check_device(device)
+    return FileMemory(size) if place.type == "cpu" else CudaMemory(size, place)
+
+
+@contextlib.contextmanager
+def opened(export: Export) -> Iterator[torch.Tensor]:
+    """Open a bucket of another process for as long as the block lasts, as uint8 of shape [size].
+
+    Whoever keeps a tensor over it keeps it open.
+
+    Raises:
+        WeightUpdateError: it cannot be opened; the sender may have ended.
+    """
+    if isinstance(export, FileExport):
+        yield _opened_file(export)
+        return
+    data = _opened_on_card(export)
+    try:
+        yield data
+    finally:
+        # The sender fills it again, or frees it, once it has heard that it was copied.
+        torch.cuda.current_stream(data.device).synchronize()
+
+
+def _opened_file(export: FileExport) -> torch.Tensor:
+    try:
+        file = os.open(export.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightUpdateError(
+            f"the bucket {export.path} cannot be opened: {error}; send the weights again"
+        ) from error
+    try:
+        return _mapped(file, export.size)
+    finally:
+        os.close(file)
+
+
+def _opened_on_card(export: CudaExport) -> torch.Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    tensor: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        torch.Tensor,
+        torch.Size([export.size]),
+        (1,),
+        0,
+        torch.UntypedStorage,
+        torch.uint8,
+        export.device,
+        export.handle,
+        export.size,
+        export.offset,
+        False,
+        export.ref_counter_handle,
+        export.ref_counter_offset,
+        export.event_handle,
+        export.event_sync_required,
+    )
+    return tensor
+
+
+def _mapped(file: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+
+BUCKET_BYTES = 64 << 20
+"""Bytes of a bucket, unless one tensor alone is larger."""
+
+Named = tuple[str, torch.Tensor]
+
+
+class PackedTensor(msgspec.Struct, frozen=True):
+    """One tensor in a bucket.
+
+    Attributes:
+        name: of the parameter.
+        dtype: as torch names it, without `torch.`.
+        shape: of the whole parameter, or of the whole tensor that the trainer has.
+        offset: bytes from the bucket's start.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+    def over(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the tensor over the bucket's bytes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        size = math.prod(self.shape) * dtype.itemsize
+        return data[self.offset : self.offset + size].view(dtype).view(self.shape)
+
+
+class SharedBucket(msgspec.Struct, frozen=True):
+    """A bucket as one other process gets it."""
+
+    export: Export
+    tensors: list[PackedTensor]
+
+
+class Bucket(Protocol):
+    """Weights for every process of an engine."""
+
+    def opened(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Whole tensors by name, in this process, for as long as the block lasts."""
+
+    def shared(self, receivers: int) -> Sequence[SharedBucket]:
+        """Return one export for each of so many other processes."""
+
+
+class SentBucket:
+    """A bucket in the sender's process.
+
+    Args:
+        memory: that has been filled.
+        tensors: what lies where.
+    """
+
+    def __init__(self, memory: BucketMemory, tensors: Sequence[PackedTensor]) -> None:
+        self._memory = memory
+        self._tensors = list(tensors)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """As `Bucket.opened`; nothing is exported."""
+        yield _named(self._tensors, self._memory.data)
+
+    def shared(self, receivers: int) -> Sequence[SharedBucket]:
+        """As `Bucket.shared`."""
+        return [SharedBucket(self._memory.export(), self._tensors) for _ in range(receivers)]
+
+
+class ReceivedBucket(msgspec.Struct, frozen=True):
+    """A bucket of another process, in one that opens it or hands it on.
+
+    Attributes:
+        exports: of it, one for each process that may open it.
+    """
+
+    exports: list[SharedBucket]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """As `Bucket.opened`."""
+        (own,) = self.exports
+        with opened(own.export) as data:
+            yield _named(own.tensors, data)
+
+    def shared(self, receivers: int) -> Sequence[SharedBucket]:
+        """As `Bucket.shared`: those that came."""
+        assert receivers == len(self.exports)
+        return self.exports
+
+
+class Receiver(Protocol):
+    """An engine that loads buckets: its core, or the client of one."""
+
+    def begin_update(self) -> None:
+        """Keep the present weights until the update has ended."""
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Copy what a bucket has into the weights."""
+
+    def undo_update(self) -> None:
+        """Put the weights back that were there before."""
+
+    def end_update(self, loaded: bool) -> None:
+        """Let go of the former weights; `loaded` where the new ones are there."""
+
+
+def send_weights(
+    receiver: Receiver, tensors: Mapping[str, torch.Tensor] | Iterable[Named], device: str, bucket_bytes: int
+) -> None:
+    """Send tensors to an engine, bucket by bucket; where that fails, the engine has its former weights.
+
+    Args:
+        receiver: the engine's core.
+        tensors: whole parameters by name, all or some; taken one after the other, each when it is packed.
+        device: where the engine keeps its memory.
+        bucket_bytes: of a bucket.
+
+    Raises:
+        WeightUpdateError: there is no tensor, or one does not fit the model.
+        OutOfMemoryError: no room for a bucket, or for the former weights.
+    """
+    named = tensors.items() if isinstance(tensors, Mapping) else tensors
+    receiver.begin_update()
+    try:
+        _send(receiver, named, device, bucket_bytes)
+    except BaseException as error:
+        undo = Teardown("sending the weights")
+        undo.run("putting the former weights back", receiver.undo_update)
+        undo.run("letting go of their copy", partial(receiver.end_update, loaded=False))
+        undo.finish_into(error)
+        raise
+    receiver.end_update(loaded=True)
+
+
+def _send(receiver: Receiver, tensors: Iterable[Named], device: str, bucket_bytes: int) -> None:
+    memory: BucketMemory | None = None
+    try:
+        for group in _groups(tensors, bucket_bytes):
+            size = max(sum(_size(tensor) for _, tensor in group), 1)
+            if memory is not None and memory.size < size:
+                memory.close()
+                memory = None
+            if memory is None:
+                memory = bucket_memory(size, device)
+            receiver.load_bucket(_packed(memory, group))
+        if memory is None:
+            raise WeightUpdateError("no tensor was sent: give the parameters by name")
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _groups(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+    """Yield as many tensors as fit into a bucket; one that is larger comes alone."""
+    group: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if group and size + _size(tensor) > bucket_bytes:
+            yield group
+            group, size = [], 0
+        group.append((name, tensor))
+        size += _size(tensor)
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _packed(memory: BucketMemory, group: Sequence[Named]) -> SentBucket:
+    packed: list[PackedTensor] = []
+    offset = 0
+    for name, tensor in group:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        packed.append(PackedTensor(name, dtype, list(tensor.shape), offset))
+        packed[-1].over(memory.data).copy_(tensor)
+        offset += _size(tensor)
+    return SentBucket(memory, packed)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return padded(tensor.shape, tensor.dtype)
+
+
+def _named(tensors: Sequence[PackedTensor], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {each.name: each.over(data) for each in tensors}
+
+
+_AT_ONCE = 1 << 20
+"""Elements that are taken at a time: each takes some ten bytes meanwhile."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor, shard: Shard | None = None) -> int:
+    """Return the sum, in 64 bits, of each element's bits times an odd number that its place in the parameter gives.
+
+    One element that changes changes it, whichever; and parts of a parameter that is cut add up to that of the whole.
+
+    Args:
+        tensor: the part, or the whole.
+        shard: which part of the parameter it is; None for the whole.
+    """
+    part = shard or Shard(tuple(tensor.shape))
+    bits = tensor.detach().contiguous().view(_BITS[tensor.dtype.itemsize])
+    rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1)
+    width = math.prod(part.full_shape[1:])
+    first_row, first_column = (part.start if part.dim == dim else 0 for dim in (0, 1))
+    columns = torch.arange(first_column, first_column + rows.shape[1], device=tensor.device)
+    total = 0
+    step = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        some = rows[start : start + step].to(torch.int64)
+        places = torch.arange(first_row + start, first_row + start + some.shape[0], device=tensor.device)
+        # Not from the card at once: torch would keep page-locked memory for the number.
+        total += int((some * _factors(places[:, None] * width + columns)).sum().cpu())
+    return _signed(total)
+
+
+def added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the checksums of whole parameters, of the parts that ranks have."""
+    found: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            found[name] = _signed(found.get(name, 0) + value)
+    return found
+
+
+def _factors(places: torch.Tensor) -> torch.Tensor:
+    """Spread the places over all 64 bits, as Fibonacci hashing does (Knuth, TAOCP 3, 6.4)."""
+    mixed = places * -7046029254386353131
+    return (mixed ^ (mixed >> 29)) | 1
+
+
+def _signed(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
