@@ -24,7 +24,8 @@ import machine
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.defects import find_defect
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.ranks import MultiprocExecutor, Rank
+from lowtide.engine.processes.child import ChildProcess
+from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.process_files import rollup
 
@@ -33,10 +34,10 @@ MAX_TOKENS = 64
 MIB = 1 << 20
 
 
-def ranks_of(engine: LLMEngine) -> list[Rank]:
+def ranks_of(engine: LLMEngine) -> list[ChildProcess]:
     """The ranks' processes; none with a single rank."""
     worker = engine._core.worker if engine._core is not None else None
-    return list(worker.ranks) if isinstance(worker, MultiprocExecutor) else []
+    return list(worker.children) if isinstance(worker, MultiprocExecutor) else []
 
 
 def read_ranks(engine: LLMEngine, driver: Driver, cards: int) -> list[dict[str, Any]]:
@@ -47,11 +48,11 @@ def read_ranks(engine: LLMEngine, driver: Driver, cards: int) -> list[dict[str, 
             by_pid[pid] = by_pid.get(pid, 0) + (size or 0)
     readings = []
     for number, rank in enumerate(ranks_of(engine)):
-        host = rollup(rank.process.pid)
+        host = rollup(rank.pid)
         readings.append(
             {
                 "rank": number,
-                "driver_bytes": by_pid.get(rank.process.pid) if cards else None,
+                "driver_bytes": by_pid.get(rank.pid) if cards else None,
                 "arena_bytes": dict(rank.answer.mapped),
                 "private_host_bytes": host.private if host is not None else None,
             }
@@ -94,7 +95,7 @@ def live(config: EngineConfig, driver: Driver, cards: int) -> dict[str, Any]:
             call()
             seconds = time.perf_counter() - started
             stages.append({"stage": name, "seconds": seconds, "ranks": read_ranks(engine, driver, cards)})
-        pids = [rank.process.pid for rank in ranks_of(engine)]
+        pids = [rank.pid for rank in ranks_of(engine)]
     finally:
         started = time.perf_counter()
         engine.shutdown()

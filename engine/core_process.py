@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
@@ -17,8 +16,9 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.core import EngineCore, create_core, make_plan
 from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
 from lowtide.engine.kv.block_pool import KVCacheUsage
-from lowtide.engine.processes.channel import Answer, Connection, Order, Signature, Signatures, call, restore_error
+from lowtide.engine.processes.channel import Answer, Connection, Order, Signature, Signatures, call
 from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, on_interrupt
+from lowtide.engine.processes.client import Client
 from lowtide.engine.processes.served import ServedProcess
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown
@@ -123,7 +123,7 @@ def forwarded(
     return forward  # type: ignore[return-value]
 
 
-class CoreClient:
+class CoreClient(Client):
     """An engine core in a process of its own; has the methods of `EngineCore` that the engine calls.
 
     The core's error comes with its type, and with its process and its traceback as notes.  When the process ends
@@ -132,9 +132,6 @@ class CoreClient:
     An interrupt (Ctrl-C) is passed on, and the core rolls back what it was doing.  One that comes when the core was
     done already is raised by `raise_late_interrupt` or before the next order, so that no result is lost.  A core that
     does not answer an interrupt within `INTERRUPT_S`, or before a second one, is killed.
-
-    Args:
-        config: of the engine; with `engine_process`.
 
     Attributes:
         process: the core's.
@@ -145,31 +142,25 @@ class CoreClient:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._owner = os.getpid()
-        self._answer = Answer()
+        super().__init__()
         self._receivers = config.tensor_parallel_size
-        self._death: EngineDeadError | None = None
         self._is_late = False
         self._is_closed = False
-        self.process = ChildProcess(ENTRY, NAME)
+        self.process = ChildProcess(ENTRY, NAME, "the engine core")
+        self.children = [self.process]
         try:
             self._call("create", config)
             self.raise_late_interrupt()
         except BaseException as error:
             undo = Teardown("creating the core's process")
-            undo.run(self.name, lambda: self.process.end(0.0))
+            self._end(undo)
             undo.finish_into(error)
             raise
 
     @property
-    def name(self) -> str:
-        """The core's process, for messages."""
-        return f"the engine core (pid {self.process.pid})"
-
-    @property
     def awake(self) -> bool:
         """Whether weights and KV cache have all their pages."""
-        return self._answer.awake
+        return self.process.answer.awake
 
     def add_request(self, request: Request) -> None:
         """As `EngineCore.add_request`."""
@@ -177,8 +168,8 @@ class CoreClient:
             self._call("add_request", request.request_id, list(request.prompt_token_ids), request.params)
         except ChannelError as error:
             raise RequestError(
-                f"request {request.request_id!r} cannot be sent to {self.name}: {error.__cause__}; give tokens and "
-                "sampling parameters as Python's own integers and floats"
+                f"request {request.request_id!r} cannot be sent to {self.process.label}: {error.__cause__}; give "
+                "tokens and sampling parameters as Python's own integers and floats"
             ) from error
 
     def has_unfinished_requests(self) -> bool:
@@ -187,7 +178,7 @@ class CoreClient:
 
     def num_requests(self) -> tuple[int, int]:
         """As `EngineCore.num_requests`, after the last call."""
-        return self._answer.running, self._answer.waiting
+        return self.process.answer.running, self.process.answer.waiting
 
     def check_health(self) -> None:
         """Find out whether the process runs, without an order.
@@ -196,7 +187,7 @@ class CoreClient:
             EngineDeadError: it has ended.
         """
         if self._death is None and not self.process.is_alive:
-            self._died(self.process.death())
+            self._ended(self.process)
         if self._death is not None:
             raise self._death.with_traceback(None)
 
@@ -240,20 +231,16 @@ class CoreClient:
             return
         teardown = Teardown("shutting the engine's core down")
         teardown.run("an earlier interrupt", self.raise_late_interrupt)
-        if self._death is None and os.getpid() == self._owner:
-            teardown.run(self.name, lambda: self._call("shutdown"))
-        teardown.run("its process", lambda: self.process.end(END_S))
+        if self.is_usable:
+            teardown.run(self.process.label, lambda: self._call("shutdown"))
+        self._end(teardown, END_S)
         self._is_closed = True
-        self._answer = Answer()
+        self.process.answer = Answer()
         teardown.run("the interrupt", self.raise_late_interrupt)
         teardown.finish()
 
     def raise_late_interrupt(self) -> None:
-        """Raise the interrupt that came when the core had finished an order already.
-
-        Raises:
-            KeyboardInterrupt: there was one.
-        """
+        """Raise the interrupt that came when the core had finished an order already, if there was one."""
         if self._is_late:
             self._is_late = False
             raise KeyboardInterrupt
@@ -268,7 +255,7 @@ class CoreClient:
 
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them in the core's process and its ranks, by arena tag, after the last call."""
-        return dict(self._answer.mapped)
+        return dict(self.process.answer.mapped)
 
     def _call(self, name: str, *arguments: object) -> Any:
         """Call a method of the core; what it returns.
@@ -278,72 +265,42 @@ class CoreClient:
             EngineDeadError: the process has ended, or could not be understood and was killed.
             BaseException: what the core raised.
         """
-        if os.getpid() != self._owner:
-            raise EngineDeadError(f"{self.name} is of another process (pid {self._owner}), of which this is a fork")
-        if self._death is not None:
-            raise self._death.with_traceback(None)
+        self._require_usable()
         called = CoreProcess.signatures[name]
         sent = _checked(called, name, arguments)
         if name not in ("abort", "abort_all"):
             # Who rolls a generation back must come to the end of it first.
             self.raise_late_interrupt()
-        with HeldInterrupt() as interrupt:
-            self._exchange(sent, interrupt)
+        with HeldInterrupt() as held:
+            interrupt, _ = self._exchange({self.process: sent}, held)
+        if interrupt is not None and self._death is not None:
+            raise interrupt
+        self._is_late |= interrupt is not None
         try:
-            interrupt.deliver()
+            held.deliver()
         except KeyboardInterrupt:
             self._is_late = True
-        if self._answer.error is None:
-            return called.returned(self._answer)
-        error = restore_error(self._answer.error, self.name)
+        if self.process.answer.error is None:
+            return called.returned(self.process.answer)
+        error = self.process.error()
         if self._is_late and isinstance(error, Exception):
             self._is_late = False
             raise KeyboardInterrupt from error
         self._is_late = False
         raise error
 
-    def _exchange(self, order: Order, interrupt: HeldInterrupt) -> None:
-        """Send an order and take its answer in; after an error from here, the process is gone."""
-        try:
-            self.process.connection.send(order)
-            self._is_late |= self._wait(interrupt)
-            self._answer = self.process.connection.receive(Answer)
-        except EngineDeadError as error:
-            raise self._died(self.process.death()) from error
-        except BaseException as error:
-            # Half an order was sent, or an answer got lost: what the core does is not known any more.
-            self.process.end(0.0)
-            death = self._died(EngineDeadError(f"{self.name} was killed: {str(error) or repr(error)}"))
-            if not isinstance(error, Exception):
-                raise
-            raise death from error
+    def _interrupted(self, times: int) -> float:
+        if times > 1:
+            raise KeyboardInterrupt
+        os.kill(self.process.pid, signal.SIGINT)
+        return INTERRUPT_S
 
-    def _wait(self, interrupt: HeldInterrupt) -> bool:
-        """Wait for the answer, or the end of the process; whether there was an interrupt, which is passed on."""
-        connection = self.process.connection
-        try:
-            interrupt.waiting(connection.wait)
-        except KeyboardInterrupt:
-            deadline = time.monotonic() + INTERRUPT_S
-            os.kill(self.process.pid, signal.SIGINT)
-            if not interrupt.waiting(connection.wait, deadline):
-                raise KeyboardInterrupt(f"it did not answer an interrupt within {INTERRUPT_S:g} s") from None
-            return True
-        return False
-
-    def _died(self, death: EngineDeadError) -> EngineDeadError:
-        self._death = death
-        # The engine's state stays what it was.
-        self._answer = Answer(awake=self._answer.awake)
-        return death
+    def _killed(self, why: str) -> EngineDeadError:
+        return EngineDeadError(f"{self.process.label} was killed: {why}")
 
 
 def _checked(called: Signature, name: str, arguments: Sequence[object]) -> Order:
-    """Return an order that the core can read.
-
-    Raises:
-        ChannelError: it cannot; the cause says why.
-    """
+    """Return an order that the core can read; a `ChannelError` where it cannot, whose cause says why."""
     try:
         sent = call(name, *arguments)
         called.arguments(sent)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,21 +12,19 @@ from typing import Any, ClassVar
 import torch
 
 from lowtide.engine.config import EngineConfig, load_model_config
-from lowtide.engine.errors import ChannelError, CollectiveError, EngineDeadError
+from lowtide.engine.errors import CollectiveError, EngineDeadError
 from lowtide.engine.model_executor.weights import create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.process_group import RankPlace
 from lowtide.engine.processes.channel import (
-    Answer,
     Connection,
     Order,
     Signature,
     Signatures,
     call,
-    restore_error,
-    watch_process,
 )
 from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, on_interrupt
+from lowtide.engine.processes.client import Client
 from lowtide.engine.processes.served import ServedProcess
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.teardown import Teardown
@@ -112,24 +108,13 @@ def rank_devices(config: EngineConfig) -> list[str]:
 ENTRY = "lowtide.engine.ranks:main"
 """What runs in the process of each rank."""
 
-STUCK_S = 5.0
-"""Seconds that the other ranks get for their answers once one has failed: they may wait for it in a collective."""
 
-
-class MultiprocExecutor:
+class MultiprocExecutor(Client):
     """One process per rank, and all of them as one worker; has the methods of `Worker` that the engine calls.
 
     An order that a rank fails is undone on the others, and the rank's error is raised.  When a rank ends without being
     asked to, or waits for one that failed and cannot be broken off, all are killed: from then on every call raises
     `EngineDeadError`, and only `shutdown` is of use.
-
-    Args:
-        config: of the engine.
-        num_blocks: KV blocks of every rank.
-        max_model_len: tokens that one request may span.
-
-    Attributes:
-        ranks: their processes, in order; none after `shutdown`.
 
     Raises:
         OutOfMemoryError: a rank's device or the host has no room; no process is left.
@@ -140,15 +125,18 @@ class MultiprocExecutor:
     kv_connector = None
 
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+        super().__init__()
         self._size = config.tensor_parallel_size
-        self.ranks: list[Rank] = []
-        self._death: EngineDeadError | None = None
         # The ranks find each other in a file that has no name: nothing of it stays, however they end.
         self._store = os.memfd_create("lowtide-ranks")
         path = f"/proc/{os.getpid()}/fd/{self._store}"
         try:
             for rank in range(self._size):
-                self.ranks.append(Rank(rank, self._size))
+                env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size)}
+                # gloo otherwise asks for the address of this host's name, which not every host knows.
+                env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+                label = f"rank {rank} of {self._size}"
+                self.children.append(ChildProcess(ENTRY, f"lowtide::Worker_TP{rank}", label, env))
             self._all(
                 [
                     call("create", replace(config, device=device), num_blocks, max_model_len, rank, path)
@@ -157,20 +145,19 @@ class MultiprocExecutor:
             )
         except BaseException as error:
             undo = Teardown("creating the ranks")
-            self._end(undo)
+            self._give_back(undo)
             undo.finish_into(error)
             raise
 
     @property
     def awake(self) -> bool:
         """Whether weights and KV cache have all their pages, on every rank."""
-        return all(rank.answer.awake for rank in self.ranks)
+        return all(rank.answer.awake for rank in self.children)
 
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them on all ranks together, by arena tag, as they were after the last call."""
-        if self._death is not None or not self.ranks:
-            return {}
-        return {tag: sum(rank.answer.mapped[tag] for rank in self.ranks) for tag in self.ranks[0].answer.mapped}
+        mapped = [rank.answer.mapped for rank in self.children]
+        return {tag: sum(each[tag] for each in mapped) for tag in mapped[0]} if mapped else {}
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """None: the tensors are in other processes."""
@@ -220,7 +207,7 @@ class MultiprocExecutor:
             self._all(call("end_wake", list(tags)))
         except BaseException as error:
             # Also on those that failed: all of them are awake.
-            self._undo(undo, self.ranks, error)
+            self._undo(undo, self.children, error)
             raise
 
     def reload_weights(self) -> None:
@@ -258,10 +245,17 @@ class MultiprocExecutor:
             ExceptionGroup: the errors of the ranks that failed; the processes are gone all the same.
         """
         teardown = Teardown("shutting the ranks down")
-        if self.ranks and self._death is None:
+        if self.children and self.is_usable:
             teardown.run("the ranks", partial(self._all, call("shutdown")))
-        self._end(teardown, END_S)
+        self._give_back(teardown, END_S)
         teardown.finish()
+
+    def _give_back(self, teardown: Teardown, timeout_s: float = 0.0) -> None:
+        self._end(teardown, timeout_s)
+        self.children = []
+        if self._store >= 0:
+            store, self._store = self._store, -1
+            os.close(store)
 
     def _all(self, order: Order | Sequence[Order], undo: Order | None = None) -> list[Any]:
         """Have every rank do the same, or each its own order; what each has returned.
@@ -272,48 +266,44 @@ class MultiprocExecutor:
         """
         orders = list(order) if isinstance(order, Sequence) else [order] * self._size
         try:
-            failed = self.exchange(dict(zip(self.ranks, orders, strict=True)))
+            failed = self.exchange(dict(zip(self.children, orders, strict=True)))
         except KeyboardInterrupt as interrupt:
-            self._undo(undo, self.ranks, interrupt)
+            self._undo(undo, self.children, interrupt)
             raise
         if failed:
             first = self._first_error(failed)
-            self._undo(undo, [rank for rank in self.ranks if rank not in failed], first)
+            self._undo(undo, [rank for rank in self.children if rank not in failed], first)
             raise first
-        returned = zip(self.ranks, orders, strict=True)
+        returned = zip(self.children, orders, strict=True)
         return [RankProcess.signatures[order.name].returned(rank.answer) for rank, order in returned]
 
-    def _undo(self, order: Order | None, ranks: Sequence[Rank], error: BaseException) -> None:
+    def _undo(self, order: Order | None, ranks: Sequence[ChildProcess], error: BaseException) -> None:
         if order is None or self._death is not None:
             return
         undo = Teardown("undoing it on the ranks")
         for rank in ranks:
-            undo.run(rank.name, partial(self._one, rank, order))
+            undo.run(rank.label, partial(self._one, rank, order))
         undo.finish_into(error)
 
-    def _one(self, rank: Rank, order: Order) -> None:
+    def _one(self, rank: ChildProcess, order: Order) -> None:
         failed = self.exchange({rank: order})
         if failed:
             raise self._first_error(failed)
 
-    def _first_error(self, failed: Sequence[Rank]) -> BaseException:
+    def _first_error(self, failed: Sequence[ChildProcess]) -> BaseException:
         """The error of the first rank that failed by itself; the others' are noted in it."""
         errors = [rank.error() for rank in failed]
         first = min(errors, key=lambda error: isinstance(error, CollectiveError))
         others = [(rank, error) for rank, error in zip(failed, errors, strict=True) if error is not first]
-        notes = [f"{rank.name} failed too: {error!r}" for rank, error in others]
+        notes = [f"{rank.label} failed too: {error!r}" for rank, error in others]
         if self._death is not None:
             notes.append(str(self._death))
         first.__notes__ = [*getattr(first, "__notes__", ()), *notes]  # type: ignore[attr-defined]
         return first
 
-    def exchange(self, orders: Mapping[Rank, Order]) -> list[Rank]:
-        """Send orders and wait for all answers; the ranks that failed.
-
-        An interrupt waits for the answers too: else the next call would take them for its own.
-        """
-        if self._death is not None:
-            raise self._death.with_traceback(None)
+    def exchange(self, orders: Mapping[ChildProcess, Order]) -> list[ChildProcess]:
+        """Send orders and wait for all answers; the ranks that failed."""
+        self._require_usable()
         with HeldInterrupt() as held:
             interrupt, failed = self._exchange(orders, held)
         if interrupt is not None:
@@ -321,121 +311,5 @@ class MultiprocExecutor:
         held.deliver()
         return failed
 
-    def _exchange(
-        self, orders: Mapping[Rank, Order], held: HeldInterrupt
-    ) -> tuple[KeyboardInterrupt | None, list[Rank]]:
-        self._send(orders)
-        interrupt: KeyboardInterrupt | None = None
-        waiting = list(orders)
-        failed: list[Rank] = []
-        deadline: float | None = None
-        while waiting:
-            try:
-                ready = held.waiting(partial(_wait, waiting, self._idle(orders, waiting)), deadline)
-            except KeyboardInterrupt as error:
-                interrupt, deadline = error, time.monotonic() + STUCK_S
-                continue
-            if not ready:
-                self._give_up(_stuck(waiting, failed))
-                break
-            for rank in ready:
-                if rank not in waiting:
-                    raise self._ended(rank)
-                rank.answer = self._answer_of(rank)
-                waiting.remove(rank)
-                if rank.answer.error is not None:
-                    failed.append(rank)
-                    deadline = time.monotonic() + STUCK_S
-        return interrupt, failed
-
-    def _idle(self, orders: Mapping[Rank, Order], waiting: Sequence[Rank]) -> list[Rank]:
-        """The ranks that are not waited for, and must not end meanwhile: the others could wait for them for ever."""
-        if any(order.name == "shutdown" for order in orders.values()):
-            return []
-        return [rank for rank in self.ranks if rank not in waiting]
-
-    def _send(self, orders: Mapping[Rank, Order]) -> None:
-        for rank, order in orders.items():
-            try:
-                rank.process.connection.send(order)
-            except EngineDeadError as error:
-                raise self._ended(rank) from error
-            except BaseException:
-                # Half an order was sent, or not to all.
-                self._give_up("an order could not be sent")
-                raise
-
-    def _answer_of(self, rank: Rank) -> Answer:
-        try:
-            answer: Answer = rank.process.connection.receive(Answer)
-        except EngineDeadError as error:
-            raise self._ended(rank) from error
-        except ChannelError as error:
-            raise self._give_up(str(error)) from error
-        return answer
-
-    def _ended(self, ended: Rank) -> EngineDeadError:
-        """The error for a rank that is gone; the others are killed."""
-        for rank in self.ranks:
-            if rank is not ended:
-                rank.process.end(timeout_s=0.0)
-        self._death = ended.process.death()
-        return self._death
-
-    def _give_up(self, why: str) -> EngineDeadError:
-        """Kill all ranks: what they do cannot be known any more, or will never end."""
-        self._death = EngineDeadError(f"{why}, and all ranks were killed: shut the engine down and create another")
-        for rank in self.ranks:
-            rank.process.end(timeout_s=0.0)
-        return self._death
-
-    def _end(self, teardown: Teardown, timeout_s: float = 0.0) -> None:
-        for rank in self.ranks:
-            teardown.run(rank.name, partial(rank.process.end, timeout_s))
-            teardown.run(f"the watch on {rank.name}", rank.close)
-        self.ranks = []
-        if self._store >= 0:
-            store, self._store = self._store, -1
-            os.close(store)
-
-
-class Rank:
-    """One rank's process, and the last that was heard from it."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        # gloo otherwise asks for the address of this host's name, which not every host knows.
-        env.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-        self.process = ChildProcess(ENTRY, f"lowtide::Worker_TP{rank}", env)
-        self.name = f"rank {rank} of {size} (pid {self.process.pid})"
-        self.answer = Answer()
-        self.pidfd = watch_process(self.process.pid, self.process.name)
-
-    def error(self) -> BaseException:
-        """What the last order has failed with."""
-        assert self.answer.error is not None
-        return restore_error(self.answer.error, self.name)
-
-    def close(self) -> None:
-        """Stop watching the process; calling it again does nothing."""
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)
-
-
-def _wait(ranks: Sequence[Rank], idle: Sequence[Rank], deadline: float | None) -> list[Rank]:
-    """The ranks that have answered or ended, and those of the idle ones that have ended; none after the deadline."""
-    poll = select.poll()
-    for rank in ranks:
-        poll.register(rank.process.connection, select.POLLIN)
-    for rank in (*ranks, *idle):
-        poll.register(rank.pidfd, select.POLLIN)
-    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-    ready = {descriptor for descriptor, _ in poll.poll(left)}
-    return [rank for rank in (*ranks, *idle) if ready & {rank.process.connection.fileno(), rank.pidfd}]
-
-
-def _stuck(waiting: Sequence[Rank], failed: Sequence[Rank]) -> str:
-    """Why ranks are waited for no longer: they wait in a collective for one that has failed or was interrupted."""
-    cause = f"after {failed[0].name} had failed" if failed else "after an interrupt"
-    return f"{', '.join(rank.name for rank in waiting)} did not answer within {STUCK_S:g} s {cause}"
+    def _killed(self, why: str) -> EngineDeadError:
+        return EngineDeadError(f"{why}, and all ranks were killed: shut the engine down and create another")

@@ -135,7 +135,7 @@ def rank_keeps() -> AbstractContextManager[None]:
     """A sleep reaches all ranks but the last one, which keeps its weights and its KV cache."""
 
     def sleep(self: MultiprocExecutor, level: int) -> None:
-        failed = self.exchange(dict.fromkeys(self.ranks[:-1], call("sleep", level)))
+        failed = self.exchange(dict.fromkeys(self.children[:-1], call("sleep", level)))
         assert not failed
 
     return replaced(MultiprocExecutor, "sleep", sleep)

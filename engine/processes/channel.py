@@ -12,7 +12,6 @@ import select
 import socket
 import struct
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from types import GenericAlias
@@ -49,6 +48,9 @@ class Connection:
         peer: process identifier of the other process.
         name: of the other process, for messages.
 
+    Attributes:
+        pidfd: becomes readable as the other process ends.
+
     Raises:
         EngineDeadError: there is no such process any more.
         ChannelError: this kernel cannot watch a process.
@@ -58,7 +60,7 @@ class Connection:
         self.name = name
         self.peer = peer
         self._stream = stream
-        self._pidfd = watch_process(peer, name)
+        self.pidfd = watch_process(peer, name)
         self._received = bytearray()
         stream.setblocking(False)
 
@@ -67,10 +69,7 @@ class Connection:
         return self._stream.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message.
-
-        Args:
-            message: anything that msgspec encodes.
+        """Send anything that msgspec encodes.
 
         Raises:
             EngineDeadError: the other process has ended.
@@ -84,90 +83,62 @@ class Connection:
             try:
                 view = view[self._stream.send(view) :]
             except BlockingIOError:
-                if self._wait(select.POLLOUT, None) == select.POLLHUP:
+                if self._wait(select.POLLOUT) == select.POLLHUP:
                     raise self._ended() from None
             except OSError as error:
                 raise self._ended() from error
 
-    def wait(self, deadline: float | None = None) -> bool:
-        """Wait until there is something to receive, or the process has ended; it can be broken off and called again.
-
-        Args:
-            deadline: of `time.monotonic`; None waits as long as the other process lives.
-
-        Returns:
-            False when the deadline has passed.
-        """
-        return bool(self._received) or self._wait(select.POLLIN, deadline) != 0
-
-    def receive(self, kind: type[_Message] | Any, timeout_s: float | None = None) -> _Message:
-        """The next message.
-
-        Args:
-            kind: the type that it must have, or a union of types.
-            timeout_s: seconds to wait at most; None waits as long as the other process lives.
+    def receive(self, kind: type[_Message]) -> _Message:
+        """Wait for the next message as long as the other process lives; it must be of that type.
 
         Raises:
             EngineDeadError: the other process has ended, and what it had sent before has been received.
-            ChannelError: it sent something else, or nothing in time; a message that comes later can still be received.
+            ChannelError: it sent something else.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        length = self._header(deadline, timeout_s)
-        while len(self._received) < _HEADER.size + length:
-            self._read(deadline, timeout_s)
-        payload = bytes(self._received[_HEADER.size : _HEADER.size + length])
-        del self._received[: _HEADER.size + length]
-        try:
-            message: _Message = msgspec.msgpack.decode(payload, type=kind)
-        except msgspec.DecodeError as error:
-            raise ChannelError(f"{self.name} sent a message that does not belong here: {error}") from error
-        return message
-
-    def close(self) -> None:
-        """Let go of the descriptors; the other process sees the end. Calling it again does nothing."""
-        self._stream.close()
-        pidfd, self._pidfd = self._pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)
-
-    def _header(self, deadline: float | None, timeout_s: float | None) -> int:
-        while len(self._received) < _HEADER.size:
-            self._read(deadline, timeout_s)
+        self._read_to(_HEADER.size)
         magic, version, length = _HEADER.unpack_from(self._received)
         if magic != _MAGIC or length > MOST_BYTES:
             raise ChannelError(f"{self.name} sent something that is no message of the engine")
         if version != VERSION:
             raise ChannelError(f"{self.name} speaks version {version}, and this process {VERSION}: reinstall lowtide")
-        return int(length)
-
-    def _read(self, deadline: float | None, timeout_s: float | None) -> None:
-        ready = self._wait(select.POLLIN, deadline)
-        if not ready:
-            raise ChannelError(f"{self.name} (pid {self.peer}) did not answer within {timeout_s:g} s")
+        self._read_to(_HEADER.size + length)
+        payload = bytes(self._received[_HEADER.size : _HEADER.size + length])
+        del self._received[: _HEADER.size + length]
         try:
-            part = self._stream.recv(1 << 20)
-        except BlockingIOError:
-            if ready == select.POLLHUP:
-                raise self._ended() from None
-            return
-        except OSError as error:
-            raise self._ended() from error
-        if not part:
-            raise self._ended()
-        self._received += part
+            return msgspec.msgpack.decode(payload, type=kind)
+        except msgspec.DecodeError as error:
+            raise ChannelError(f"{self.name} sent a message that does not belong here: {error}") from error
 
-    def _wait(self, event: int, deadline: float | None) -> int:
-        """Wait for the socket: its events, POLLHUP where only the process's end has come, 0 where nothing has."""
-        if self._pidfd < 0:
+    def close(self) -> None:
+        """Let go of the descriptors; the other process sees the end. Calling it again does nothing."""
+        self._stream.close()
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def _read_to(self, size: int) -> None:
+        while len(self._received) < size:
+            ready = self._wait(select.POLLIN)
+            try:
+                part = self._stream.recv(1 << 20)
+            except BlockingIOError:
+                if ready == select.POLLHUP:
+                    raise self._ended() from None
+                continue
+            except OSError as error:
+                raise self._ended() from error
+            if not part:
+                raise self._ended()
+            self._received += part
+
+    def _wait(self, event: int) -> int:
+        """Wait for the socket: its events, or POLLHUP where only the process's end has come."""
+        if self.pidfd < 0:
             raise self._ended()
         poll = select.poll()
         poll.register(self._stream, event)
-        poll.register(self._pidfd, select.POLLIN)
-        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        ready = dict(poll.poll(left))
-        if not ready:
-            return 0
-        return ready.get(self._stream.fileno(), select.POLLHUP) or select.POLLHUP
+        poll.register(self.pidfd, select.POLLIN)
+        return dict(poll.poll()).get(self._stream.fileno(), select.POLLHUP)
 
     def _ended(self) -> EngineDeadError:
         return EngineDeadError(f"{self.name} (pid {self.peer}) has ended, or closed its connection")

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.processes.channel import Connection, watch_process
+from lowtide.engine.processes.channel import Answer, Connection, restore_error, watch_process
 from lowtide.engine.teardown import WhenDropped
 
 END_S = 10.0
@@ -39,8 +39,11 @@ class ChildProcess:
     Args:
         entry: the function as `module:function`; it is called with the child's `Connection`.
         name: title of the process and name of its main thread, such as `lowtide::EngineCore`.
+        label: what messages call it; its identifier is added.
         env: variables of its environment besides this process's.
-        arguments: further strings for the function, after the connection.
+
+    Attributes:
+        answer: the last that was heard from it.
 
     Raises:
         EngineDeadError: it ended before it could be watched.
@@ -48,19 +51,20 @@ class ChildProcess:
         OSError: it cannot be started.
     """
 
-    def __init__(self, entry: str, name: str, env: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()):
+    def __init__(self, entry: str, name: str, label: str = "", env: Mapping[str, str] | None = None) -> None:
         self.name = name
+        self.answer = Answer()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        paths = "\n".join(sys.path)
-        own = (paths, str(theirs.fileno()), str(os.getpid()), entry, name, *arguments)
+        own = ("\n".join(sys.path), str(theirs.fileno()), str(os.getpid()), entry, name)
         with theirs:
             try:
                 self._process = _start(own, theirs.fileno(), {**os.environ, **(env or {})})
             except BaseException:
                 ours.close()
                 raise
+        self.label = f"{label or name} (pid {self.pid})"
         try:
-            self.connection = Connection(ours, self._process.pid, name)
+            self.connection = Connection(ours, self.pid, name)
         except BaseException:
             ours.close()
             _end(self._process, None, os.getpid(), 0.0)
@@ -78,13 +82,15 @@ class ChildProcess:
         """Whether it runs."""
         return self._process.poll() is None
 
+    def error(self) -> BaseException:
+        """Return what its last order has failed with."""
+        assert self.answer.error is not None
+        return restore_error(self.answer.error, self.label)
+
     def end(self, timeout_s: float = END_S) -> None:
-        """Close the connection and wait until the process is gone; it is killed if it does not end by itself.
+        """Close the connection and wait until the process is gone; it is killed if that takes longer than `timeout_s`.
 
         Calling it again does nothing.
-
-        Args:
-            timeout_s: seconds that it may take to end by itself.
         """
         if self._dropped.cancel():
             _end(self._process, self.connection, os.getpid(), timeout_s)
@@ -146,13 +152,8 @@ PARENT_ENDED = 3
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a function until it returns.
-
-    Args:
-        arguments: the socket's descriptor, the parent's process identifier, the function as `module:function`, the
-            name of this process, and further arguments of the function.
-    """
-    descriptor, parent, entry, name, *others = arguments
+    """Run a function until it returns; the arguments are those that `ChildProcess` gives, but for the first."""
+    descriptor, parent, entry, name = arguments
     set_process_name(name)
     try:
         end_with(int(parent))
@@ -163,26 +164,19 @@ def main(arguments: Sequence[str]) -> None:
     run: Callable[..., Any] = getattr(importlib.import_module(module), function)
     # SIGINT is blocked until the function has said what it does here: one that comes earlier is not lost to it.
     try:
-        run(connection, *others)
+        run(connection)
     finally:
         connection.close()
 
 
 def on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    """Say what Ctrl-C does in this process, also one that has come since its start; until then it is blocked.
-
-    Args:
-        handler: as `signal.signal` takes it.
-    """
+    """Say what Ctrl-C does in this process, also one that has come since its start; until then it is blocked."""
     signal.signal(signal.SIGINT, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_with(parent: int) -> None:
     """End this process at once when its parent has ended, whatever its main thread does meanwhile.
-
-    Args:
-        parent: process identifier of the parent.
 
     Raises:
         EngineDeadError: the parent has ended already.
