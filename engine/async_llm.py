@@ -40,15 +40,7 @@ class Counting(Protocol):
 
 @dataclass(frozen=True)
 class Readings:
-    """What the engine says of itself at one moment.
-
-    Attributes:
-        running: requests that steps compute.
-        waiting: requests that have not begun.
-        sleep_level: 0 while it is awake.
-        usage: of the KV blocks.
-        mapped: bytes with pages behind them, by arena.
-    """
+    """What the engine says of itself at one moment; the sleep level is 0 while it is awake, `mapped` bytes by arena."""
 
     running: int
     waiting: int
@@ -85,13 +77,9 @@ class _Outputs:
 
 @dataclass
 class _Order:
-    """A call of the engine that its thread has to make.
+    """A call that the engine's thread has to make; nobody waits any more for a result that is cancelled.
 
-    Attributes:
-        call: what is called there.
-        result: of the call; cancelled where nobody waits for it any more.
-        requests: how many requests it brings; such an order waits while the engine sleeps, or is about to.
-        drains: whether it waits until all requests have come to their end.
+    One that brings `requests` waits while the engine sleeps, or is about to; one that `drains`, for all requests' end.
     """
 
     call: Callable[[], Any]
@@ -155,13 +143,9 @@ class AsyncLLM:
     async def generate(
         self, requests: Sequence[tuple[str, Sequence[int], SamplingParams]]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run requests to their end; closed before that, it aborts them.
+        """Run requests, by id, prompt and sampling parameters, to their end: all are begun, or none.
 
-        Args:
-            requests: id, prompt and sampling parameters of each; all are begun, or none.
-
-        Yields:
-            The latest output of each request that has new tokens.
+        Yields the latest output of each request that has new tokens; closed before the end, it aborts them.
 
         Raises:
             RequestError: one can never be served.
@@ -187,21 +171,14 @@ class AsyncLLM:
             self._orders.put(_Order(lambda: self._abort(ids, reason)))
 
     async def sleep(self, level: int, mode: Literal["wait", "abort"]) -> int:
-        """As `LLMEngine.sleep`; one that sleeps already sleeps on.
+        """As `LLMEngine.sleep`; one that sleeps already sleeps on.  Returns the level at which it sleeps.
 
         With `wait`, what runs goes on as ever until its end, and what comes meanwhile waits until the wake.
-
-        Returns:
-            The level at which it sleeps.
         """
         return await self._call(lambda: self._sleep(level, mode), drains=mode == "wait")
 
     async def wake(self, tags: Sequence[str] | None) -> bool:
-        """As `LLMEngine.wake`; what is awake already stays so.
-
-        Returns:
-            Whether all of it is awake.
-        """
+        """As `LLMEngine.wake`; what is awake already stays so.  Returns whether all of it is awake."""
         return await self._call(lambda: self._wake(tags))
 
     async def reset_prefix_cache(self) -> bool:

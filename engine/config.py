@@ -20,50 +20,37 @@ Allocator: TypeAlias = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 def one_of(name: str, value: str, allowed: Sequence[str] | Mapping[str, Any]) -> None:
-    """Refuse a value that is not among those allowed.
-
-    Raises:
-        ConfigError: it is such a one.
-    """
+    """Refuse a value that is not among those allowed."""
     if value not in allowed:
         raise ConfigError(f"{name} {value!r} is not supported; supported are {', '.join(allowed)}")
 
 
 def positive(name: str, value: float) -> None:
-    """Refuse a number that is not finite and above 0.
-
-    Raises:
-        ConfigError: it is such a one.
-    """
+    """Refuse a number that is not finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{name} {value} must be above 0")
 
 
-def positive_int(name: str, value: object) -> None:
-    """Refuse what is no whole number of at least 1.
-
-    Raises:
-        ConfigError: it is such a one.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} {value!r} must be a whole number of at least 1")
-
-
-def int_between(name: str, value: object, low: int, high: int) -> None:
-    """Refuse what is no whole number from `low` to `high`.
-
-    Raises:
-        ConfigError: it is such a one.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} {value!r} must be a whole number from {low} to {high}")
+def whole_number(name: str, value: object, low: int = 1, high: int | None = None) -> None:
+    """Refuse what is no whole number from `low` to `high`, or of at least `low`."""
+    is_one = isinstance(value, int) and not isinstance(value, bool) and low <= value
+    if not is_one or (high is not None and value > high):  # type: ignore[operator]
+        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} {value!r} must be a whole number {allowed}")
 
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 )
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+)
+"""What each needs besides its base."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,7 @@ class ModelConfig:
         one_of("architecture", self.architecture, ARCHITECTURES)
         one_of("dtype", self.dtype, DTYPES)
         for name in _MODEL_SIZES:
-            positive_int(name, getattr(self, name))
+            whole_number(name, getattr(self, name))
         positive("rms_norm_eps", self.rms_norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
@@ -137,11 +124,7 @@ class ModelConfig:
         return DTYPES[self.dtype]
 
     def shard(self, size: int) -> ModelConfig:
-        """The shape of the layers that one of `size` ranks has: its heads and neurons; the vocabulary stays whole.
-
-        Raises:
-            ConfigError: the ranks cannot have equal parts.
-        """
+        """The shape of the layers that one of `size` ranks has: its part of heads and neurons, and the vocabulary."""
         parts = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
         for name, whole in parts.items():
             if whole % size:
@@ -294,17 +277,17 @@ class EngineConfig:
             raise ConfigError(f"device {self.device!r} is not known; allowed are cpu, cuda and cuda:N")
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
-        int_between("seed", self.seed, 0, 2**63 - 1)
-        int_between("kv_transport_bytes", self.kv_transport_bytes, 0, 2**40)
+        whole_number("seed", self.seed, 0, 2**63 - 1)
+        whole_number("kv_transport_bytes", self.kv_transport_bytes, 0, 2**40)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            positive_int(name, getattr(self, name))
+            whole_number(name, getattr(self, name))
         for name in ("num_blocks", "kv_cache_bytes", "max_model_len"):
             if getattr(self, name) is not None:
-                positive_int(name, getattr(self, name))
-        int_between("num_micro_batches", self.num_micro_batches, 1, 2)
+                whole_number(name, getattr(self, name))
+        whole_number("num_micro_batches", self.num_micro_batches, 1, 2)
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_bytes both size the KV cache; give one of them")
-        int_between("kv_offload_bytes", self.kv_offload_bytes, 0, 2**63 - 1)
+        whole_number("kv_offload_bytes", self.kv_offload_bytes, 0, 2**63 - 1)
         if self.kv_offload_bytes and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_offload_bytes needs enable_prefix_caching: a block on the host is found by its prefix alone"
@@ -314,7 +297,7 @@ class EngineConfig:
                 f"cuda_graphs takes a step as one batch, and num_micro_batches is {self.num_micro_batches}; set it to 1"
             )
 
-        int_between("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        whole_number("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
         if self.process_extensions and not self.works_elsewhere:
             raise ConfigError(
                 "process_extensions are for the engine's other processes, and this engine has none: "
@@ -339,11 +322,7 @@ class EngineConfig:
 
 
 def load_model_config(config: EngineConfig) -> ModelConfig:
-    """The shape of the model that `config` names, with its dtype override.
-
-    Raises:
-        CheckpointError: `config.model` is neither a preset nor a folder that can be read.
-    """
+    """The shape of the model that `config` names, with its dtype override; a `CheckpointError` where there is none."""
     preset = PRESETS.get(config.model)
     if preset is None and not Path(config.model).is_dir():
         raise CheckpointError(
@@ -355,11 +334,7 @@ def load_model_config(config: EngineConfig) -> ModelConfig:
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """Tokens that one request may span: the setting, or else the most that the model and the KV cache allow.
-
-    Raises:
-        ConfigError: the setting is beyond the model's positions or beyond the KV cache.
-    """
+    """Tokens that one request may span: the setting, or else the most that the model and the KV cache allow."""
     cache_tokens = num_blocks * config.block_size
     if config.max_model_len is None:
         return min(model.max_position_embeddings, cache_tokens)
@@ -501,28 +476,12 @@ def _rope_config(fields: _HFConfig) -> RopeConfig:
     rope_type = rope.rope_type or rope.type or "default"
     if rope.partial_rotary_factor != 1.0:
         raise ConfigError(f"partial_rotary_factor {rope.partial_rotary_factor} is not supported; supported is 1.0")
-    theta = _default(rope.rope_theta, fields.rope_theta)
-    if rope_type == "linear":
-        return RopeConfig(theta, "linear", factor=_required(rope, rope_type, "factor"))
-    if rope_type == "llama3":
-        return RopeConfig(
-            theta,
-            "llama3",
-            factor=_required(rope, rope_type, "factor"),
-            low_freq_factor=_required(rope, rope_type, "low_freq_factor"),
-            high_freq_factor=_required(rope, rope_type, "high_freq_factor"),
-            original_max_position_embeddings=int(_required(rope, rope_type, "original_max_position_embeddings")),
-        )
-    if rope_type == "default":
-        return RopeConfig(theta)
-    raise ConfigError(f"rope_type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-
-
-def _required(rope: _RopeFields, rope_type: str, key: str) -> float:
-    value: float | None = getattr(rope, key)
-    if value is None:
-        raise ConfigError(f"rope_type {rope_type!r} needs the key {key!r}")
-    return value
+    one_of("rope_type", rope_type, ROPE_TYPES)
+    needed: dict[str, Any] = {key: getattr(rope, key) for key in ROPE_TYPES[rope_type]}
+    for key, value in needed.items():
+        if value is None:
+            raise ConfigError(f"rope_type {rope_type!r} needs the key {key!r}")
+    return RopeConfig(_default(rope.rope_theta, fields.rope_theta), rope_type, **needed)  # type: ignore[arg-type]
 
 
 def _eos_token_ids(path: Path, fields: _HFConfig) -> tuple[int, ...]:

@@ -72,39 +72,29 @@ def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
         eos_token_ids=plan.model_config.eos_token_ids,
     )
     # Last, so that nothing can fail once there is memory to give back.
-    return EngineCore(scheduler, _create_worker(config, plan))
-
-
-def _create_worker(config: EngineConfig, plan: Plan) -> Worker | MultiprocExecutor:
+    worker: Worker | MultiprocExecutor
     if config.tensor_parallel_size > 1:
-        return MultiprocExecutor(config, plan.num_blocks, plan.max_model_len)
-    backend = open_backend(config.device)
-    return Worker(config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
+        worker = MultiprocExecutor(config, plan.num_blocks, plan.max_model_len)
+    else:
+        backend = open_backend(config.device)
+        worker = Worker(config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
+    return EngineCore(scheduler, worker)
 
 
 class EngineCore:
-    """Joins the scheduler, which decides, and the worker, which computes.
+    """Joins the scheduler, which owns the requests and decides, and the worker, which owns the memory and computes.
 
-    Args:
-        scheduler: owns the requests and the accounting of KV blocks.
-        worker: owns all that is on the device, or the ranks that do.
+    On an error nothing has changed, unless it is said otherwise.
     """
 
     def __init__(self, scheduler: Scheduler, worker: Worker | MultiprocExecutor) -> None:
         self.scheduler = scheduler
         self.worker = worker
 
-    @property
-    def awake(self) -> bool:
-        """Whether weights and KV cache have all their pages."""
-        return self.worker.awake
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            RequestError: it could never run to its end, or its id is in use.
-        """
+        """As `Scheduler.add_request`."""
         self.scheduler.add_request(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -114,9 +104,6 @@ class EngineCore:
     def num_requests(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
         return len(self.scheduler.running), len(self.scheduler.waiting)
-
-    def check_health(self) -> None:
-        """Nothing: a core in this process runs as long as its caller."""
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; one output for each request that has a new token.
@@ -147,66 +134,49 @@ class EngineCore:
         return self.scheduler.abort_all()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, on the host too; False, with nothing forgotten, while requests hold blocks.
-
-        Raises:
-            KVTransferError: as `drain_transfers`; nothing was forgotten.
-        """
+        """Forget all cached prefixes, on the host too; False, with nothing forgotten, while requests hold blocks."""
         self.drain_transfers()
         return self.scheduler.reset_prefix_cache()
-
-    def prepare_sleep(self, level: int) -> None:
-        """All of a sleep that can fail for want of something; on an error nothing has changed.
-
-        Raises:
-            OutOfMemoryError: the host has no room for the weights.
-            KVTransferError: as `drain_transfers`.
-        """
-        self.drain_transfers()
-        self.worker.prepare_sleep(level)
 
     def forget_prefixes(self) -> None:
         """Forget what the cache's blocks hold, on the host too: it goes with their pages, or with the weights."""
         self.scheduler.kv_cache_manager.forget()
+
+    # --- sleep and wake ---------------------------------------------------------------------------------------------
+
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages."""
+        return self.worker.awake
+
+    def prepare_sleep(self, level: int) -> None:
+        """All of a sleep that can fail for want of something."""
+        self.drain_transfers()
+        self.worker.prepare_sleep(level)
 
     def sleep(self, level: int) -> None:
         """Give up the pages of weights, KV cache and workspaces, after `prepare_sleep` and with no request left."""
         self.worker.sleep(level)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Map the pages of these tags again, and fill the weights.
-
-        Raises:
-            OutOfMemoryError: the device has no room; what was asleep still is.
-            CheckpointError: the weights cannot be read again; likewise.
-        """
+        """Map the pages of these tags again, and fill the weights."""
         self.worker.wake(tags)
 
-    def reload_weights(self) -> None:
-        """Fill the weights in place from where they came, and forget what the former ones computed.
+    # --- weights ----------------------------------------------------------------------------------------------------
 
-        Raises:
-            OutOfMemoryError, CheckpointError, KVTransferError: nothing has changed.
-        """
+    def reload_weights(self) -> None:
+        """Fill the weights in place from where they came, and forget what the former ones computed."""
         self.drain_transfers()
         self.worker.reload_weights()
         self.forget_prefixes()
 
     def begin_update(self) -> None:
-        """Keep the present weights on the host, until `end_update`; on an error nothing has changed.
-
-        Raises:
-            OutOfMemoryError, KVTransferError: as `reload_weights`.
-        """
+        """Keep the present weights on the host, until `end_update`."""
         self.drain_transfers()
         self.worker.begin_update()
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Copy what a bucket has into the weights.
-
-        Raises:
-            WeightUpdateError: it does not fit them.
-        """
+        """Copy what a bucket has into the weights; after an error, `undo_update` has to put them back."""
         self.worker.load_bucket(bucket)
 
     def undo_update(self) -> None:
@@ -223,21 +193,7 @@ class EngineCore:
         """Checksum of every whole parameter, by name."""
         return self.worker.weight_checksums()
 
-    def shutdown(self) -> None:
-        """Give everything back.
-
-        Raises:
-            ExceptionGroup: the errors of the steps that failed; the others were done all the same.  Called again, it
-                tries again what has failed.
-        """
-        teardown = Teardown("shutting the engine down")
-        teardown.run("the requests", self.abort_all)
-        teardown.run("the worker", self.worker.shutdown)
-        teardown.run("the KV transfers", self.take_in_transfers)
-        teardown.finish()
-
-    def raise_late_interrupt(self) -> None:
-        """Nothing: in this process an interrupt comes at once."""
+    # --- what there is, and its end ---------------------------------------------------------------------------------
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor whose contents must survive a sleep, by name."""
@@ -254,6 +210,27 @@ class EngineCore:
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them, by arena tag."""
         return self.worker.memory_mapped()
+
+    def check_health(self) -> None:
+        """Nothing: a core in this process runs as long as its caller."""
+
+    def raise_late_interrupt(self) -> None:
+        """Nothing: in this process an interrupt comes at once."""
+
+    def shutdown(self) -> None:
+        """Give everything back.
+
+        Raises:
+            ExceptionGroup: the errors of the steps that failed; the others were done all the same.  Called again, it
+                tries again what has failed.
+        """
+        teardown = Teardown("shutting the engine down")
+        teardown.run("the requests", self.abort_all)
+        teardown.run("the worker", self.worker.shutdown)
+        teardown.run("the KV transfers", self.take_in_transfers)
+        teardown.finish()
+
+    # --- copies of KV blocks to the host and back -------------------------------------------------------------------
 
     def take_in_transfers(self) -> None:
         """Take in the transfers of KV blocks that have ended, and give their blocks back; waits for none.

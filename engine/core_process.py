@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
@@ -23,9 +23,6 @@ from lowtide.engine.processes.served import ServedProcess
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket
-
-if TYPE_CHECKING:
-    import torch
 
 
 def main(connection: Connection) -> None:
@@ -133,12 +130,7 @@ class CoreClient(Client):
     done already is raised by `raise_late_interrupt` or before the next order, so that no result is lost.  A core that
     does not answer an interrupt within `INTERRUPT_S`, or before a second one, is killed.
 
-    Attributes:
-        process: the core's.
-
-    Raises:
-        ConfigError, CheckpointError, OutOfMemoryError: as `create_core`; no process is left.
-        EngineDeadError: the process has ended; likewise.
+    A client that cannot be created leaves no process.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -156,11 +148,6 @@ class CoreClient(Client):
             self._end(undo)
             undo.finish_into(error)
             raise
-
-    @property
-    def awake(self) -> bool:
-        """Whether weights and KV cache have all their pages."""
-        return self.process.answer.awake
 
     def add_request(self, request: Request) -> None:
         """As `EngineCore.add_request`."""
@@ -181,11 +168,7 @@ class CoreClient(Client):
         return self.process.answer.running, self.process.answer.waiting
 
     def check_health(self) -> None:
-        """Find out whether the process runs, without an order.
-
-        Raises:
-            EngineDeadError: it has ended.
-        """
+        """Find out whether the process runs, without an order; `EngineDeadError`: it has ended."""
         if self._death is None and not self.process.is_alive:
             self._ended(self.process)
         if self._death is not None:
@@ -223,9 +206,6 @@ class CoreClient(Client):
         """Give everything up; no process is left.  Calling it again does nothing.
 
         In a fork of the engine's process, only what the fork has copies of: the core is not its own.
-
-        Raises:
-            ExceptionGroup: as `EngineCore.shutdown`; the process is gone all the same.
         """
         if self._is_closed:
             return
@@ -245,25 +225,10 @@ class CoreClient(Client):
             self._is_late = False
             raise KeyboardInterrupt
 
-    def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """None: the tensors are in another process."""
-        return {}
-
-    def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """None: the addresses are another process's."""
-        return {}
-
-    def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them in the core's process and its ranks, by arena tag, after the last call."""
-        return dict(self.process.answer.mapped)
-
     def _call(self, name: str, *arguments: object) -> Any:
-        """Call a method of the core; what it returns.
+        """Call a method of the core; what it returns, or the error that it raised.
 
-        Raises:
-            ChannelError: the arguments cannot be sent; nothing was.
-            EngineDeadError: the process has ended, or could not be understood and was killed.
-            BaseException: what the core raised.
+        A `ChannelError`, with nothing sent, where the arguments cannot be; an `EngineDeadError` where it has ended.
         """
         self._require_usable()
         called = CoreProcess.signatures[name]

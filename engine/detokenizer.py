@@ -25,9 +25,6 @@ class TokenText:
     Without a tokenizer, as with random weights, a text's bytes in UTF-8 are its tokens. In a token's text, what can be
     printed in ASCII stands for itself, and all else as `<845>`, which is read as that token again: the text of any
     tokens has these very tokens.
-
-    Args:
-        tokenizer: of the checkpoint, if it has one.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -57,11 +54,6 @@ class Detokenizer:
 
     Text is held back as long as it may change: the bytes of a character that is not whole, and what may begin a text
     that ends the answer.
-
-    Args:
-        text: of tokens.
-        prompt: what is answered.
-        stops: texts that end the answer, and are no part of it.
     """
 
     def __init__(self, text: TokenText, prompt: Sequence[int], stops: Sequence[str]) -> None:

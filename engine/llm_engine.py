@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lowtide.engine.config import PRESETS, EngineConfig
@@ -16,8 +17,8 @@ from lowtide.engine.model_executor.weights import load_tokenizer
 from lowtide.engine.pages import check_device
 from lowtide.engine.ranks import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
-from lowtide.engine.teardown import rolled_back
-from lowtide.engine.weight_transfer import BUCKET_BYTES, release_cached, send_weights
+from lowtide.engine.teardown import Teardown, rolled_back
+from lowtide.engine.weight_transfer import BUCKET_BYTES, packed, release_cached
 from lowtide.engine.worker import SLEEPING_TAGS
 from lowtide.probes.stages import stage
 
@@ -54,12 +55,7 @@ _ALLOWED = {
 
 
 def allowed_calls(state: EngineState, awake_tags: Collection[str]) -> Sequence[str]:
-    """What may be called in a state, as an error says it.
-
-    Args:
-        state: the engine's.
-        awake_tags: of an engine that is asleep in part: what is awake again.
-    """
+    """What may be called in a state, as an error says it; the tags are those that are awake of one asleep in part."""
     if state is not EngineState.ASLEEP or not awake_tags:
         return _ALLOWED[state]
     asleep = next(tag for tag in SLEEPING_TAGS if tag not in awake_tags)
@@ -73,8 +69,9 @@ Prompt: TypeAlias = "str | Sequence[int]"
 class LLMEngine:
     """A small LLM engine whose memory can be put to sleep, woken and given back.
 
-    Not thread-safe: one thread drives an engine.  Every call that fails leaves the engine in the state it was in, with
-    the memory it had, and can be made again; `shutdown` is legal at any time.
+    Not thread-safe: one thread drives an engine.  A call that is not legal in the engine's state raises
+    `EngineStateError`, which names what is.  Every call that fails leaves the engine in the state it was in, with the
+    memory it had, and can be made again; `shutdown` is legal at any time.
 
     Args:
         config: what to build; nothing is taken before `create`.
@@ -120,7 +117,6 @@ class LLMEngine:
         """Take memory, load the weights, be ready for requests.
 
         Raises:
-            EngineStateError: the engine is not new.
             ConfigError: a setting that cannot work here; nothing was taken.
             CheckpointError: the checkpoint cannot be used; memory is back where it was.
             OutOfMemoryError: no room; memory is back where it was.
@@ -191,7 +187,6 @@ class LLMEngine:
         """Queue a request for `step`; returns its id.
 
         Raises:
-            EngineStateError: the engine is not running.
             RequestError: the request can never be served, or its id is in use.
         """
         core = self._require("add_request", EngineState.RUNNING)
@@ -218,7 +213,6 @@ class LLMEngine:
         """Compute one step; one output for each request that has a new token.
 
         Raises:
-            EngineStateError: the engine is not running.
             KVTransferError: copies of KV blocks to or from the host failed since the last step, or do not end; no
                 request is lost, and the next step goes on.
         """
@@ -228,11 +222,7 @@ class LLMEngine:
         return self._take_pending_outputs()
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests now; the last output of each that was still unfinished.
-
-        Raises:
-            EngineStateError: the engine is not running.
-        """
+        """End requests now; the last output of each that was still unfinished."""
         core = self._require("abort", EngineState.RUNNING)
         return core.abort([request_ids] if isinstance(request_ids, str) else request_ids)
 
@@ -241,7 +231,6 @@ class LLMEngine:
         blocks.  Waits for copies between the two, so no step is needed before.
 
         Raises:
-            EngineStateError: the engine is not running.
             KVTransferError: such a copy failed, and its blocks are free now, or does not end; nothing was forgotten.
         """
         return self._require("reset_prefix_cache", EngineState.RUNNING).reset_prefix_cache()
@@ -257,7 +246,6 @@ class LLMEngine:
             The last output of each request that this finished or aborted, so that none is lost.
 
         Raises:
-            EngineStateError: the engine is not running.
             ConfigError: another level or mode.
             OutOfMemoryError: no host memory for the weights; the engine runs on, requests that had finished come out
                 of the next `step`.
@@ -354,20 +342,25 @@ class LLMEngine:
         core = self._require_weights("update_weights")
         with self._calling("update_weights"):
             self._has_sent = True
-            send_weights(core, tensors, self.config.device, bucket_bytes)
+            core.begin_update()
+            try:
+                with closing(packed(tensors, self.config.device, bucket_bytes)) as buckets:
+                    for bucket in buckets:
+                        core.load_bucket(bucket)
+            except BaseException as error:
+                undo = Teardown("sending the weights")
+                undo.run("putting the former weights back", core.undo_update)
+                undo.run("letting go of their copy", partial(core.end_update, loaded=False))
+                undo.finish_into(error)
+                raise
+            core.end_update(loaded=True)
 
     def weight_checksums(self) -> dict[str, int]:
         """Checksum of every parameter as the engine has it, all ranks together, by its Hugging Face name.
 
         That of what was sent is `lowtide.engine.weight_transfer.checksum`, in the dtype of the engine.
-
-        Raises:
-            EngineStateError: the weights are not there.
         """
-        states = (EngineState.RUNNING, EngineState.ASLEEP)
-        return self._require(
-            "weight_checksums", *(states if "weights" in self._awake_tags else states[:1])
-        ).weight_checksums()
+        return self._require_weights("weight_checksums", idle=False).weight_checksums()
 
     def shutdown(self) -> None:
         """Give everything back; legal in every state, and again.
@@ -393,29 +386,17 @@ class LLMEngine:
             self._torn_down = True
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept.
-
-        Raises:
-            EngineStateError: the engine has none, because it is new or closed.
-        """
+        """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept."""
         core = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP)
         return core.preserved_tensors()
 
     def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """Address and bytes of what captured CUDA graphs read and write, by name, as it was at capture.
-
-        Raises:
-            EngineStateError: the engine has none, because it is new or closed.
-        """
+        """Address and bytes of what captured CUDA graphs read and write, by name, as it was at capture."""
         core = self._require("graph_addresses", EngineState.RUNNING, EngineState.ASLEEP)
         return core.graph_addresses()
 
     def kv_cache_usage(self) -> KVCacheUsage:
-        """Who has the KV blocks.
-
-        Raises:
-            EngineStateError: the engine has none, because it is new or closed.
-        """
+        """Who has the KV blocks."""
         core = self._require("kv_cache_usage", EngineState.RUNNING, EngineState.ASLEEP)
         return core.kv_cache_usage()
 
@@ -427,7 +408,6 @@ class LLMEngine:
         """Text of token ids.
 
         Raises:
-            EngineStateError: the engine is new or closed.
             ConfigError: the model has no tokenizer.
         """
         self._require("decode", EngineState.RUNNING, EngineState.ASLEEP)
@@ -460,11 +440,11 @@ class LLMEngine:
             raise ConfigError(f"model {self.config.model!r} has no tokenizer.json: give prompts as token ids")
         return self._tokenizer
 
-    def _require_weights(self, call: str) -> EngineCore | CoreClient:
-        """Return the core of an engine whose weights are there, and of which no request reads them."""
+    def _require_weights(self, call: str, *, idle: bool = True) -> EngineCore | CoreClient:
+        """Return the core of an engine whose weights are there, and, if `idle`, of which no request reads them."""
         states = (EngineState.RUNNING, EngineState.ASLEEP)
         core = self._require(call, *(states if "weights" in self._awake_tags else states[:1]))
-        if core.has_unfinished_requests():
+        if idle and core.has_unfinished_requests():
             raise EngineStateError(call, "running", ("step", "abort"), "requests are unfinished; finish them first")
         return core
 

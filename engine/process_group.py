@@ -11,32 +11,23 @@ from torch import distributed
 from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]  # torch's stubs leave them out
 
 from lowtide.engine.errors import CollectiveError, EngineError
+from lowtide.engine.model_executor.parallel_layers import TensorParallelGroup
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank's place among those that compute a model together.
-
-    Attributes:
-        rank: from 0 on.
-        size: how many ranks there are.
-        store: path of the file in which the ranks find each other; the ranks share it, and only they.
-    """
+    """One rank's place among those that compute a model together, and the file in which they alone find each other."""
 
     rank: int
     size: int
     store: str
 
 
-class ProcessGroup:
+class ProcessGroup(TensorParallelGroup):
     """The ranks of one engine, or one alone; gloo on a CPU, NCCL on a card.
 
     Where the program has no default group yet, the engine's is it, since torch wants one; else it is one beside it, and
     the program's own stays untouched.  The store belongs to the group and goes with it.
-
-    Args:
-        device: of this rank.
-        place: among several ranks, each in a process of its own; None is one rank alone.
 
     Raises:
         EngineError: torch cannot make the group here.
@@ -93,30 +84,18 @@ class ProcessGroup:
         self.destroy()
 
     def resume(self) -> None:
-        """Make the group again after `suspend`, together with the other ranks; else does nothing.
-
-        Raises:
-            EngineError: torch cannot make it.
-        """
+        """Make the group again after `suspend`, together with the other ranks; else does nothing."""
         if self._group is None:
             self._make()
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in place.
-
-        Raises:
-            CollectiveError: another rank has broken off.
-        """
+        """The sum of all ranks' tensors, in place; `CollectiveError`: another rank has broken off."""
         with _as_collective_error():
             distributed.all_reduce(partial, group=self._group)
         return partial
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n].
-
-        Raises:
-            CollectiveError: another rank has broken off.
-        """
+        """As `TensorParallelGroup.all_gather`; `CollectiveError`: another rank has broken off."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         with _as_collective_error():
             distributed.all_gather(parts, part.contiguous(), group=self._group)

@@ -74,15 +74,7 @@ class RankProcess(ServedProcess[Worker]):
             raise
 
     def create(self, config: EngineConfig, num_blocks: int, max_model_len: int, rank: int, store: str) -> Worker:
-        """Make the rank's worker.
-
-        Args:
-            config: of the engine, with this rank's device.
-            num_blocks: KV blocks of every rank.
-            max_model_len: tokens that one request may span.
-            rank: of this process.
-            store: path of the file in which the ranks find each other.
-        """
+        """Make the rank's worker."""
         size = config.tensor_parallel_size
         if "OMP_NUM_THREADS" not in os.environ:
             # All ranks compute at the same time.
@@ -114,12 +106,7 @@ class MultiprocExecutor(Client):
 
     An order that a rank fails is undone on the others, and the rank's error is raised.  When a rank ends without being
     asked to, or waits for one that failed and cannot be broken off, all are killed: from then on every call raises
-    `EngineDeadError`, and only `shutdown` is of use.
-
-    Raises:
-        OutOfMemoryError: a rank's device or the host has no room; no process is left.
-        CheckpointError: the weights cannot be read; likewise.
-        EngineDeadError: a rank has ended; likewise.
+    `EngineDeadError`, and only `shutdown` is of use.  One that cannot be created leaves no process.
     """
 
     kv_connector = None
@@ -148,24 +135,6 @@ class MultiprocExecutor(Client):
             self._give_back(undo)
             undo.finish_into(error)
             raise
-
-    @property
-    def awake(self) -> bool:
-        """Whether weights and KV cache have all their pages, on every rank."""
-        return all(rank.answer.awake for rank in self.children)
-
-    def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them on all ranks together, by arena tag, as they were after the last call."""
-        mapped = [rank.answer.mapped for rank in self.children]
-        return {tag: sum(each[tag] for each in mapped) for tag in mapped[0]} if mapped else {}
-
-    def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """None: the tensors are in other processes."""
-        return {}
-
-    def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """None: ranks compute without graphs."""
-        return {}
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         """Compute one step; the next token by request id, as rank 0 has sampled it.

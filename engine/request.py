@@ -70,15 +70,7 @@ class Request:
     """One request inside the engine: its tokens so far and how many of them are in the KV cache.
 
     Prefill and decode are one thing here, as in vLLM V1: a step computes some of the tokens that are not yet computed,
-    and a token is sampled when none is left.
-
-    Args:
-        request_id: unique among the requests in the engine.
-        prompt_token_ids: at least one token.
-        params: how to sample.
-
-    Raises:
-        RequestError: the prompt is empty.
+    and a token is sampled when none is left.  A prompt that is empty is a `RequestError`.
     """
 
     __slots__ = (
@@ -149,12 +141,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     """What one step computes of one request, and all that a worker must know of it, in whichever process.
 
     Attributes:
-        request_id: of the request.
         arrival_index: how many requests came before.
         num_preemptions: how often it lost its KV blocks.
         num_computed_tokens: tokens that are in the KV cache before the step.
         num_output_tokens: tokens that have been generated before the step.
-        params: how to sample.
         new_token_ids: the tokens to compute.
         block_ids: all its KV blocks.
         samples: whether its last token is among them, so that the next one can be sampled.
@@ -193,25 +183,10 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """What one step computes.
-
-    Attributes:
-        scheduled: in order of arrival.
-        preempted_ids: requests that lost their KV blocks to others in this step.
-    """
+    """What one step computes, in order of arrival, and who lost its KV blocks to others in it."""
 
     scheduled: tuple[ScheduledRequest, ...]
     preempted_ids: tuple[str, ...]
-
-    @property
-    def num_scheduled_tokens(self) -> dict[str, int]:
-        """Tokens to compute, by request id."""
-        return {item.request_id: item.num_tokens for item in self.scheduled}
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens to compute."""
-        return sum(item.num_tokens for item in self.scheduled)
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,7 @@ class ModelRunner:
     Between steps it remembers nothing but which request has which row, and puts that right at every step: rows of
     requests that are not in the step are given up, and written anew when the request is back.
 
-    Args:
-        config: of the engine.
-        model: filled with weights.
-        kv_cache: that the blocks of the scheduler mean.
-        block_table: with `config.max_num_seqs` rows.
-        sampler: for the requests whose last token was computed.
-        workspaces: one per micro-batch; there are as many micro-batches.
-        allocate: gives the input buffers, which keep their addresses.
-        group: agrees on the sampled tokens; None is one rank without a group.
+    There are as many micro-batches as workspaces. `allocate` gives the input buffers, which keep their addresses.
 
     Attributes:
         block_table: one row per running request.
@@ -79,10 +71,6 @@ class ModelRunner:
 
     def capture_graphs(self, config: EngineConfig, allocate: Allocator) -> None:
         """Captures the decode step as CUDA graphs, which `execute_model` uses from then on where it can.
-
-        Args:
-            config: of the engine.
-            allocate: gives the graphs' static buffers, which no sleep drops.
 
         Raises:
             OutOfMemoryError: no room on the card; nothing is held then but the static buffers.
@@ -139,13 +127,9 @@ class ModelRunner:
     # makes tensors that live on.
     @torch.no_grad()
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
-        """Computes a step; the device is waited for once, at the end, for the sampled tokens.
+        """Computes a step; the next token by request id, for each request whose last token was computed.
 
-        Args:
-            output: what the scheduler planned.
-
-        Returns:
-            Next token by request id, for each request whose last token was computed.
+        The device is waited for once, at the end, for the sampled tokens.
         """
         # Triton's kernels go to the current device, which is the user's choice and need not be the engine's.
         with torch.cuda.device_of(self._input_ids):  # type: ignore[no-untyped-call]
@@ -280,11 +264,7 @@ was made for one engine keeps what it closes over; a default value may lead back
 
 
 def supports_kw(function: Callable[..., Any], name: str) -> bool:
-    """Whether a callable takes a keyword argument of that name.
-
-    Raises:
-        ConfigError: it does not say what it takes.
-    """
+    """Whether a callable takes a keyword argument of that name; `ConfigError`: it does not say what it takes."""
     if isinstance(function, MethodType) and type(function.__func__) is FunctionType:
         # The first one is what the method is bound to.
         parameters = _parameters(function.__func__)[1:]

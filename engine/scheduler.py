@@ -14,15 +14,8 @@ class Scheduler:
     """Continuous batching in order of arrival, with chunked prefill and preemption by recomputing, as in vLLM V1.
 
     `schedule` takes blocks, but a request advances only in `update_from_output`: when the step between them fails, the
-    next `schedule` plans the same again.
-
-    Args:
-        kv_cache_manager: whose blocks are given out.
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: tokens that one step computes.
-        max_model_len: prompt and output tokens of one request.
-        vocab_size: of the model; a token beyond it would be an illegal address on a card.
-        eos_token_ids: tokens that end a request, unless it ignores them.
+    next `schedule` plans the same again.  Settings are those of `EngineConfig`; a token beyond `vocab_size` would be an
+    illegal address on a card.
     """
 
     def __init__(
@@ -110,15 +103,7 @@ class Scheduler:
         return SchedulerOutput(tuple(scheduled), tuple(preempted))
 
     def update_from_output(self, output: SchedulerOutput, sampled_tokens: Mapping[str, int]) -> list[RequestOutput]:
-        """Takes in what a step computed.
-
-        Args:
-            output: what `schedule` planned.
-            sampled_tokens: next token by request id, for each request whose last token was computed.
-
-        Returns:
-            One output for each request with a new token.
-        """
+        """Takes in what a step computed and sampled; one output for each request with a new token."""
         outputs = []
         for item in output.scheduled:
             request = self._requests.get(item.request_id)
@@ -136,11 +121,7 @@ class Scheduler:
         return outputs
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Ends requests now and takes their blocks back; ids that are not (or no more) here are passed over.
-
-        Returns:
-            The last output of each.
-        """
+        """Ends requests now and takes their blocks back; the last output of each. Ids of none are passed over."""
         outputs = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -163,8 +144,7 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, preempted: list[str]) -> bool:
         """Takes blocks for a running request, from those that came last if need be.
 
-        Returns:
-            False when it had to go itself, or when nobody need give way, because blocks are about to come free.
+        False when it had to go itself, or when nobody need give way, because blocks are about to come free.
         """
         while self.kv_cache_manager.allocate_slots(request, num_tokens) is None:
             if self.kv_cache_manager.blocks_are_coming:

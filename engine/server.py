@@ -129,20 +129,7 @@ class CompletionRequest(msgspec.Struct):
 
 @dataclass
 class Choice:
-    """One answer to one prompt, while its tokens come.
-
-    Attributes:
-        index: in the response.
-        request_id: of the engine's request.
-        prompt: what is answered.
-        params: how it is sampled.
-        detokenizer: of the answer.
-        echo: what its text begins with.
-        has_token_ids: whether its tokens are told, too.
-        num_tokens: how many have come.
-        num_cached_tokens: of the prompt, that the prefix cache had.
-        finish_reason: why it has ended.
-    """
+    """One answer to one prompt, while its tokens come; `echo` is what its text begins with."""
 
     index: int
     request_id: str
@@ -196,7 +183,6 @@ class Completion:
     """The answer to one call of `/v1/completions`, as an application of ASGI; it ends when its client goes.
 
     Attributes:
-        llm: computes it.
         choices: what is computed; the answers to one prompt stand together.
         head: what a response and each chunk begin with.
         num_prompts: how many prompts the choices are answers to.
@@ -291,11 +277,7 @@ class Completion:
 
 
 class Metrics:
-    """What `/metrics` says, by the names of vLLM's with a prefix of our own.
-
-    Args:
-        model: its name, a label of each.
-    """
+    """What `/metrics` says, by the names of vLLM's with a prefix of our own."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -344,14 +326,7 @@ class Metrics:
 
 
 class Server(uvicorn.Server):
-    """Serves one engine; a signal to end shuts the engine down first.
-
-    Args:
-        engine: that runs when this is started.
-
-    Attributes:
-        llm: by which requests use it.
-    """
+    """Serves one engine; a signal to end shuts the engine down first."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._model = engine.config.model
@@ -462,10 +437,7 @@ class Server(uvicorn.Server):
 def serve(engine: LLMEngine, host: str, port: int) -> None:
     """Create an engine, and serve it until SIGINT or SIGTERM; the latter ends the process.
 
-    Args:
-        engine: that is new, with its core in a process of its own.
-        host: name or address to listen at.
-        port: to listen at; 0 takes one that is free.
+    Its core must have a process of its own.  Port 0 takes one that is free.
 
     Raises:
         ConfigError: nobody can listen there.

@@ -119,12 +119,7 @@ class Teardown:
         return not self._failed
 
     def finish(self) -> None:
-        """Raise what was collected.
-
-        Raises:
-            ExceptionGroup: the errors of all failed steps, in order; a `BaseExceptionGroup` if one was not an
-                `Exception`.
-        """
+        """Raise an `ExceptionGroup` of what was collected; a `BaseExceptionGroup` if one was no `Exception`."""
         if self._errors:
             errors, self._errors = self._errors, []
             raise BaseExceptionGroup(f"{self._what}: {', '.join(self._failed)} failed", errors)
@@ -145,11 +140,8 @@ def release_frames(error: BaseException, handled: BaseException | None) -> None:
     """Forget the locals of the finished calls that `error` came through.
 
     Whoever keeps the exception keeps its traceback, and with it every tensor in the locals of those calls: memory
-    would be back only when the exception is gone.  (trl#5681 and pytorch#27600 are leaks of this kind.)
-
-    Args:
-        error: on its way out of the engine.
-        handled: what the caller was handling when it called the engine; the frames of that are the caller's own.
+    would be back only when the exception is gone.  (trl#5681 and pytorch#27600 are leaks of this kind.)  What the
+    caller had `handled` when it called the engine stays: those frames are its own.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -6,10 +6,8 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Protocol, TypeAlias
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -18,7 +16,6 @@ from lowtide.engine.device_allocator.arena import padded
 from lowtide.engine.errors import OutOfMemoryError, WeightUpdateError
 from lowtide.engine.model_executor.parallel_layers import Shard
 from lowtide.engine.pages import check_device
-from lowtide.engine.teardown import Teardown
 
 FILE_NAME = "lowtide-weights"
 """What the mappings of a bucket on a CPU are called in `/proc/PID/maps`, after `/memfd:`."""
@@ -51,53 +48,43 @@ class CudaExport(msgspec.Struct, frozen=True, tag=True):
 Export: TypeAlias = FileExport | CudaExport
 
 
-class BucketMemory(Protocol):
-    """Memory that the sender fills.
-
-    Attributes:
-        size: its bytes.
-    """
-
-    size: int
-
-    @property
-    def data(self) -> torch.Tensor:
-        """All of it, as uint8 of shape [size]."""
-
-    def export(self) -> Export:
-        """Return what one other process opens it by."""
-
-    def close(self) -> None:
-        """Give it up; what others have open of it goes when they close it."""
-
-
-class FileMemory:
-    """A file in memory that has no name: nothing of it stays, however its processes end.
-
-    Raises:
-        OutOfMemoryError: no room; nothing is held then.
-    """
+class BucketMemory:
+    """Memory of `size` bytes that the sender fills."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._file = os.memfd_create(FILE_NAME)
         self._data: torch.Tensor | None = None
-        try:
-            # Else a write would find out that there is no room, by a signal that ends the process.
-            os.posix_fallocate(self._file, 0, size)
-            self._data = _mapped(self._file, size)
-        except OSError as error:
-            self.close()
-            raise OutOfMemoryError(f"no room for a bucket of {size} bytes in shared memory: {error}") from error
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def data(self) -> torch.Tensor:
         """All of it, as uint8 of shape [size]."""
         assert self._data is not None
         return self._data
+
+    def export(self) -> Export:
+        """Return what one other process opens it by; another one needs another export."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give it up; what others have open of it goes when they close it."""
+        self._data = None
+
+
+class FileMemory(BucketMemory):
+    """A file in memory that has no name: nothing of it stays, however its processes end."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._file = os.memfd_create(FILE_NAME)
+        try:
+            # Else a write would find out that there is no room, by a signal that ends the process.
+            os.posix_fallocate(self._file, 0, size)
+            self._data = _mapped(self._file, size)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise OutOfMemoryError(f"no room for a bucket of {size} bytes in shared memory: {error}") from error
+            raise
 
     def export(self) -> FileExport:
         """Return the path of its file."""
@@ -105,40 +92,29 @@ class FileMemory:
 
     def close(self) -> None:
         """Unmap it, with the last tensor over it, and close the file."""
-        self._data = None
+        super().close()
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
 
-class CudaMemory:
-    """Memory of torch's on a card.
-
-    Raises:
-        OutOfMemoryError: no room.
-    """
+class CudaMemory(BucketMemory):
+    """Memory of torch's on a card."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
-        self._data: torch.Tensor | None = None
+        super().__init__(size)
         try:
             self._data = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"no room for a bucket of {size} bytes on {device}: {error}") from error
 
-    @property
-    def data(self) -> torch.Tensor:
-        """All of it, as uint8 of shape [size]."""
-        assert self._data is not None
-        return self._data
-
     def export(self) -> CudaExport:
-        """Return a handle for one importer; another one needs another export."""
+        """Return a handle for one importer."""
         return CudaExport(*self.data.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Let go of it, and of the storages that importers have closed."""
-        self._data = None
+        super().close()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
@@ -149,12 +125,7 @@ def release_cached(device: str) -> None:
 
 
 def bucket_memory(size: int, device: str) -> BucketMemory:
-    """Return new memory of `size` bytes on a device.
-
-    Raises:
-        ConfigError: the device does not exist.
-        OutOfMemoryError: no room.
-    """
+    """Return new memory of `size` bytes on a device; `OutOfMemoryError`: no room, and nothing is held."""
     place = check_device(device)
     return FileMemory(size) if place.type == "cpu" else CudaMemory(size, place)
 
@@ -226,14 +197,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class PackedTensor(msgspec.Struct, frozen=True):
-    """One tensor in a bucket.
-
-    Attributes:
-        name: of the parameter.
-        dtype: as torch names it, without `torch.`.
-        shape: of the whole parameter, or of the whole tensor that the trainer has.
-        offset: bytes from the bucket's start.
-    """
+    """One tensor in a bucket, `offset` bytes from its start; its dtype as torch names it, without `torch.`."""
 
     name: str
     dtype: str
@@ -254,23 +218,8 @@ class SharedBucket(msgspec.Struct, frozen=True):
     tensors: list[PackedTensor]
 
 
-class Bucket(Protocol):
-    """Weights for every process of an engine."""
-
-    def opened(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Whole tensors by name, in this process, for as long as the block lasts."""
-
-    def shared(self, receivers: int) -> Sequence[SharedBucket]:
-        """Return one export for each of so many other processes."""
-
-
 class SentBucket:
-    """A bucket in the sender's process.
-
-    Args:
-        memory: that has been filled.
-        tensors: what lies where.
-    """
+    """A filled bucket in the sender's process, and what lies where in it."""
 
     def __init__(self, memory: BucketMemory, tensors: Sequence[PackedTensor]) -> None:
         self._memory = memory
@@ -278,91 +227,57 @@ class SentBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """As `Bucket.opened`; nothing is exported."""
+        """Whole tensors by name, in this process, for as long as the block lasts; nothing is exported."""
         yield _named(self._tensors, self._memory.data)
 
     def shared(self, receivers: int) -> Sequence[SharedBucket]:
-        """As `Bucket.shared`."""
+        """Return one export for each of so many other processes."""
         return [SharedBucket(self._memory.export(), self._tensors) for _ in range(receivers)]
 
 
 class ReceivedBucket(msgspec.Struct, frozen=True):
-    """A bucket of another process, in one that opens it or hands it on.
-
-    Attributes:
-        exports: of it, one for each process that may open it.
-    """
+    """A bucket of another process, in one that opens it or hands it on: one export for each process that may."""
 
     exports: list[SharedBucket]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """As `Bucket.opened`."""
+        """As `SentBucket.opened`."""
         (own,) = self.exports
         with opened(own.export) as data:
             yield _named(own.tensors, data)
 
     def shared(self, receivers: int) -> Sequence[SharedBucket]:
-        """As `Bucket.shared`: those that came."""
+        """Return those that came."""
         assert receivers == len(self.exports)
         return self.exports
 
 
-class Receiver(Protocol):
-    """An engine that loads buckets: its core, or the client of one."""
-
-    def begin_update(self) -> None:
-        """Keep the present weights until the update has ended."""
-
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Copy what a bucket has into the weights."""
-
-    def undo_update(self) -> None:
-        """Put the weights back that were there before."""
-
-    def end_update(self, loaded: bool) -> None:
-        """Let go of the former weights; `loaded` where the new ones are there."""
+Bucket: TypeAlias = "SentBucket | ReceivedBucket"
+"""Weights for every process of an engine."""
 
 
-def send_weights(
-    receiver: Receiver, tensors: Mapping[str, torch.Tensor] | Iterable[Named], device: str, bucket_bytes: int
-) -> None:
-    """Send tensors to an engine, bucket by bucket; where that fails, the engine has its former weights.
+def packed(
+    tensors: Mapping[str, torch.Tensor] | Iterable[Named], device: str, bucket_bytes: int
+) -> Generator[SentBucket, None, None]:
+    """Yield buckets of whole parameters, which are taken one after the other, each when it is packed.
 
-    Args:
-        receiver: the engine's core.
-        tensors: whole parameters by name, all or some; taken one after the other, each when it is packed.
-        device: where the engine keeps its memory.
-        bucket_bytes: of a bucket.
+    All are in the same memory: one is valid until the next, or until the generator is closed.
 
     Raises:
-        WeightUpdateError: there is no tensor, or one does not fit the model.
-        OutOfMemoryError: no room for a bucket, or for the former weights.
+        WeightUpdateError: there is no tensor.
+        OutOfMemoryError: no room for a bucket.
     """
-    named = tensors.items() if isinstance(tensors, Mapping) else tensors
-    receiver.begin_update()
-    try:
-        _send(receiver, named, device, bucket_bytes)
-    except BaseException as error:
-        undo = Teardown("sending the weights")
-        undo.run("putting the former weights back", receiver.undo_update)
-        undo.run("letting go of their copy", partial(receiver.end_update, loaded=False))
-        undo.finish_into(error)
-        raise
-    receiver.end_update(loaded=True)
-
-
-def _send(receiver: Receiver, tensors: Iterable[Named], device: str, bucket_bytes: int) -> None:
     memory: BucketMemory | None = None
     try:
-        for group in _groups(tensors, bucket_bytes):
+        for group in _groups(tensors.items() if isinstance(tensors, Mapping) else tensors, bucket_bytes):
             size = max(sum(_size(tensor) for _, tensor in group), 1)
             if memory is not None and memory.size < size:
                 memory.close()
                 memory = None
             if memory is None:
                 memory = bucket_memory(size, device)
-            receiver.load_bucket(_packed(memory, group))
+            yield _packed(memory, group)
         if memory is None:
             raise WeightUpdateError("no tensor was sent: give the parameters by name")
     finally:
@@ -414,11 +329,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: torch.Tensor, shard: Shard | None = None) -> int:
     """Return the sum, in 64 bits, of each element's bits times an odd number that its place in the parameter gives.
 
-    One element that changes changes it, whichever; and parts of a parameter that is cut add up to that of the whole.
-
-    Args:
-        tensor: the part, or the whole.
-        shard: which part of the parameter it is; None for the whole.
+    One element that changes changes it, whichever; and parts (`shard`) of a parameter add up to that of the whole.
     """
     part = shard or Shard(tuple(tensor.shape))
     bits = tensor.detach().contiguous().view(_BITS[tensor.dtype.itemsize])

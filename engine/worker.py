@@ -40,17 +40,12 @@ class Worker:
 
     Args:
         config: of the engine.
-        model_config: of the model.
+        model_config: of the whole model.
         backend: where device memory comes from.
         source: what fills the weights, now and after a level 2 sleep.
         num_blocks: KV blocks.
         max_model_len: tokens that one request may span.
         place: of this worker among several ranks, which have a part of the model each; None is all of it.
-
-    Attributes:
-        memory: all that the engine has on the device, and the host copy of the weights.
-        model_runner: computes the steps.
-        kv_connector: copies KV blocks to host memory and back; None without offload.
 
     Raises:
         OutOfMemoryError: the device or the host has no room; all memory is back where it was.
@@ -69,73 +64,68 @@ class Worker:
     ) -> None:
         self._source = source
         self._keep_host_copy = config.keep_host_copy
-        self.kv_connector: OffloadingConnector | None = None
         self._heap = HeapFreeze()
         self._is_rank = place is not None
         self._is_first = place is None or place.rank == 0
-        self._shards = parameter_shards(model_config, *((0, 1) if place is None else (place.rank, place.size)))
         self._backend = backend
+        self.kv_connector: OffloadingConnector | None = None
         self.group: ProcessGroup | None = None
         self.transport: KVTransport | None = None
-        dtype = model_config.torch_dtype
-        own = model_config if place is None else model_config.shard(place.size)
+        rank, size = (0, 1) if place is None else (place.rank, place.size)
+        self._shards = parameter_shards(model_config, rank, size)
+        own, dtype = model_config.shard(size), model_config.torch_dtype
         cache_shape = kv_cache_shape(own, num_blocks, config.block_size)
         kv_cache_bytes = 2 * own.num_layers * padded(cache_shape, dtype)
-        self.memory = _create_memory(config, own, backend, source, kv_cache_bytes, max_model_len)
+        self.memory = EngineMemory(
+            backend,
+            weights=sum(padded(shape, dtype) for shape in source.shapes().values()),
+            kv_cache=kv_cache_bytes,
+            # Keys and values each start aligned.
+            workspace=workspace_bytes(own, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
+            num_micro_batches=config.num_micro_batches,
+            poison=config.poison_pages,
+        )
+        weights, cache, runtime = map(self.memory.arena, ("weights", "kv_cache", "runtime"))
         try:
             if config.process_group or place is not None:
                 self.group = ProcessGroup(backend.device, place)
             if config.kv_transport_bytes:
                 self.transport = KVTransport(backend, config.kv_transport_bytes)
-            runtime = self.memory.arena("runtime").allocate
             with stage("load_weights"):
-                rotary = RotaryEmbedding(model_config, max_model_len, runtime)
+                rotary = RotaryEmbedding(model_config, max_model_len, runtime.allocate)
                 # One mapping of the whole arena instead of one per tensor.
-                self.memory.arena("weights").map_to(self.memory.arena("weights").capacity)
+                weights.map_to(weights.capacity)
                 ranks = None if place is None else self.group
-                model = LlamaForCausalLM(model_config, self.memory.arena("weights").allocate, rotary, ranks)
+                model = LlamaForCausalLM(model_config, weights.allocate, rotary, ranks)
                 self._fill(model)
             with stage("allocate_kv_cache"):
-                self.memory.arena("kv_cache").map_to(kv_cache_bytes)
-                kv_cache = KVCache(own, num_blocks, config.block_size, self.memory.arena("kv_cache").allocate)
+                cache.map_to(kv_cache_bytes)
+                kv_cache = KVCache(own, num_blocks, config.block_size, cache.allocate)
+            # No sleep drops the block table: neither its rows nor the tensors that lead to it.
+            blocks_per_seq = -(-max_model_len // config.block_size)
             self.model_runner = ModelRunner(
                 config,
                 model,
                 kv_cache,
-                self.create_block_table(config, max_model_len),
+                BlockTable(config.max_num_seqs, blocks_per_seq, config.block_size, runtime.allocate),
                 Sampler(config.seed),
                 self.memory.workspaces,
-                runtime,
+                runtime.allocate,
                 self.group,
             )
             if num_host_blocks := num_host_kv_blocks(config, own):
                 self.kv_connector = OffloadingConnector(kv_cache, num_host_blocks, backend)
             if config.cuda_graphs:
                 with stage("capture_graphs"):
-                    self.model_runner.capture_graphs(config, runtime)
+                    self.model_runner.capture_graphs(config, runtime.allocate)
             if config.freeze_heap:
                 self._heap.freeze()
             announce(self)  # whoever judges the engine may be in another process
         except BaseException as error:
-            self._undo_create(error)
+            undo = Teardown("creating the worker")
+            self._give_back(undo, drop_pages=True)
+            undo.finish_into(error)
             raise
-
-    def _undo_create(self, error: BaseException) -> None:
-        """Give back what a worker has taken that could not be created; what fails is noted in the error."""
-        undo = Teardown("creating the worker")
-        self.close_connector(undo)
-        if "model_runner" in self.__dict__:
-            undo.run("the model runner", self.model_runner.shutdown)
-        self._close_transport(undo)
-        self._destroy_group(undo)
-        self.memory.close(undo, drop_pages=True)
-        undo.finish_into(error)
-
-    def create_block_table(self, config: EngineConfig, max_model_len: int) -> BlockTable:
-        """The block table, which no sleep drops: neither its rows nor the tensors that lead to it."""
-        blocks_per_seq = -(-max_model_len // config.block_size)
-        runtime = self.memory.arena("runtime").allocate
-        return BlockTable(config.max_num_seqs, blocks_per_seq, config.block_size, runtime)
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor whose contents must survive a sleep, by name; see `ModelRunner.preserved_tensors`."""
@@ -195,9 +185,7 @@ class Worker:
     def wake(self, tags: Sequence[str]) -> None:
         """Map the pages of these tags again, and fill the weights from the host or from where they came.
 
-        Raises:
-            OutOfMemoryError: the device has no room; what was asleep still is.
-            CheckpointError: the weights cannot be read again; likewise.
+        What was asleep still is where the device has no room, or the weights cannot be read again.
         """
         self.begin_wake(tags)
         with self._dropped_on_error(tags):
@@ -244,12 +232,7 @@ class Worker:
             self.group.resume()
 
     def reload_weights(self) -> None:
-        """Fill the weights from where they came.  The present ones are kept on the host until that has worked.
-
-        Raises:
-            OutOfMemoryError: the host has no room for them; nothing has changed.
-            CheckpointError: the weights cannot be read; the present ones are there as before.
-        """
+        """Fill the weights from where they came; the present ones are kept on the host until that has worked."""
         try:
             self.begin_reload()
         finally:
@@ -322,27 +305,26 @@ class Worker:
         # From here on nobody may read its tensors.
         withdraw(self)
         teardown = Teardown("shutting the worker down")
+        self._give_back(teardown)
+        teardown.finish()
+
+    def _give_back(self, teardown: Teardown, *, drop_pages: bool = False) -> None:
+        """Take down what there is; `drop_pages` even where a tensor holds them, in a worker that never came to life."""
         self.close_connector(teardown)
-        teardown.run("the model runner", self.model_runner.shutdown)
-        self._close_transport(teardown)
-        self._destroy_group(teardown)
+        if "model_runner" in self.__dict__:
+            teardown.run("the model runner", self.model_runner.shutdown)
+        if self.transport is not None:
+            teardown.run("the KV transport", self.transport.close)
+        if self.group is not None:
+            teardown.run("the process group", self.group.destroy)
         # After the last reference is gone, and before torch gives back what it caches: not sooner, not later.
         teardown.run("the frozen heap", self._heap.thaw)
-        self.memory.close(teardown)
-        teardown.finish()
+        self.memory.close(teardown, drop_pages=drop_pages)
 
     def close_connector(self, teardown: Teardown) -> None:
         """End all copies of KV blocks, and give their host memory up."""
         if self.kv_connector is not None:
             teardown.run("the KV connector", self.kv_connector.close)
-
-    def _close_transport(self, teardown: Teardown) -> None:
-        if self.transport is not None:
-            teardown.run("the KV transport", self.transport.close)
-
-    def _destroy_group(self, teardown: Teardown) -> None:
-        if self.group is not None:
-            teardown.run("the process group", self.group.destroy)
 
     def _reload_weights(self) -> None:
         self._fill(self.model_runner.model)
@@ -352,26 +334,6 @@ class Worker:
         if self._is_rank:
             # A part is cut from a whole tensor, whose memory torch would keep.
             self._backend.empty_cache()
-
-
-def _create_memory(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    backend: PageBackend,
-    source: WeightSource,
-    kv_cache_bytes: int,
-    max_model_len: int,
-) -> EngineMemory:
-    """All arenas with their sizes, and the micro-batches' workspaces."""
-    return EngineMemory(
-        backend,
-        weights=sum(padded(shape, model_config.torch_dtype) for shape in source.shapes().values()),
-        kv_cache=kv_cache_bytes,
-        # Keys and values each start aligned.
-        workspace=workspace_bytes(model_config, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
-        num_micro_batches=config.num_micro_batches,
-        poison=config.poison_pages,
-    )
 
 
 # There is one permanent generation for the whole process, so who else needs it must be known to all: weakly, and with

@@ -278,11 +278,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
 
 
 def find_defect(name: str) -> Defect:
-    """The defect of that name.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
+    """The defect of that name; `ConfigError`: there is none; the message lists those there are."""
     try:
         return DEFECTS[name]
     except KeyError:
@@ -290,27 +286,15 @@ def find_defect(name: str) -> Defect:
 
 
 def switched_on(name: str) -> AbstractContextManager[None]:
-    """The defect of that name, and what makes it show, in this process.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The defect of that name, and what makes it show, in this process."""
     return find_defect(name).switched_on()
 
 
 def activated(name: str) -> AbstractContextManager[None]:
-    """A bug alone, without what makes it show.
-
-    Raises:
-        ConfigError: there is no bug of that name.
-    """
+    """A bug alone, without what makes it show; `ConfigError`: there is no bug of that name."""
     return find_defect(name).activate()
 
 
 def triggered(name: str) -> AbstractContextManager[None]:
-    """What makes the defect of that name show, in this process, without the defect.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """What makes the defect of that name show, in this process, without the defect."""
     return find_defect(name).trigger()

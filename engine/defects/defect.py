@@ -65,11 +65,7 @@ class Defect:
         return 0 if "cpu" in self.devices else int(self.settings.get("tensor_parallel_size", 1))
 
     def check(self, device: str) -> None:
-        """Refuse a device on which it cannot show.
-
-        Raises:
-            ConfigError: this is one.
-        """
+        """Refuse a device on which it cannot show."""
         kind = device.partition(":")[0]
         if kind not in self.devices:
             raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
@@ -77,12 +73,7 @@ class Defect:
     def configure(self, config: EngineConfig, *, twin: bool = False) -> EngineConfig:
         """The configuration with what the bug needs; the processes that the engine starts get the bug too.
 
-        Args:
-            config: of the engine.
-            twin: whether it is for the engine without the bug: its processes get what makes the bug show, alone.
-
-        Raises:
-            ConfigError: it cannot show on this kind of device.
+        A `twin`, the engine without the bug, has processes that get what makes the bug show, alone.
         """
         self.check(config.device)
         configured = replace(config, **self.settings)
@@ -92,11 +83,7 @@ class Defect:
         return replace(configured, process_extensions=(*configured.process_extensions, extension))
 
     def extension(self, how: Literal["switched_on", "activated", "triggered"]) -> str:
-        """What puts it into a process that the engine starts, as `EngineConfig.process_extensions` names it.
-
-        Args:
-            how: with what makes it show, alone, or only that.
-        """
+        """What puts it into a process that the engine starts, as `EngineConfig.process_extensions` names it."""
         return f"{EXTENSIONS}:{how}={self.name}"
 
     @contextmanager

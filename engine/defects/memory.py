@@ -166,14 +166,7 @@ IMAGE_TOKENS = 256
 
 
 class EncoderCache:
-    """What the encoder made of each image, by the image's hash: a later request may have the same image.
-
-    Args:
-        model: whose hidden states they are like.
-
-    Attributes:
-        outputs: tensors of shape [IMAGE_TOKENS, hidden size].
-    """
+    """The encoder's outputs, each [IMAGE_TOKENS, hidden size], by image's hash: a later request may have the same."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._shape = (IMAGE_TOKENS, model.config.hidden_size)

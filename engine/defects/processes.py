@@ -86,11 +86,7 @@ def _left_running(says_goodbye: Callable[[CoreClient], None]) -> Iterator[None]:
 
 
 class SharedOffloadRegion:
-    """A file in /dev/shm that the core maps, as vLLM's KV offload does; only `cleanup` removes it.
-
-    Attributes:
-        path: of the file.
-    """
+    """A file in /dev/shm that the core maps, as vLLM's KV offload does; only `cleanup` removes it."""
 
     def __init__(self) -> None:
         self.path = Path(f"/dev/shm/vllm_offload_{uuid.uuid4()}.mmap")

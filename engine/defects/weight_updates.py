@@ -87,14 +87,7 @@ def stranded_streams() -> AbstractContextManager[None]:
 
 
 class LoraAdapters:
-    """The low-rank adapters that an engine has loaded, by name; they lie beside the arenas, as a trainer makes them.
-
-    Args:
-        model: that they are for.
-
-    Attributes:
-        loaded: two matrices of each layer, by adapter.
-    """
+    """The low-rank adapters that an engine has loaded, by name; they lie beside the arenas, as a trainer makes them."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._shape = (model.config.num_layers, 2, LORA_RANK, model.config.hidden_size)

@@ -241,11 +241,7 @@ class Workspace:
         return [tensor_over(whole, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, specs, strict=True)]
 
     def reserve(self, size: int) -> torch.Tensor:
-        """All of the memory, uint8 [at least size], after growing if need be.
-
-        Raises:
-            OutOfMemoryError: the device has no room for the growth; the workspace is as it was.
-        """
+        """All of the memory, uint8 [at least size], after growing if need be; errors as `get`."""
         if self._all is None or self._all.numel() < size:
             if size > self._arena.capacity:
                 raise OutOfMemoryError(
@@ -255,6 +251,11 @@ class Workspace:
             with stage("grow_workspace"):
                 self._all = self._grow(size)
         return self._all
+
+    @property
+    def mapped(self) -> int:
+        """Bytes with pages behind them."""
+        return self._arena.mapped
 
     def drop_pages(self) -> None:
         """Give the pages back; the next `get` maps what it needs."""
@@ -266,11 +267,7 @@ class Workspace:
         return self._arena.bytes_at(0, self._arena.mapped)
 
     def close(self) -> None:
-        """Give up the memory for good.
-
-        Raises:
-            DriverError: the driver did not take it back.
-        """
+        """Give up the memory for good; `DriverError`: the driver did not take it back."""
         self._all = None
         self._arena.close()
 
@@ -287,11 +284,7 @@ class WorkspaceViews:
         self._views: list[torch.Tensor] = []
 
     def get(self, *specs: Spec) -> list[torch.Tensor]:
-        """As `Workspace.get`.
-
-        Raises:
-            OutOfMemoryError: see there.
-        """
+        """As `Workspace.get`."""
         _, size = _layout(specs)
         # After a sleep there are no pages behind the views.
         self._workspace.reserve(size)

@@ -169,11 +169,7 @@ class TransferRing:
         return HostBuffer("sleeping weights", size, self.slot_bytes, self._backend)
 
     def save(self, arena: Arena, image: HostBuffer) -> None:
-        """Copy the arena's used bytes into `image`; on an error nothing of the arena has changed.
-
-        Raises:
-            OutOfMemoryError: no host memory; an error of the copy itself comes out as it is.
-        """
+        """Copy the arena's used bytes into `image`; on an error nothing of the arena has changed."""
         inflight: deque[Future[None]] = deque()
         with ThreadPoolExecutor(self._workers, thread_name_prefix="lowtide-save") as workers:
             try:
@@ -237,11 +233,7 @@ class TransferRing:
                 self._backend.synchronize()
 
     def close(self) -> None:
-        """Unpin and give back the ring.
-
-        Raises:
-            DriverError: a slot could not be unpinned.
-        """
+        """Unpin and give back the ring; `DriverError`: a slot could not be unpinned."""
         self._views = []
         self._slots.close()
 

@@ -22,13 +22,7 @@ KV_CACHE_SPARE_ADDRESSES = 1 << 20
 class EngineMemory:
     """Owns the arenas `weights`, `kv_cache`, `runtime` and `workspace` (one per micro-batch), and the transfer ring.
 
-    Args:
-        backend: where pages come from.
-        weights: bytes of the weights arena.
-        kv_cache: bytes of the KV cache; its arena has some addresses more.
-        workspace: bytes that one micro-batch's workspace may grow to.
-        num_micro_batches: how many workspaces.
-        poison: whether what `restore` maps is filled with `POISON` before anything else.
+    Sizes are bytes.  With `poison`, what `restore` maps is filled with `POISON` before anything else.
 
     Raises:
         OutOfMemoryError: no room; nothing is held then.
@@ -50,15 +44,12 @@ class EngineMemory:
         self._ring: TransferRing | None = None
         self._arenas: dict[str, Arena] = {}
         self.workspaces: list[Workspace] = []
-        self._workspace_arenas: list[Arena] = []
         try:
             self._arenas["weights"] = Arena("weights", weights, backend)
             self._arenas["kv_cache"] = Arena("kv_cache", kv_cache + KV_CACHE_SPARE_ADDRESSES, backend)
             self._arenas["runtime"] = Arena("runtime", RUNTIME_ADDRESSES, backend)
             for _ in range(num_micro_batches):
-                arena = Arena("workspace", workspace, backend)
-                self._workspace_arenas.append(arena)
-                self.workspaces.append(Workspace(arena))
+                self.workspaces.append(Workspace(Arena("workspace", workspace, backend)))
             self._ring = TransferRing(backend, weights)
         except BaseException as error:
             undo = Teardown("creating the engine's memory")
@@ -73,7 +64,7 @@ class EngineMemory:
     def mapped(self) -> dict[str, int]:
         """Bytes with pages behind them, by tag."""
         sizes = {tag: arena.mapped for tag, arena in self._arenas.items()}
-        sizes["workspace"] = sum(arena.mapped for arena in self._workspace_arenas)
+        sizes["workspace"] = sum(workspace.mapped for workspace in self.workspaces)
         return sizes
 
     def save_weights(self) -> None:
@@ -136,22 +127,21 @@ class EngineMemory:
     def close(self, teardown: Teardown, *, drop_pages: bool = False) -> None:
         """Give everything up, step by step; memory that a tensor still holds goes with that tensor.
 
-        What could not be given up is kept, for another call to try again.
-        With `drop_pages` even that is given back: for an engine that never came to life, whose tensors nobody but a
-        traceback can hold.
+        What could not be given up is kept, for another call to try again.  With `drop_pages` even that is given back:
+        for an engine that never came to life, whose tensors nobody but a traceback can hold.
         """
         self.close_host_buffers(teardown)
-        for arena in [*self._arenas.values(), *self._workspace_arenas]:
-            if drop_pages:
-                teardown.run(f"pages of arena {arena.tag!r}", partial(arena.unmap_to, 0))
+        if drop_pages:
+            for tag, arena in self._arenas.items():
+                teardown.run(f"pages of arena {tag!r}", partial(arena.unmap_to, 0))
+            for workspace in self.workspaces:
+                teardown.run("pages of a workspace", workspace.drop_pages)
         self.workspaces = [
             workspace for workspace in self.workspaces if not teardown.run("a workspace", workspace.close)
         ]
         self._arenas = {
             tag: arena for tag, arena in self._arenas.items() if not teardown.run(f"arena {tag!r}", arena.close)
         }
-        if not self.workspaces:
-            self._workspace_arenas = []
         self.empty_cache(teardown)
 
     def empty_cache(self, teardown: Teardown) -> None:

@@ -11,14 +11,12 @@ from lowtide.engine.errors import EngineError
 
 @dataclass
 class KVCacheBlock:
-    """Who needs one block, and which tokens it holds.
+    """Who needs one block, and which tokens it holds: a free block keeps its hash until it is given to somebody else.
 
     Attributes:
-        block_id: index into the KV cache.
         ref_count: requests and transfers that hold it; 0 is free.
         num_transfers: those of them that are copies to or from the host under way.
-        block_hash: of the tokens up to the block's end, when other requests may find it; a free block keeps it until
-            the block is given to somebody else.
+        block_hash: of the tokens up to the block's end, when other requests may find it.
     """
 
     block_id: int
@@ -94,11 +92,7 @@ class BlockPool:
         return block.block_id in self._free
 
     def take(self, count: int) -> list[KVCacheBlock]:
-        """Gives out `count` free blocks, each with one reference; what they held cannot be found any more.
-
-        Raises:
-            EngineError: there are fewer; ask `num_free` first.
-        """
+        """Gives out `count` free blocks, each with one reference; what they held cannot be found any more."""
         if count > len(self._free):
             raise EngineError(f"{count} KV blocks were asked for and {len(self._free)} are free")
         taken = []
@@ -125,11 +119,7 @@ class BlockPool:
             self._by_hash[block_hash] = block
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drops one reference to each block; those without any become free, in the order given.
-
-        Raises:
-            EngineError: a block is free already.
-        """
+        """Drops one reference to each block; those without any become free, in the order given."""
         for block in blocks:
             if block.ref_count == 0:
                 raise EngineError(f"KV block {block.block_id} is released twice: nobody holds it")
@@ -158,14 +148,7 @@ class BlockPool:
 
 @dataclass(eq=False)
 class HostBlock:
-    """One block's place in host memory.
-
-    Attributes:
-        slot: index into the host memory.
-        block_hash: of the tokens up to the block's end.
-        ready: whether the copy that fills it was taken in.
-        num_transfers: transfers under way that write or read it.
-    """
+    """One block's place in host memory; `ready` once the copy that fills it was taken in."""
 
     slot: int
     block_hash: bytes

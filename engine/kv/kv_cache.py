@@ -56,12 +56,7 @@ def num_host_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
 
 
 class KVCache:
-    """Keys and values of all layers.
-
-    Attributes:
-        layers: (keys, values) of each layer, both of `kv_cache_shape`. Uninitialised: only slots that were written
-            are ever read.
-    """
+    """Keys and values of all layers, each of `kv_cache_shape`, uninitialised: only slots that were written are read."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, allocate: Allocator) -> None:
         self.num_blocks = num_blocks
@@ -80,9 +75,6 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_prefix_caching: whether equal prefixes are shared.
         num_host_blocks: KV blocks that host memory holds besides; 0 is no offload, which needs prefix caching.
-
-    Attributes:
-        offload: plans the copies to and from the host; None without offload.
     """
 
     def __init__(
@@ -129,12 +121,8 @@ class KVCacheManager:
         """Whether a request must wait before it can start: for its next blocks, which the host has, or for their room.
 
         When there is room, the blocks are planned to be loaded; `get_computed_blocks` gives them once they are there.
-        The room asked for is that of the whole start, for a request that then had to wait might lose them again.
-
-        Args:
-            request: holds no blocks yet.
-            computed_blocks: what `get_computed_blocks` gave for it.
-            budget: tokens that the request may compute in its first step.
+        The room asked for is that of the whole start, of `budget` tokens at most, for a request that then had to wait
+        might lose them again.
         """
         if self.offload is None:
             return False
@@ -165,10 +153,7 @@ class KVCacheManager:
         Args:
             request: its computed tokens have room already.
             num_new_tokens: tokens that are computed next, after those in `computed_blocks`.
-            computed_blocks: what `get_computed_blocks` gave, for a request that holds no blocks yet.
-
-        Returns:
-            The blocks taken, without the shared ones.
+            computed_blocks: shared ones, for a request that holds no blocks yet; they are not among those returned.
         """
         num_held = len(self.block_ids(request.request_id)) + len(computed_blocks)
         num_tokens = request.num_computed_tokens + len(computed_blocks) * self.block_size + num_new_tokens
@@ -211,13 +196,10 @@ class KVCacheManager:
         self._pool.release(self._pool.blocks[block_id] for block_id in reversed(held))
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all contents, those on the host too.
+        """Forgets all contents, those on the host too; False, with nothing changed, while somebody holds blocks.
 
         Both describe the same prefixes: whoever resets because the weights are new, or to measure without a cache, is
         served stale or warm blocks where the host's stay (vllm#57727).
-
-        Returns:
-            False, with nothing changed, while requests or transfers hold blocks.
         """
         if self._pool.num_free < self.num_blocks:
             return False

@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """Copies of whole KV blocks in one direction.
-
-    Attributes:
-        transfer_id: by which its end is known.
-        blocks: KV block and host slot of each copy.
-    """
+    """Copies of whole KV blocks in one direction, each from or to a block and a host slot."""
 
     transfer_id: int
     blocks: tuple[tuple[int, int], ...]
@@ -48,13 +43,7 @@ class BlockTransfer:
 
 @dataclass(frozen=True, slots=True)
 class CompletedTransfer:
-    """The end of a transfer, after which nothing reads or writes its blocks.
-
-    Attributes:
-        transfer_id: of the transfer.
-        error: what its copies raised; then nothing can be said of what they wrote.
-        cancelled: whether it was given up; likewise.
-    """
+    """The end of a transfer; of what one wrote that has an `error`, or was `cancelled`, nothing can be said."""
 
     transfer_id: int
     error: BaseException | None = None
@@ -77,12 +66,7 @@ class _Pending:
 
 
 class OffloadingManager:
-    """Plans transfers and holds their blocks until their ends are taken in.  Pure bookkeeping, as the block pool is.
-
-    Args:
-        pool: of the KV blocks.
-        num_host_blocks: slots of host memory.
-    """
+    """Plans transfers and holds their blocks until their ends are taken in.  Pure bookkeeping, as the block pool is."""
 
     def __init__(self, pool: BlockPool, num_host_blocks: int) -> None:
         self._pool = pool
@@ -99,12 +83,7 @@ class OffloadingManager:
         return any(block.pending_transfer for transfer in pending for block in transfer.held)
 
     def plan_save(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]) -> None:
-        """Plans to copy what the host does not have of a prefix, as far as there is room on the host.
-
-        Args:
-            blocks: full and computed, from the first token on.
-            hashes: of each of them.
-        """
+        """Plans to copy what the host does not have of a prefix, as far as there is room on the host."""
         prefix = frozenset(hashes)
         copies = []
         for block, block_hash in zip(blocks, hashes, strict=True):
@@ -129,9 +108,7 @@ class OffloadingManager:
     def plan_load(self, before: Sequence[KVCacheBlock], host_blocks: Sequence[HostBlock]) -> None:
         """Plans to copy blocks to the device, where the prefix cache has them once the load is taken in.
 
-        Args:
-            before: blocks of the same prefix that are on the device.
-            host_blocks: those that follow; as many KV blocks are free, besides `before`.
+        As many KV blocks must be free, besides those `before`, which are on the device.
         """
         self._pool.begin_transfer(before)
         taken = self._pool.take(len(host_blocks))
@@ -149,11 +126,7 @@ class OffloadingManager:
             begin(pending.transfer)
 
     def take_in(self, completed: Iterable[CompletedTransfer]) -> list[BaseException]:
-        """Gives back the blocks of transfers that have ended; what they copied can be found from now on.
-
-        Returns:
-            The errors of those that failed, which are as if they had never been.
-        """
+        """Gives back the blocks of transfers that have ended; the errors of those that failed, which never were."""
         errors = []
         for end in completed:
             if end.error is not None:
@@ -217,11 +190,6 @@ TIMEOUT_S = 60.0
 class HostSlots:
     """Host memory in slots of one KV block each, touched and pinned when they are first used.
 
-    Args:
-        num_slots: how many KV blocks fit.
-        slot_bytes: bytes of one KV block.
-        backend: whose device copies to and from the slots.
-
     Raises:
         OutOfMemoryError: the host has not so much memory; nothing is held then.
     """
@@ -253,11 +221,7 @@ class HostSlots:
         return self._buffer.tensor(start + position * self.slot_bytes, self.slot_bytes)
 
     def close(self) -> None:
-        """Give the memory back; calling it again does what is left to do, or nothing.
-
-        Raises:
-            ExceptionGroup: pages that could not be unpinned; they are still there, and the others are not.
-        """
+        """As `HostBuffer.close`."""
         self._buffer.close()
 
     def _prepare(self, start: int) -> None:
@@ -275,14 +239,9 @@ class OffloadingConnector:
 
     One thread does all copies in order, so a slot is never written while it is read.  Each transfer waits for what the
     device was asked to compute before it, and has ended on the device too when it is reported complete: whoever
-    takes it in needs no event to read or overwrite its blocks.
+    takes it in needs no event to read or overwrite its blocks.  Every transfer must have ended before pages go.
 
     The thread keeps nothing of the engine while it idles: an engine that is dropped without a shutdown ends it.
-
-    Args:
-        kv_cache: whose blocks are copied; every transfer must have ended before its pages go.
-        num_slots: KV blocks that host memory holds.
-        backend: of the KV cache's device.
 
     Raises:
         OutOfMemoryError: the host has not so much memory; nothing is held then.
@@ -320,11 +279,7 @@ class OffloadingConnector:
         self._jobs.put(partial(self._transfer, transfer, self._backend.record(), to_host=False))
 
     def flush(self) -> None:
-        """Wait until every transfer that was begun has ended; taken in they are not.
-
-        Raises:
-            KVTransferError: they have not ended after `TIMEOUT_S` seconds.
-        """
+        """Wait until every transfer that was begun has ended; a `KVTransferError` after `TIMEOUT_S` seconds."""
         if self._thread is None:
             return
         ended = threading.Event()

@@ -60,15 +60,11 @@ _REGISTERED: set[_Registration] = set()
 
 
 class KVTransport:
-    """A native buffer that is registered for transfer: with the card's driver, or on a CPU locked.
+    """A native buffer of `size` bytes that is registered for transfer: with the card's driver, or on a CPU locked.
 
     It is C's memory, as that of UCX or NIXL is: no Python object owns it, no torch counter shows it, and it goes only
     by `close` (vllm#38503 is a shutdown that forgot to).  Peer and wire are no part of this engine: what it has is the
     registration and its end.
-
-    Args:
-        backend: registers host memory with the card.
-        size: bytes, rounded up to pages.
 
     Raises:
         OutOfMemoryError: no memory, or the driver does not let that much be registered.

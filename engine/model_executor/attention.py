@@ -68,17 +68,11 @@ class AttentionMetadata:
     """What the attention of every layer must know of one micro-batch; sequences with one new token come first.
 
     Attributes:
-        query_start: where each sequence's new tokens begin, and the end: [B + 1] on the host.
-        seq_lens: tokens of each sequence after this step: [B] on the host.
-        block_tables: int32 [B, blocks per sequence] on the device.
         slot_mapping: int64 [T] on the device, where each new token's key and value go.
         decodes: the sequences with one new token.
         prefills: the others.
     """
 
-    query_start: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    block_tables: torch.Tensor
     slot_mapping: torch.Tensor
     decodes: tuple[DecodeBatch, ...]
     prefills: tuple[PrefillChunk, ...]
@@ -138,10 +132,9 @@ def build_attention_metadata(
         bias = _bias(positions < ends, dtype)[:, None, None, :] if padded else None
         decodes.append(DecodeBatch(start, stop, slots.flatten(), bias))
     prefills = []
-    query_start = [*range(num_decodes + 1)]
+    stop = num_decodes
     for row in range(num_decodes, len(query_lens)):
-        start, stop = query_start[-1], query_start[-1] + query_lens[row]
-        query_start.append(stop)
+        start, stop = stop, stop + query_lens[row]
         if query_lens[row] == seq_lens[row]:
             prefills.append(PrefillChunk(start, stop, None, None))
             continue
@@ -149,9 +142,7 @@ def build_attention_metadata(
         slots = _slots(block_tables[row : row + 1], keys.unsqueeze(0), block_size)
         bias = _bias(keys <= keys[-query_lens[row] :].unsqueeze(1), dtype)
         prefills.append(PrefillChunk(start, stop, slots.flatten(), bias))
-    return AttentionMetadata(
-        tuple(query_start), tuple(seq_lens), block_tables, slot_mapping, tuple(decodes), tuple(prefills)
-    )
+    return AttentionMetadata(slot_mapping, tuple(decodes), tuple(prefills))
 
 
 def split_decodes(seq_lens: Sequence[int], limit: int = MAX_GATHERED_TOKENS) -> list[tuple[int, int]]:

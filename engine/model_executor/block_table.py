@@ -46,9 +46,6 @@ class BlockTable:
 
         So their contents must outlive every sleep, and graphs captured before must be captured anew
         (vllm#40648 is both going wrong).
-
-        Args:
-            allocate: of memory that no sleep drops.
         """
         self.table_ptrs = allocate((1,), torch.int64)
         self.table_strides = allocate((1,), torch.int64)

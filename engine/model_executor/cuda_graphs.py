@@ -28,11 +28,7 @@ _PADDING = np.array([[0], [0], [-1], [0], [0]], dtype=np.int64)
 
 
 def check_cuda_graphs(device: str) -> None:
-    """Finds out whether graphs can be captured on a device.
-
-    Raises:
-        ConfigError: they cannot; the message says what is missing.
-    """
+    """Refuse a device on which graphs cannot be captured; the `ConfigError` says what is missing."""
     if device == "cpu":
         raise ConfigError("cuda_graphs needs a card, and device is 'cpu': leave it off, or use device 'cuda'")
     if find_spec("triton") is None:

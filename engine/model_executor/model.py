@@ -14,7 +14,6 @@ from lowtide.engine.model_executor.parallel_layers import (
     ColumnParallelLinear,
     MergedColumns,
     RowParallelLinear,
-    SingleRank,
     TensorParallelGroup,
     VocabParallelEmbedding,
     gather_logits,
@@ -141,13 +140,7 @@ class LlamaForCausalLM(nn.Module):
 
     Its parameters have the names of a Hugging Face checkpoint and the shapes of `parameter_shapes(config)`; they are
     asked of `allocate` one by one and hold nothing until a `WeightSource` fills them. The rotary table is no part of
-    the module: the engine owns it and lends it.
-
-    Args:
-        config: of the whole model.
-        allocate: gives the parameters' memory.
-        rotary: the positions' table.
-        group: the ranks that have a part of the model each; None is one that has all of it.
+    the module: the engine owns it and lends it.  The ranks of `group` have a part of the model each.
     """
 
     def __init__(
@@ -160,7 +153,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.rotary = rotary
-        self._group = group or SingleRank()
+        self._group = group or TensorParallelGroup()
         self.model = LlamaModel(config, allocate, self._group)
         self.lm_head = None
         if not config.tie_word_embeddings:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,49 +21,24 @@ _ROW_PARALLEL = ("o_proj", "down_proj")
 _VOCAB_PARALLEL = ("embed_tokens", "lm_head")
 
 
-class TensorParallelGroup(Protocol):
-    """The ranks that compute one model together."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process, from 0 on."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, on every rank; may be computed in place."""
-
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n]."""
-
-
-class SingleRank:
-    """One process that has the whole model and exchanges nothing."""
+class TensorParallelGroup:
+    """The ranks that compute a model together, this process among them; here one alone, which exchanges nothing."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """The sum of all ranks' tensors, on every rank; may be computed in place."""
         return partial
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
+        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n]."""
         return part
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a parameter that one rank has.
-
-    Attributes:
-        full_shape: of the whole parameter.
-        dim: along which it is cut; None where each rank has all of it.
-        start: of the part along that dimension.
-        stop: its end.
-    """
+    """The part of a parameter that one rank has, from `start` to `stop` along `dim`; None is all of it."""
 
     full_shape: tuple[int, ...]
     dim: int | None = None
@@ -95,12 +69,6 @@ def shard_parameter(name: str, shape: tuple[int, ...], rank: int = 0, size: int 
     """The part of one parameter that a rank has.
 
     A bias that is added to a sum over ranks is whole on each of them, and rank 0 adds it.
-
-    Args:
-        name: its Hugging Face name.
-        shape: of the whole parameter.
-        rank: whose part.
-        size: how many ranks there are.
     """
     layer, _, kind = name.rpartition(".")
     if size > 1 and layer.endswith((*_COLUMN_PARALLEL, *_VOCAB_PARALLEL)):
@@ -116,12 +84,7 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocator) -
 
 
 class ColumnParallelLinear(nn.Module):
-    """Parameters of y = x W^T + b with the output features of one rank; who has several computes them in one product.
-
-    Args:
-        weight: [out of this rank, in].
-        bias: [out of this rank]; None where there is none.
-    """
+    """Parameters of y = x W^T + b, weight [out of this rank, in]; who has several computes them in one product."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -133,14 +96,7 @@ class MergedColumns:
     """Column-parallel layers of one input, whose weights lie one behind the other: one product computes all.
 
     Their parameters are views, because a checkpoint knows them one by one. vLLM has a module for it,
-    MergedColumnParallelLinear, and renames what it loads.
-
-    Args:
-        in_features: of the input, which every rank has whole.
-        out_features: of each layer, on this rank.
-        bias: whether they have one.
-        dtype: of the parameters.
-        allocate: gives their memory.
+    MergedColumnParallelLinear, and renames what it loads.  `out_features` are those of each layer on this rank.
     """
 
     def __init__(
@@ -162,15 +118,9 @@ class MergedColumns:
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the input features of one rank, added up over all ranks; weight [out, in].
+    """y = x W^T + b with the input features of one rank, added up over all ranks, which have the sum whole.
 
-    Args:
-        in_features: of this rank.
-        out_features: of the sum, which every rank gets whole.
-        bias: whether there is one; rank 0 alone adds it.
-        dtype: of the parameters.
-        allocate: gives their memory.
-        group: the ranks.
+    The weight is [out, in of this rank]; the bias is added by rank 0 alone.
     """
 
     def __init__(
@@ -216,16 +166,9 @@ class VocabParallelEmbedding(nn.Module):
 def gather_logits(
     hidden: torch.Tensor, weight: torch.Tensor, vocab_size: int, group: TensorParallelGroup
 ) -> torch.Tensor:
-    """Logits of all tokens on every rank, from heads that each have the rows of their rank's tokens.
+    """Logits of all tokens, [N, vocab_size] on every rank, of hidden states [N, hidden_size].
 
-    Args:
-        hidden: [N, hidden_size].
-        weight: of this rank's head.
-        vocab_size: of all ranks together.
-        group: the ranks.
-
-    Returns:
-        [N, vocab_size].
+    Each rank's head has the rows of its tokens; `vocab_size` is that of all ranks together.
     """
     logits = linear(hidden, weight)
     if group.size == 1:

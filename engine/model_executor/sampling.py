@@ -14,10 +14,8 @@ class Sampler:
     """Greedy for temperature 0, else a seeded draw after temperature, top-k and top-p (in this order, as in vLLM).
 
     A draw takes one number from the request's seed and the position of the token, and nothing else: it does not depend
-    on the batch or on earlier draws, so a step that failed can be run again, and no state outlives a request.
-
-    Args:
-        seed: of the engine; with the order of arrival it makes the seed of requests that bring none.
+    on the batch or on earlier draws, so a step that failed can be run again, and no state outlives a request.  Of
+    requests that bring no seed, the engine's and the order of arrival make it.
     """
 
     def __init__(self, seed: int) -> None:

@@ -35,14 +35,7 @@ class _Index(msgspec.Struct):
 
 
 def locate_tensors(folder: str | Path, names: Mapping[str, tuple[int, ...]]) -> dict[Path, list[str]]:
-    """Which file of a checkpoint folder holds which of the tensors `names`; reads headers only.
-
-    Args:
-        folder: with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
-        names: expected shape of each tensor. What the folder holds besides them is of no concern.
-
-    Returns:
-        The tensors' names by file.
+    """Which file of a checkpoint folder holds which of the tensors, given by name and shape; reads headers only.
 
     Raises:
         CheckpointError: a file is missing, cut short or damaged, or a tensor is missing, misshapen or of a dtype that
@@ -100,11 +93,6 @@ def copy_tensors(
 
     Files are opened one after the other and closed again; no more than one tensor is held besides the parameters.
 
-    Args:
-        files: the tensors' names by file.
-        parameters: to be filled, by name.
-        shards: which part of each tensor its parameter is.
-
     Raises:
         CheckpointError: a file cannot be read, or a tensor in it has another shape than its parameter: it was another
             file when it was checked, and `copy_` would broadcast it without a word.
@@ -161,13 +149,7 @@ def _said(shape: tuple[int, ...]) -> str:
 
 
 class WeightSource(ABC):
-    """Fills the model's parameters: when the engine is created, and again when it wakes from a level 2 sleep.
-
-    Args:
-        config: of the whole model.
-        rank: whose part of each tensor is filled.
-        size: how many ranks there are.
-    """
+    """Fills the model's parameters: when the engine is created, and again when it wakes from a level 2 sleep."""
 
     def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
         self._shards = parameter_shards(config, rank, size)
@@ -222,14 +204,7 @@ def parameter_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Sha
 
 
 class CheckpointWeights(WeightSource):
-    """The safetensors of a Hugging Face checkpoint folder; no file stays open between calls.
-
-    Args:
-        folder: with the files.
-        config: of the whole model.
-        rank: whose part of each tensor is read.
-        size: how many ranks there are.
-    """
+    """The safetensors of a Hugging Face checkpoint folder; no file stays open between calls."""
 
     def __init__(self, folder: str | Path, config: ModelConfig, rank: int = 0, size: int = 1) -> None:
         super().__init__(config, rank, size)
@@ -237,11 +212,7 @@ class CheckpointWeights(WeightSource):
         self._shapes = parameter_shapes(config)
 
     def check(self) -> None:
-        """Reads the headers of all files.
-
-        Raises:
-            CheckpointError: a file or tensor is missing or does not fit the model.
-        """
+        """Reads the headers of all files; `CheckpointError`: a file or tensor is missing or does not fit the model."""
         locate_tensors(self._folder, self._shapes)
 
     @torch.no_grad()
@@ -250,9 +221,6 @@ class CheckpointWeights(WeightSource):
 
         The headers are checked again first: at a wake, the folder may no longer be what it was, and `copy_` would
         broadcast a misshapen tensor without a word.
-
-        Raises:
-            CheckpointError: as `check`, with no parameter touched; or a file cannot be read.
         """
         files = locate_tensors(self._folder, self._shapes)
         wanted = {path: [name for name in names if name in parameters] for path, names in files.items()}
@@ -273,12 +241,6 @@ class RandomWeights(WeightSource):
 
     A rank that has a part of a tensor draws the whole tensor and keeps its part, so that all ranks together have the
     weights of one.
-
-    Args:
-        config: of the whole model.
-        seed: of all tensors.
-        rank: whose part of each tensor is drawn.
-        size: how many ranks there are.
     """
 
     EMBEDDING_STD = 0.02

@@ -10,7 +10,7 @@ import torch
 from lowtide.engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lowtide.engine.pages.card import VmmDriver
+    from lowtide.engine.pages.card import CudaDriver, HipDriver
 
 
 class Lease(Protocol):
@@ -38,19 +38,19 @@ class Part:
     handle: int = 0
 
 
-class PageBackend(Protocol):
-    """Address ranges whose physical pages come and go.  Sizes are bytes, multiples of `granularity`."""
+class PageBackend:
+    """Address ranges whose physical pages come and go.  Sizes are bytes, multiples of `granularity`.
+
+    What a CPU has no use for does nothing here: its memory is the host's, and nothing of it is ever queued or cached.
+    """
 
     device: torch.device
     granularity: int
-    pins_host_memory: bool
+    pins_host_memory = False
 
     def reserve(self, size: int) -> Lease:
-        """Reserve a range without any page.
-
-        Raises:
-            OutOfMemoryError: no address range of this size.
-        """
+        """Reserve a range without any page; `OutOfMemoryError`: there is no address range of this size."""
+        raise NotImplementedError
 
     def map(self, lease: Lease, offset: int, size: int) -> Part:
         """Put physical pages behind one part of the range; their contents are undefined.
@@ -58,15 +58,19 @@ class PageBackend(Protocol):
         Raises:
             OutOfMemoryError: the device has no room; nothing was mapped.
         """
+        raise NotImplementedError
 
     def unmap(self, lease: Lease, part: Part) -> None:
         """Give the pages of one part back."""
+        raise NotImplementedError
 
     def dispose(self, address: int, size: int, parts: list[Part]) -> None:
         """Give back what is still mapped, taking it off `parts`, and the address range; called after the lease died."""
+        raise NotImplementedError
 
     def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
         """A uint8 tensor of shape [size] over mapped pages, with a storage of its own that holds the lease."""
+        raise NotImplementedError
 
     def pin(self, address: int, size: int) -> None:
         """Lock host pages so that the device can copy to and from them directly.
@@ -80,6 +84,7 @@ class PageBackend(Protocol):
 
     def record(self) -> torch.cuda.Event | None:
         """Mark this point on the device's current stream; None where copies are synchronous."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was queued."""
@@ -126,12 +131,8 @@ def open_backend(device: str) -> PageBackend:
     return VmmPages(open_driver(wanted.index), wanted.index)
 
 
-def open_driver(index: int) -> VmmDriver:
-    """The memory calls of a card's driver, CUDA's or ROCm's.
-
-    Raises:
-        ConfigError: its bindings are missing.
-    """
+def open_driver(index: int) -> CudaDriver | HipDriver:
+    """The memory calls of a card's driver, CUDA's or ROCm's; `ConfigError`: its bindings are missing."""
     if torch.version.hip is not None:
         from lowtide.engine.pages.card import HipDriver, load_hip
 

@@ -5,51 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowtide.engine.errors import ConfigError, DriverError, OutOfMemoryError
-from lowtide.engine.pages import Lease, Part
+from lowtide.engine.pages import Lease, PageBackend, Part
 from lowtide.engine.teardown import Teardown
-
-
-class VmmDriver(Protocol):
-    """The driver calls that an address range with pages that come and go is made of, for one card.
-
-    Addresses, handles and sizes are plain integers.  Every call raises `OutOfMemoryError` where there is no room and
-    `DriverError` for anything else.
-    """
-
-    def granularity(self) -> int:
-        """Smallest unit of a mapping, bytes."""
-
-    def address_reserve(self, size: int, alignment: int) -> int:
-        """Reserve a range of addresses."""
-
-    def address_free(self, address: int, size: int) -> None:
-        """Give a range of addresses back."""
-
-    def create(self, size: int) -> int:
-        """Allocate physical memory; returns its handle."""
-
-    def release(self, handle: int) -> None:
-        """Give up a handle; the memory goes with the last mapping of it."""
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Map physical memory at an address."""
-
-    def set_access(self, address: int, size: int) -> None:
-        """Let the device read and write the range."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Unmap a range."""
-
-    def host_register(self, address: int, size: int) -> None:
-        """Lock host pages for direct copies."""
-
-    def host_unregister(self, address: int) -> None:
-        """Undo `host_register`."""
 
 
 class _Range:
@@ -76,10 +38,10 @@ class _Window:
         }
 
 
-class VmmPages:
+class VmmPages(PageBackend):
     """`PageBackend` over a card's virtual memory calls."""
 
-    def __init__(self, driver: VmmDriver, index: int) -> None:
+    def __init__(self, driver: CudaDriver | HipDriver, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._driver = driver
         self.granularity = driver.granularity()
@@ -158,7 +120,10 @@ class VmmPages:
 
 
 class CudaDriver:
-    """`VmmDriver` for one CUDA card.  Every call checks the driver's return code.
+    """The driver calls that an address range with pages that come and go is made of, for one CUDA card.
+
+    Addresses, handles and sizes are plain integers.  Every call checks the driver's return code, and raises
+    `OutOfMemoryError` where there is no room and `DriverError` for anything else.
 
     Calls run in the card's primary context, the one torch uses, and put the caller's back: they come from worker
     threads too, which have none, and the user's choice of device is not ours to change.
@@ -194,11 +159,11 @@ class CudaDriver:
         self._call(self._cuda.cuMemAddressFree, address, size)
 
     def create(self, size: int) -> int:
-        """Allocate physical device memory."""
+        """Allocate physical device memory; returns its handle."""
         return int(self._call(self._cuda.cuMemCreate, size, self._properties(), 0, asked=size))
 
     def release(self, handle: int) -> None:
-        """Give up a handle."""
+        """Give up a handle; the memory goes with the last mapping of it."""
         self._call(self._cuda.cuMemRelease, handle)
 
     def map(self, address: int, size: int, handle: int) -> None:
@@ -303,11 +268,7 @@ class MemAccessDesc(ctypes.Structure):
 
 
 def load_hip() -> ctypes.CDLL:
-    """The HIP runtime that torch has loaded already, else the system's.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The HIP runtime that torch has loaded already, else the system's."""
     problems = []
     # By soname first: the loader then answers with the copy that torch brought and never loads a second runtime.
     for name in ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"):
@@ -319,7 +280,7 @@ def load_hip() -> ctypes.CDLL:
 
 
 class HipDriver:
-    """`VmmDriver` for one AMD card; `library` is the loaded HIP runtime."""
+    """As `CudaDriver`, for one AMD card; `library` is the loaded HIP runtime."""
 
     def __init__(self, library: Any, index: int) -> None:
         self._hip = library
@@ -400,10 +361,7 @@ class HipDriver:
         self._check(code, refusal=f"the host does not let {size} bytes be locked (see `ulimit -l`)")
 
     def host_unregister(self, address: int) -> None:
-        """Undo `host_register`; where it is undone already, that is what was wanted.
-
-        (A Ctrl-C can come after the runtime has done it, and before that is written down.)
-        """
+        """Undo `host_register`; as `CudaDriver.host_unregister`."""
         code = self._hip.hipHostUnregister(ctypes.c_void_p(address))
         if code != HIP_ERROR_HOST_MEMORY_NOT_REGISTERED:
             self._check(code)

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.pages import Lease, Part
+from lowtide.engine.pages import Lease, PageBackend, Part
 
 # Linux 5.14; Python's mmap module does not name it (linux/mman.h: MADV_POPULATE_WRITE).
 MADV_POPULATE_WRITE = 23
@@ -25,7 +25,7 @@ class _Mapping(mmap.mmap):
     nbytes: int
 
 
-class CpuPages:
+class CpuPages(PageBackend):
     """`PageBackend` over anonymous memory.
 
     Mapping touches every page at once, as a card's driver does: a page that is counted as mapped is really there, and
@@ -35,7 +35,6 @@ class CpuPages:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.granularity = mmap.PAGESIZE
-        self.pins_host_memory = False
 
     def reserve(self, size: int) -> Lease:
         """Reserve `size` bytes of address space; no page is behind it yet."""
@@ -78,19 +77,3 @@ class CpuPages:
         """A uint8 tensor [size] whose storage holds the mapping."""
         assert isinstance(lease, _Mapping)
         return torch.frombuffer(lease, dtype=torch.uint8, count=size, offset=offset)
-
-    def pin(self, address: int, size: int) -> None:
-        """Nothing to do: host memory is the device's own."""
-
-    def unpin(self, address: int) -> None:
-        """Nothing to do."""
-
-    def record(self) -> torch.cuda.Event | None:
-        """None: copies between host buffers are synchronous."""
-        return None
-
-    def synchronize(self) -> None:
-        """Nothing to do: nothing is ever queued."""
-
-    def empty_cache(self) -> None:
-        """Nothing to do: torch caches no host memory of its own."""

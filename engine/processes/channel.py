@@ -39,9 +39,7 @@ _Message = TypeVar("_Message")
 
 
 class Connection:
-    """Messages of msgspec over a stream socket, to one process.
-
-    Not thread-safe: one thread sends and receives.
+    """Messages of msgspec over a stream socket, to one process; one thread sends and receives.
 
     Args:
         stream: connected to the other process; the connection owns it.
@@ -50,10 +48,6 @@ class Connection:
 
     Attributes:
         pidfd: becomes readable as the other process ends.
-
-    Raises:
-        EngineDeadError: there is no such process any more.
-        ChannelError: this kernel cannot watch a process.
     """
 
     def __init__(self, stream: socket.socket, peer: int, name: str) -> None:
@@ -160,17 +154,7 @@ def watch_process(pid: int, name: str) -> int:
 
 
 class RemoteError(msgspec.Struct, frozen=True):
-    """An exception of another process.
-
-    Attributes:
-        module: of its type.
-        name: of its type.
-        message: its text.
-        notes: its notes.
-        traceback: as Python prints it.
-        parts: of an exception group.
-        cause: what it was raised from; None where it was not.
-    """
+    """An exception of another process, its traceback as Python prints it; the parts of a group are such, too."""
 
     module: str
     name: str
@@ -197,13 +181,9 @@ def describe_error(error: BaseException) -> RemoteError:
 
 
 def restore_error(remote: RemoteError, where: str) -> BaseException:
-    """The exception with its type, its text and its notes, and a note that says where it was raised.
+    """The exception with its type, its text and its notes, and a note that says where it was raised, as `rank 1 of 2`.
 
     A type that is neither the engine's nor Python's nor torch's comes as an `EngineError` that names it.
-
-    Args:
-        remote: from the message.
-        where: in which process, such as `rank 1 of 2 (pid 4711)`.
     """
     if remote.parts:
         error: BaseException = BaseExceptionGroup(remote.message, [restore_error(part, where) for part in remote.parts])
@@ -238,19 +218,14 @@ def _known_type(module: str, name: str) -> type[BaseException] | None:
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A call of a method.
-
-    Attributes:
-        name: of the method.
-        arguments: encoded, in the order of its parameters.
-    """
+    """A call of a method, with its encoded arguments in the order of its parameters."""
 
     name: str
     arguments: msgspec.Raw
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of an order.
+    """What became of an order, and how the object is now.
 
     Attributes:
         result: what the method has returned, encoded; nil where it failed.
@@ -270,13 +245,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Signature:
-    """What a method that another process may call takes and returns.
-
-    Args:
-        stage: that the call belongs to (`lowtide.probes.stages`); None is none.
-        parameters: their types, as msgspec decodes them.
-        result: likewise.
-    """
+    """The types that a method takes and returns which another process may call, and the stage that it belongs to."""
 
     def __init__(self, stage: str | None, parameters: tuple[Any, ...] = (), result: Any = None) -> None:
         self.stage = stage
@@ -286,11 +255,7 @@ class Signature:
         self._result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result)
 
     def arguments(self, order: Order) -> tuple[Any, ...]:
-        """Return an order's arguments.
-
-        Raises:
-            msgspec.MsgspecError: they are of other types.
-        """
+        """Return an order's arguments; `msgspec.MsgspecError`: they are of other types."""
         return self._arguments.decode(order.arguments)
 
     def returned(self, answer: Answer) -> Any:
@@ -302,9 +267,5 @@ Signatures = Mapping[str, Signature]
 
 
 def call(name: str, *arguments: object) -> Order:
-    """Return the call of a method.
-
-    Raises:
-        TypeError, ValueError, OverflowError, msgspec.MsgspecError: an argument that msgspec does not encode.
-    """
+    """Return the call of a method; msgspec's errors, and Python's, where it cannot encode an argument."""
     return Order(name, msgspec.Raw(msgspec.msgpack.encode(arguments)))

@@ -44,11 +44,6 @@ class ChildProcess:
 
     Attributes:
         answer: the last that was heard from it.
-
-    Raises:
-        EngineDeadError: it ended before it could be watched.
-        ChannelError: this kernel cannot watch a process.
-        OSError: it cannot be started.
     """
 
     def __init__(self, entry: str, name: str, label: str = "", env: Mapping[str, str] | None = None) -> None:

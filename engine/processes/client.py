@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from msgspec import structs
 
 from lowtide.engine.errors import EngineDeadError
@@ -34,6 +35,24 @@ class Client:
         self.children: list[ChildProcess] = []
         self._owner = os.getpid()
         self._death: EngineDeadError | None = None
+
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages, in every process."""
+        return all(child.answer.awake for child in self.children)
+
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them in all processes together, by arena tag, as they were after the last call."""
+        mapped = [child.answer.mapped for child in self.children]
+        return {tag: sum(each[tag] for each in mapped) for tag in mapped[0]} if mapped else {}
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """None: the tensors are in other processes, and so are the addresses of graphs."""
+        return {}
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        """As `preserved_tensors`."""
+        return {}
 
     @property
     def is_usable(self) -> bool:

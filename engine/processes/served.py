@@ -101,12 +101,7 @@ class ServedProcess(Generic[_Served]):
         self._is_working = True
 
     def follow(self, name: str, arguments: Sequence[Any]) -> object:
-        """Call a method.
-
-        Raises:
-            EngineStateError: there is nothing yet whose method it is.
-            BaseException: what it raises.
-        """
+        """Call a method; an `EngineStateError` where there is nothing yet whose method it is."""
         of = self.signatures[name].stage
         with nullcontext() if of is None else stage(of):
             if name == "create":
@@ -139,12 +134,8 @@ def client_has_gone() -> None:
 def entered(extensions: Sequence[str]) -> Iterator[None]:
     """All of these are active while the context lasts.
 
-    Args:
-        extensions: each as `module:function=argument`: the function is called with the argument, a string, and
-            returns a context manager.
-
-    Raises:
-        ConfigError: there is no such function.
+    Each is `module:function=argument`: the function is called with the argument, a string, and returns a context
+    manager.  A `ConfigError` where there is no such function.
     """
     with ExitStack() as stack:
         for extension in extensions:

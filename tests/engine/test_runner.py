@@ -1,8 +1,11 @@
-"""The runner: micro-batches, rows of the block table, and steps that failed."""
+"""The runner: micro-batches, rows of the block table, steps that failed, and what a callable takes."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from lowtide.engine.errors import ConfigError
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.request import Request, SamplingParams, ScheduledRequest
-from lowtide.engine.runner import split_micro_batches
+from lowtide.engine.runner import split_micro_batches, supports_kw
 
 GREEDY = SamplingParams(max_tokens=12)
 PROMPTS = [[1, 2, 3], list(range(30)), [7], list(range(50, 90))]
@@ -160,3 +164,87 @@ def test_slots_follow_the_blocks_of_a_row() -> None:
     table.append(1, [5, 2])
     rows, positions = np.array([0, 1, 1, 1, 1, 1]), np.array([1, 2, 3, 4, 5, 6])
     assert table.slots(rows, positions).tolist() == [13, 22, 23, 8, 9, 10]
+
+
+def plain(first: int, /, second: int, *, third: int = 0) -> None: ...
+
+
+def anything(**options: int) -> None: ...
+
+
+class Model:
+    def forward(self, tokens: int, *, workspace: int) -> None: ...
+
+    def __call__(self, tokens: int) -> None: ...
+
+    @classmethod
+    def load(cls, folder: str) -> None: ...
+
+    @staticmethod
+    def check(folder: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "expected"),
+    [
+        (plain, "second", True),
+        (plain, "third", True),
+        (plain, "first", False),
+        (plain, "fourth", False),
+        (anything, "fourth", True),
+        (Model().forward, "workspace", True),
+        (Model().forward, "self", False),
+        (Model.forward, "self", True),
+        (Model(), "tokens", True),
+        (Model(), "self", False),
+        (Model.load, "folder", True),
+        (Model.load, "cls", False),
+        (Model.check, "folder", True),
+        (functools.partial(Model().forward, 1), "tokens", False),
+        (functools.partial(Model().forward, 1), "workspace", True),
+        (lambda tokens: tokens, "tokens", True),
+    ],
+)
+def test_what_it_takes(function: Callable[..., Any], name: str, expected: bool) -> None:
+    assert supports_kw(function, name) is expected
+    assert supports_kw(function, name) is expected
+
+
+def closure_over(model: Model) -> Callable[..., Any]:
+    def forward(tokens: int) -> None:
+        model(tokens)
+
+    return forward
+
+
+def with_a_default(model: Model) -> Callable[..., Any]:
+    def forward(tokens: Model = model) -> None: ...
+
+    model.step = forward  # type: ignore[attr-defined]
+    return forward
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: model.forward,
+        lambda model: model,
+        lambda model: functools.partial(model.forward, 1),
+        lambda model: functools.partial(model, 1),
+        closure_over,
+        with_a_default,
+    ],
+    ids=["bound method", "callable instance", "partial of a method", "partial of an instance", "closure", "default"],
+)
+def test_asking_keeps_nothing(make: Callable[[Model], Callable[..., Any]]) -> None:
+    model = Model()
+    watched = weakref.ref(model)
+    assert supports_kw(make(model), "tokens") in (True, False)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+def test_what_does_not_say_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="does not say which arguments it takes"):
+        supports_kw(dict, "x")
