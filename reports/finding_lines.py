@@ -64,7 +64,7 @@ class DetailLine(NamedTuple):
 
 
 def finding_lines(finding: Finding, *, whole: bool = True, rest: str = "") -> list[DetailLine]:
-    """All that is known of a finding beside its message.
+    """All that is known of a finding beside its first line.
 
     Args:
         finding: the finding.
@@ -285,8 +285,6 @@ def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
         yield f"trend: {trend}"
     if finding.remedy is not None:
         yield f"remedy: {finding.remedy.action} {remedy_effect(finding.remedy, finding)}"
-    if advice_text(finding):
-        yield f"advice: {advice_text(finding)}"
     yield from _at_most([f"tried: {tried.action} {tried_effect(tried)}" for tried in in_vain(finding)], most)
     yield from _at_most([f"changed by trying: {change}" for change in finding.changed], most)
     parts = [f"includes {part.resource}/{part.cause}: {first_line(part)}" for part in finding.parts]

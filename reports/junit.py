@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from lowtide.reports.causes import Sighting, seen_before
 from lowtide.reports.escaping import one_line
-from lowtide.reports.finding_lines import advice_text, amount, finding_lines, lines_again
+from lowtide.reports.finding_lines import advice_text, amount, finding_lines, first_line, lines_again
 from lowtide.reports.markdown import count_outcomes, not_measured
 from lowtide.reports.out_of_memory import out_of_memory_lines
 from lowtide.reports.schema import Finding, Report, Subject
@@ -59,7 +59,7 @@ def _add_failure(case: Element, subject: Subject, before: Mapping[int, Sighting]
     counted = [finding for finding in subject.findings if finding.suppressed_by is None]
     kind, message = "leak", subject.reason
     if counted:
-        kind, message = f"{counted[0].resource}/{counted[0].cause}", counted[0].message
+        kind, message = f"{counted[0].resource}/{counted[0].cause}", first_line(counted[0])
     if len(counted) > 1:
         message += f" (and {len(counted) - 1} more)"
     SubElement(case, "failure", type=kind, message=one_line(message)).text = _details(subject, before)
@@ -118,7 +118,7 @@ def _details(subject: Subject, before: Mapping[int, Sighting]) -> str:
     for place, finding in enumerate(subject.findings):
         known = lines_again(finding, before[place], subject) if place in before else finding_lines(finding)
         lines.append(
-            f"{finding.resource}/{finding.cause} ({amount(finding)}, since {finding.stage}): {finding.message}"
+            f"{finding.resource}/{finding.cause} ({amount(finding)}, since {finding.stage}): {first_line(finding)}"
         )
         lines += [f"  {line.text}" for line in known]
     return "\n".join(map(one_line, lines))

@@ -128,9 +128,7 @@ class WatchedGrowth:
 def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> WatchedGrowth | None:
     if growth is None:
         if warm_up is not None or max_growth is not None:
-            refuse(
-                f"{'--max-growth' if warm_up is None else '--warm-up'} needs --growth TIME: that is what it is about"
-            )
+            refuse(f"{'--max-growth' if warm_up is None else '--warm-up'} applies only with --growth TIME")
         return None
     from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 

@@ -26,6 +26,9 @@ _FILE = "lowtide-history.sqlite"
 VARIABLE = "LOWTIDE_HISTORY"
 """Names the history where no option does: a command line can be read by other users, with a password in it."""
 
+_FINGERPRINT = 16
+"""The digits of one."""
+
 _MOST_SHOWN = 40
 """Trends that are shown; all are on the page."""
 
@@ -123,7 +126,10 @@ def trend_lines(trends: Sequence[Trend]) -> Iterator[RenderableType]:
         yield HangingText(sentence, style="bold")
     if not sentences:
         yield HangingText("no level changed")
-    table = Table("subject", "what", "hardware", "trend, oldest first", "last", box=None, header_style="dim")
+    table = Table(box=None, header_style="dim")
+    for name in ("subject", "what", "hardware", "trend, oldest first", "last"):
+        # A suppression names a finding by its fingerprint: that is no good without its last digits.
+        table.add_column(name, overflow="fold", min_width=_FINGERPRINT if name == "what" else None)
     for trend in trends[:_MOST_SHOWN]:
         cells = (trend.subject, trend.what, trend.hardware)
         table.add_row(

@@ -38,7 +38,7 @@ def ps(
     """
     limit = None if fail_above is None else _limit(fail_above)
     if watch is not None and (as_json or limit is not None):
-        refuse("--watch is for reading along: leave --json and --fail-above away")
+        refuse("--watch redraws a terminal: leave --json and --fail-above out")
     from lowtide.probes.device.driver import find_driver
 
     driver = find_driver()

@@ -82,7 +82,7 @@ class Asked(str, Enum):
 def ask(
     pid: Annotated[int, typer.Argument(metavar="PID", help="A process; those below it are asked, too.")],
     question: Annotated[
-        Asked, typer.Argument(metavar="mark|since", help="Mark this moment, or tell what is more than at a mark.")
+        Asked, typer.Argument(metavar="mark|since", help="Mark this moment, or say what has grown since a mark.")
     ],
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="What the mark is called.")] = "mark",
     requests: Annotated[
@@ -149,7 +149,7 @@ class _Asking:
         fresh.rename(file)
         for pid, moment in moments.items():
             text = _described(pid, moment).text
-            say(f"lowtide: {text} is marked as {name!r}: tell what is more by `lowtide ask {pid} since {name}`")
+            say(f"lowtide: {text} is marked as {name!r}: `lowtide ask {pid} since {name}` says what has grown since")
         for error in self._silent.values():
             say(f"lowtide: not marked: {error}", err=True)
 
@@ -214,7 +214,7 @@ class _Asking:
         while not start.is_over(self._pids, time.monotonic()):
             if time.monotonic() - began > RESTS_WITHIN_S:
                 say(
-                    f"lowtide: the processes do not rest: what they work on counts, too (waited {RESTS_WITHIN_S:g} s)",
+                    f"lowtide: the processes are still at work, which is counted too (waited {RESTS_WITHIN_S:g} s)",
                     err=True,
                 )
                 return
@@ -312,7 +312,7 @@ def attach(
     Exit codes: 0 looked, and nothing grows; 1 something grows, 2 it could not be looked into, or bad input.
     """
     if watch is None and (max_growth is not None or as_json):
-        refuse(f"{'--json' if as_json else '--max-growth'} needs --watch TIME: that is what it is about")
+        refuse(f"{'--json' if as_json else '--max-growth'} applies only with --watch TIME")
     seconds = 0.0 if watch is None else watched_seconds("--watch", watch)
     allowed = allowed_bytes(max_growth)
     with interruptible("interrupted: the process runs on, and nothing of lowtide is in it"):
@@ -468,7 +468,7 @@ def watch(
     input.
     """
     if pid is not None and (command or url is not None):
-        refuse("--pid names a process that runs: leave the command and --url away")
+        refuse("--pid names a process that runs: leave the command and --url out")
     if command is None and url is None and pid is None:
         refuse("say what to watch: a command behind --, or --url or --pid of what runs")
     if load < 0 or (load and pid is not None):

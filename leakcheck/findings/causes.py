@@ -27,7 +27,7 @@ from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
-from lowtide.probes.heap.roots import is_library
+from lowtide.probes.heap.roots import frames_of, is_library
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
@@ -409,8 +409,11 @@ def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts |
     holder, others, advice = ways[0].holder, "", ways[0].advice
     if len(ways) > 1 and path is None:
         others = first_of([way.holder for way in ways], _MOST_NAMED).removeprefix(holder)
-        calls = [on(way.holder, way.ending) if way.ending else way.holder for way in ways]
-        advice = f"end each in teardown: {first_of(calls, _MOST_NAMED)}"
+        if all(way.ending for way in ways):
+            calls = [on(way.holder, way.ending) for way in ways]
+            advice = f"end each in teardown: {first_of(calls, _MOST_NAMED)}"
+        else:
+            advice = "; ".join(list(dict.fromkeys(way.advice for way in ways if way.advice))[:_MOST_NAMED])
     elif len(ways) > 1 and path is not None:
         holder = way_text(path)
         advice = _end_each([way.ending for way in ways], holder)
@@ -490,7 +493,9 @@ def _with_places(leak: Leak, context: Context, *, held: bool = False) -> Leak:
     finding = noted(leak.finding, f"; {_MADE[leak.key]} in {first_of(places, _SHOWN_PLACES)}")
     if leak.key == "file-descriptors" and all(made) and not (held or finding.advice or finding.remedy):
         # No object closes it as it goes: the code that made it has a number alone, or has lost it.
-        finding = restated(finding, {"advice": f"call os.close() of {'it' if len(made) == 1 else 'each'} in teardown"})
+        finding = restated(
+            finding, {"advice": f"call os.close() with {'the' if len(made) == 1 else 'each'} descriptor in teardown"}
+        )
     return replace(leak, finding=finding)
 
 
@@ -602,7 +607,7 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
     exception = _exception_on(_way_of(path, holder))
     if exception:
         # What the functions had in hand when it was raised is no part of it, and ends where they do.
-        advice = f"set {exception}.__traceback__ to None: it keeps what its functions had in hand"
+        advice = f"set {exception}.__traceback__ to None: it keeps the local variables of its functions"
     elif len(path) == 1 and root.type == "interpreter":
         advice = advice_for_root(root.edge)
     elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
@@ -789,19 +794,23 @@ def _suspect_edge(path: Sequence[Hop]) -> tuple[str, ...]:
 
 def _join_threads(parts: Sequence[_Part]) -> None:
     """Join the running threads that hold what is kept with that: they end together."""
-    holding = {
-        f"{part.leak.finding.path[0].edge} (": part
+    roots = [
+        (part, part.leak.finding.path[0])
         for part in parts
-        if isinstance(part.leak, TensorLeak) and part.leak.finding.path and part.leak.finding.path[0].type == "thread"
-    }
+        if isinstance(part.leak, TensorLeak) and part.leak.finding.path
+    ]
     for part in parts:
         leak = part.leak
         if not isinstance(leak, ItemLeak) or leak.key != "threads" or len(leak.names) != 1 or part.cause is not None:
             continue
-        of = next((of for name, of in holding.items() if next(iter(leak.names)).startswith(name)), None)
-        if of is not None:
-            advice = leak.finding.advice or ""
-            of.cause = part.cause = of.cause or CommonCause(("thread", *leak.names), advice=advice)
+        (key,) = leak.names
+        running = next((thread for thread in threading.enumerate() if thread_key(thread) == key), None)
+        frames = () if running is None else frames_of(thread_ident(running))
+        for of, root in roots:
+            is_its_own = key.startswith(f"{root.edge} (") if root.type == "thread" else root.edge in frames
+            if is_its_own and (root.type == "thread" or of.cause is None):
+                advice = leak.finding.advice or ""
+                of.cause = part.cause = of.cause or part.cause or CommonCause(("thread", *leak.names), advice=advice)
 
 
 def _join_host_memory(parts: Sequence[_Part], walk: SharedWalk | None) -> None:

@@ -178,10 +178,14 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
 
 def only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
     """Return the leak of some of the things, with the fingerprint that they would have alone."""
-    finding = leak.finding
+    finding, resource = leak.finding, resource_of(leak.key)
+    advice = finding.advice
+    if resource is not None and advice == resource.advice([*leak.names]):
+        advice = resource.advice([*names])
     finding = restated(
         finding,
         {
+            "advice": advice,
             "bytes": sum(names.values()) if finding.bytes else 0,
             "count": len(names) if not finding.bytes else finding.count,
             "holder": listed(leak.key, names),

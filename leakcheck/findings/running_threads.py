@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -18,7 +19,16 @@ from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
-from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, thread_key, type_name
+from lowtide.probes.objects.foreign import (
+    attribute,
+    code_of,
+    is_a,
+    mro_of,
+    namespace_of,
+    thread_key,
+    thread_name,
+    type_name,
+)
 from lowtide.probes.originals import threading, weakref
 from lowtide.reports.schema import Hop
 from lowtide.reports.sizes import first_of
@@ -63,9 +73,20 @@ def by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
 
 
 def with_work(leak: ItemLeak, context: Context) -> ItemLeak:
-    """Return a finding about threads with what they do, where that is one thing."""
+    """Return a finding about threads with what they do, each kind of them by its name where they do several things."""
     groups = _groups(leak.names, context)
-    return _told(leak, groups[0]) if len(groups) == 1 else leak
+    if len(groups) < 2:
+        return _told(leak, groups[0]) if groups else leak
+    told = [_told(leak, group) for group in groups]
+    notes = [f"; {thread_name(group[0].thread)}: {_work(group)}" for group in groups]
+    advice = "; ".join(dict.fromkeys(each.finding.advice for each in told if each.finding.advice))
+    endings = itertools.chain(*(each.endings for each in told))
+    return replace(
+        leak,
+        finding=noted(leak.finding, "".join(notes), advice=advice or None),
+        endings=tuple({ending.code: ending for ending in endings}.values()),
+        through=frozenset[int]().union(*(each.through for each in told)),
+    )
 
 
 def _groups(names: Collection[str], context: Context) -> list[list[_Running]]:
@@ -116,10 +137,7 @@ class _Running:
 
 def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
     """Return a finding about threads that do the same with what that is, who keeps what they work for, and its end."""
-    one, runs = len(group) == 1, _runs(group[0].thread)
-    text = f"{'it runs' if one else 'they run'} {runs}{_waiting(group)}"
-    started = list(dict.fromkeys(running.started for running in group if running.started))
-    text += f", started in {first_of(started, _SHOWN)}" if started else ""
+    one, runs, text = len(group) == 1, _runs(group[0].thread), _work(group)
     held = [running.held for running in group if running.held is not None]
     holder, path, advice = _kept_by(held, runs, one=one) if held else ("", (), _unheld(group[0], runs))
     finding = restated(leak.finding, {"path": path or leak.finding.path, "advice": advice}, most=_SHOWN)
@@ -127,6 +145,13 @@ def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
     endings = {ending.code: ending for running in group for ending in _endings(running)}
     through = frozenset[int]().union(*(running.through for running in group))
     return replace(leak, finding=finding, endings=tuple(endings.values()), through=through)
+
+
+def _work(group: Sequence[_Running]) -> str:
+    """Return what threads that do the same run, and where they were started, as part of a sentence."""
+    started = list(dict.fromkeys(running.started for running in group if running.started))
+    runs = f"{'it runs' if len(group) == 1 else 'they run'} {_runs(group[0].thread)}{_waiting(group)}"
+    return runs + (f", started in {first_of(started, _SHOWN)}" if started else "")
 
 
 def _kept_by(held: Sequence[tuple[Any, Holder]], runs: str, *, one: bool) -> tuple[str, tuple[Hop, ...], str]:
@@ -153,9 +178,16 @@ def _unheld(running: _Running, runs: str) -> str:
         if call:
             verb = "await its" if call.startswith("await ") else "call its"
             advice = f"keep the {name}, and {verb} {call.removeprefix('await ')} at the end"
+            if not is_library(name):
+                advice += ", which must end the thread"
             return advice + (", or use it in a with statement" if _is_context(type(owner)) else "")
     if _is_executors(running.thread):
         return f"keep the {_EXECUTOR}, and call its shutdown() at the end, or use it in a with statement"
+    of = name_of(_target(running.thread)).rpartition(".")[0]
+    call = _call(cls) if (cls := class_named(of)) is not None else ""
+    if call:
+        # What runs is a function of a class that has an end, as `Queue._feed` of multiprocessing's queue.
+        return f"call {call} of the {of} in teardown"
     return f"keep the thread, let {runs} return, and join() the thread at the end"
 
 

@@ -205,7 +205,7 @@ class PreservedState:
 
 
 def _now_there(stale: Moved) -> str:
-    now = f"{' and '.join(stale.now)} is now" if stale.now else f"{format_bytes(stale.gone)} are nobody's now"
+    now = f"{' and '.join(stale.now)} is now" if stale.now else f"{format_bytes(stale.gone)} have been released"
     return f"; {stale.name} is read at {stale.address:#x}, where {now}"
 
 
@@ -340,7 +340,7 @@ def after_failed_wake(stage: str, device: str, before: Snapshot, after: Snapshot
             suspect=f"failed {tag}",
             cause="not-restored",
             message=f"{format_bytes(left)} of arena {tag!r} stay mapped after a {stage} that failed",
-            advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
+            advice=f"where {stage} fails, unmap what it has mapped before it raises",
         )
         for tag, left in _more_mapped(_WAKING_ARENAS, device, before, after).items()
         if left > 0

@@ -234,7 +234,7 @@ def _finding(
         if more := kind.remark(new):
             notes = (Note(more), *notes)
     elif cause == "native" and new:
-        advice = f"release or deregister it before {stage} ends"
+        advice = f"release or deregister the memory before {stage} ends"
     things = tuple(described(metric.resource, new)) if new else ()
     mark, former = _fingerprints(metric, stage, cause, new)
     return StatedFinding(

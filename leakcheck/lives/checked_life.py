@@ -130,7 +130,7 @@ class LifeProcesses:
             bytes=grown,
             device="cpu",
             stage=stage,
-            message=f"{reading.process.text}: {format_bytes(grown)} of host memory are nobody's after {stage}",
+            message=f"{reading.process.text}: {format_bytes(grown)} of host memory are unexplained after {stage}",
             suspects=("other process", role_of(reading.process.name)),
             process=reading.process,
         )
@@ -679,7 +679,7 @@ class CheckedLife:
             trim_heap()
             left = self._host_outside() - self._host_at_first
         if left > allowed:
-            self._fail("host-memory", f"{format_bytes(left)} of host memory are nobody's after {name}", amount=left)
+            self._fail("host-memory", f"{format_bytes(left)} of host memory are unexplained after {name}", amount=left)
         if self._device == "cpu":
             return
         place = f"driver {self._device}"
@@ -701,7 +701,7 @@ class CheckedLife:
         left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
         if left > allowed:
             said = (
-                f"the driver counts {format_bytes(left - then)} more on {self._device} after {name} that nobody has: "
+                f"the driver counts {format_bytes(left - then)} more on {self._device} after {name}, unexplained: "
                 f"{format_bytes(left)} outside arenas and torch's segments, {format_bytes(then)} before create"
             )
             self._fail("driver", said, amount=left - then)

@@ -239,7 +239,7 @@ def mapped_by_failed_wake(
                 resource="arena", device=kind, stage=stage, suspects=(f"failed {tag}", role_of(process.name))
             ),
             holder=f"arena {tag!r}",
-            advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
+            advice=f"where {stage} fails, unmap what it has mapped before it raises",
             process=process,
         )
         for pid, levels in after.items()

@@ -120,7 +120,7 @@ class EndJudgement:
         return _finding(
             "processes",
             f"{running.process.text} runs on after the command has ended; it holds {running.amounts}",
-            f"end it with the program that starts it; now: kill {pid}",
+            f"end pid {pid} when the program that started it ends; now: kill {pid}",
             size=running.bytes,
             suspects=(role_of(running.process.name),),
             process=running.process,
@@ -132,12 +132,12 @@ class EndJudgement:
         more = [f"{len(paths) - len(told)} more"] if len(paths) > len(told) else []
         makers = dict.fromkeys(filter(None, (self.traces.listener(str(path)) for path in paths)))
         bound = ", ".join(f"pid {pid} ({self.traces.name(pid)})" for pid in makers)
-        are, them, their = ("is", "it", "its") if len(paths) == 1 else ("are", "them", "their")
+        are, them, files = ("is", "it", "the file") if len(paths) == 1 else ("are", "them", "the files")
         return _finding(
             "temporary-files",
             f"{', '.join(told + more)} {are} left, and no living process uses {them}"
             + (f"; bound in {bound}" if bound else ""),
-            f"remove {them} where {their} process ends; now: {_removal(paths)}",
+            f"remove {files} when the process that made {them} ends; now: {_removal(paths)}",
             size=0,
             suspects=("left file", _lasting_name(told[0])),
             count=len(paths),
@@ -213,10 +213,10 @@ def with_running(finding: Finding, running: Sequence[Running]) -> Finding:
     pids = " ".join(str(each.process.pid) for each in running)
     many = len(running) > 1
     said = ", and ".join(f"{each.process.text} runs on and holds {each.amounts}" for each in running)
-    advice = f"end {'them' if many else 'it'} in {finding.stage}, and wait until {'they have' if many else 'it has'} "
+    which = f"the {len(running)} processes" if many else f"pid {pids}"
     changes = {
         "bytes": sum(each.bytes for each in running),
-        "advice": f"{advice}ended; now: kill {pids}",
+        "advice": f"end {which} in {finding.stage}, and wait for {'their' if many else 'its'} end; now: kill {pids}",
         "process": max(running, key=lambda each: each.bytes).process,
     }
     return restated(finding, changes, things=(said,), notes=())
@@ -232,15 +232,14 @@ def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Find
     if not files:
         return finding
     told = files[:_TOLD_FILES]
-    parts = [
-        f"{each.path}{_amount(each.bytes, _made_by(each))} is left, and no living process uses it" for each in told
-    ]
+    parts = [f"{each.path}{_amount(each.bytes, _made_by(each))}" for each in told]
     commands = "; ".join(each.remove for each in told)
     more = len(files) - len(told)
-    said = ", and ".join(parts) + (f", and {more} more" if more else "")
+    are, them = ("is", "it") if len(files) == 1 else ("are", "them")
+    said = ", ".join(parts) + (f" and {more} more" if more else "") + f" {are} left, and no living process uses {them}"
     changes = {
         "holder": first_of([each.path for each in files], _SHOWN_NAMES),
-        "advice": f"remove it where its process ends, however it ends; now: {commands}",
+        "advice": f"unlink shared memory when its process ends, also when it is killed; now: {commands}",
     }
     return restated(finding, changes, things=(said,), notes=())
 
@@ -271,7 +270,7 @@ def _left(resource: ResourceName, path: str, size: int, made: str, remove: str, 
     return _finding(
         resource,
         f"{path}{_amount(size, made)} is left, and no living process uses it",
-        f"remove it where its process ends; now: {remove}",
+        f"unlink shared memory when its process ends; now: {remove}",
         size=size,
         suspects=("left file", library or _lasting_name(path)),
     )
@@ -283,11 +282,13 @@ def _lasting_name(path: str) -> str:
 
 
 def _amount(size: int, made: str) -> str:
-    return f" ({format_bytes(size)}{made})" if size or made else ""
+    # Nothing was written into what has no bytes: that it is there is what leaks.
+    told = [*([format_bytes(size)] if size else []), *([made] if made else [])]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _made_by(file: SharedMemoryFile) -> str:
-    return f", made by {file.library}" if file.library else ""
+    return f"made by {file.library}" if file.library else ""
 
 
 def _removal(paths: Sequence[Path]) -> str:
@@ -307,7 +308,7 @@ def _system_v(left: SystemVObject) -> Finding:
     return _finding(
         "shared-memory",
         f"{_named(left)}{amount}, is left",
-        f"remove it where its process ends; now: ipcrm {_SYSTEM_V[left.kind][1]} {left.number}",
+        f"remove {_SYSTEM_V[left.kind][0]} when its process ends; now: ipcrm {_SYSTEM_V[left.kind][1]} {left.number}",
         size=left.bytes,
         suspects=("System V", left.kind),
     )

@@ -46,7 +46,7 @@ class SharedMemory(Resource):
         """Return how to remove those that nobody holds: the file stays when its maker ends."""
         first = f"os.unlink({f'/dev/shm/{min(names)}'!r})"
         others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        return f"call unlink() of it where its maker is done with it; now {first}{others}"
+        return f"call unlink() of the shared memory when its maker no longer needs it; now: {first}{others}"
 
 
 def name_of_segment(item: str) -> Name:

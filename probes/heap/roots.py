@@ -189,6 +189,15 @@ def _frame_name(frame: FrameType) -> str:
     return f"{code.co_name} in {code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.f_lineno}"
 
 
+def frames_of(ident: int) -> list[str]:
+    """Return the frames in which a thread is, as roots are called; none where it has ended.
+
+    Args:
+        ident: the thread's, as Python has it.
+    """
+    return [_frame_name(frame) for frame, of in running_frames() if of == ident]
+
+
 def comes_later(cls: type) -> bool:
     """Whether paths through instances of a class are given only where there is no other."""
     name = type_name(cls)

@@ -233,6 +233,17 @@ def test_thread_of_an_object_with_tensors():
     threading.Thread(target=Engine().serve, daemon=True).start()
 
 
+def wait_with(tensor, begun):
+    begun.set()
+    kept.RELEASE.wait()
+
+
+def test_thread_with_a_tensor_in_a_variable():
+    begun = threading.Event()
+    threading.Thread(target=lambda: wait_with(torch.ones(1 << 18), begun), name="batcher", daemon=True).start()
+    begun.wait()
+
+
 class Served(Engine):
     def __init__(self):
         super().__init__()
@@ -448,6 +459,7 @@ POOL = ["processes", "threads", "file-descriptors"]
         ("test_threads_that_do_different_things", [["threads"], ["threads"]]),
         ("test_cache", [["tensors", "lru-cache"]]),
         ("test_thread_of_an_object_with_tensors", [["tensors", "threads"]]),
+        ("test_thread_with_a_tensor_in_a_variable", [["tensors", "threads"]]),
         ("test_thread_that_cannot_be_asked_its_name", [["threads"]]),
         ("test_server", [["threads", "file-descriptors"]]),
         ("test_sockets_of_one_maker", [["file-descriptors"]]),
@@ -606,7 +618,7 @@ def test_one_cache_is_emptied_once(run: InnerRun) -> None:
 
 def test_what_a_thread_keeps_is_let_go_of_by_the_thread_s_owner(run: InnerRun) -> None:
     (finding,) = run.subject("test_causes.py::test_thread_of_an_object_with_tensors").findings
-    assert finding.advice == "keep the test_causes.Engine, and call its close() at the end"
+    assert finding.advice == "keep the test_causes.Engine, and call its close() at the end, which must end the thread"
 
 
 def test_an_event_loop_that_was_set_is_called_by_what_gives_it(run: InnerRun) -> None:

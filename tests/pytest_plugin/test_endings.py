@@ -119,12 +119,12 @@ ADVICE = {
     "test_client": "call test_inner.KEPT['client'].loop.close() in teardown",
     "test_manager": "call test_inner.KEPT['manager'].shutdown() in teardown",
     "test_error_that_is_kept": (
-        "set test_inner.KEPT['error'].__traceback__ to None: it keeps what its functions had in hand"
+        "set test_inner.KEPT['error'].__traceback__ to None: it keeps the local variables of its functions"
     ),
     "test_array_over_a_file": "let go of test_inner.KEPT['array'] in teardown",
     "test_dropped_program": "call terminate() of the subprocess.Popen in teardown",
     "test_fork": "have what starts it end it, and wait for it: os.kill({0}, signal.SIGTERM); os.waitpid({0}, 0)",
-    "test_terminal": "call os.close() of each in teardown",
+    "test_terminal": "call os.close() with each descriptor in teardown",
 }
 
 

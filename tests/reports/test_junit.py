@@ -116,6 +116,14 @@ def test_an_empty_report_is_an_empty_suite() -> None:
     assert suite.find("testcase") is None
 
 
+def test_a_failure_says_what_to_change() -> None:
+    advised = msgspec.structs.replace(FINDING, remedy=None, advice="call close()")
+    failure = case_of(subject("leak", findings=(advised,))).find("failure")
+    assert failure is not None
+    assert failure.get("message") == "112 B did not come back; call close()"
+    assert "(112 B, since shutdown): 112 B did not come back; call close()" in (failure.text or "")
+
+
 def test_a_leak_is_a_failure_named_by_resource_and_cause() -> None:
     failure = case_of(subject("leak", findings=(FINDING,))).find("failure")
     assert failure is not None

@@ -159,7 +159,7 @@ def test_that_they_do_not_rest_is_said_beside_the_report(
     out, err = capsys.readouterr()
     (subject,) = decode(out.encode()).subjects
     assert (ended.value.exit_code, subject.outcome) == (0, "clean")
-    assert err.startswith("lowtide: the processes do not rest: ")
+    assert err.startswith("lowtide: the processes are still at work, which is counted")
 
 
 def refused(*words: Any) -> str:

@@ -401,8 +401,8 @@ def test_whoever_attaches_may_be_killed_while_gdb_waits() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--max-growth", "1MiB"), "lowtide: --max-growth needs --watch TIME: that is what it is about\n"),
-        (("--json",), "lowtide: --json needs --watch TIME: that is what it is about\n"),
+        (("--max-growth", "1MiB"), "lowtide: --max-growth applies only with --watch TIME\n"),
+        (("--json",), "lowtide: --json applies only with --watch TIME\n"),
         (("--watch", "5s"), "lowtide: --watch 5s is not possible: what grows shows after 12 s or more\n"),
         (("--watch", "soon"), "lowtide: --watch 'soon' is no time: use seconds such as 30, or a unit such as 30s, 5m,"),
     ],

@@ -125,7 +125,13 @@ EXPECTED: dict[str, Sequence[Told]] = {
     "worker-keeps-everything": [WHOLE_ENGINE],
     "undrained-offload": [Told("kv-blocks", "pending-transfer", ("infer",), "pending transfers", r"engine\.step\(\)")],
     "transport-registration": [
-        Told("pinned", "native", ("shutdown",), "kv transport at 0x.*", "release or deregister it before shutdown ends")
+        Told(
+            "pinned",
+            "native",
+            ("shutdown",),
+            "kv transport at 0x.*",
+            "release or deregister the memory before shutdown ends",
+        )
     ],
     "encoder-cache": [
         Told(

@@ -199,7 +199,7 @@ def is_memory_of_a_transport(findings: tuple[Finding, ...]) -> None:
     # That of both lives.
     assert (found.resource, found.cause, found.bytes) == ("host-memory", "native", 128 << 20)
     assert (found.holder or "").startswith("kv transport at 0x")
-    assert found.advice == "release or deregister it before shutdown ends"
+    assert found.advice == "release or deregister the memory before shutdown ends"
 
 
 def is_patched_functions(findings: tuple[Finding, ...]) -> None:
@@ -252,7 +252,7 @@ def is_an_arena_half_mapped(findings: tuple[Finding, ...]) -> None:
     assert (found.resource, found.cause, found.stage) == ("arena", "not-restored", "wake")
     assert found.holder == "arena 'weights'"
     assert found.bytes > 4 << 20
-    assert found.advice == "unmap in wake what it has mapped, where it fails, before its error leaves it"
+    assert found.advice == "where wake fails, unmap what it has mapped before it raises"
 
 
 def is_a_rank_that_stays_awake(findings: tuple[Finding, ...]) -> None:
@@ -323,7 +323,7 @@ def is_a_file_of_the_dead(findings: tuple[Finding, ...]) -> None:
     assert len(paths) == 2
     for path in paths:
         assert re.fullmatch(r"/dev/shm/vllm_offload_\S+\.mmap", path)
-        assert f"{path} (8.0 MiB, made by vLLM's KV offloading) is left, and no living process uses it" in found.message
+        assert f"{path} (8.0 MiB, made by vLLM's KV offloading)" in found.message
         assert f"rm -- {path}" in (found.advice or "")
         assert not Path(path).exists()
 

@@ -321,7 +321,7 @@ def test_the_load_asks_in_all_ways_and_counts(server: Path, port: int) -> None:
     ("words", "said"),
     [
         ([], "say what to watch: a command behind --, or --url or --pid of what runs"),
-        (["--pid", "1", "--", "x"], "--pid names a process that runs: leave the command and --url away"),
+        (["--pid", "1", "--", "x"], "--pid names a process that runs: leave the command and --url out"),
         (["--pid", "1", "--load", "2"], "--load needs the address of a server: give --url in place of --pid"),
         (["--load", "-1", "--", "x"], "--load -1 is not possible: give clients, and --url, or a command"),
         (["--url", "here", "--", "x"], "--url 'here' is no address of a server: use one such as http://127.0.0.1:8000"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import select
 import socket
 import subprocess
@@ -23,14 +24,16 @@ import pytest
 
 from lowtide.leakcheck.findings import causes as causes_of
 from lowtide.leakcheck.findings import tensor_findings
-from lowtide.leakcheck.findings.causes import Leak, by_cause, with_causes, with_holders
-from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes, with_holders
+from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
 from lowtide.leakcheck.judging.filled_caches import CachedItem
+from lowtide.leakcheck.resources.files import SharedMemory
 from lowtide.probes.memory.stack_frames import StackFrame
+from lowtide.probes.objects.foreign import thread_key
 from lowtide.reports.schema import Finding, Hop, ResourceName
-from lowtide.reports.statement import StatedFinding, Statement
+from lowtide.reports.statement import StatedFinding, Statement, restated
 from tests.waiting import HANG_S
 
 
@@ -82,6 +85,37 @@ def test_what_lives_left_stays_one_finding_with_its_holders(opened: list[str]) -
     assert some.message.endswith(f"; 2 of them held by {__name__}.OPENED")
 
 
+def test_threads_that_do_several_things_each_say_what_they_run_and_what_ends_them() -> None:
+    queue, waits = multiprocessing.get_context("spawn").Queue(), threading.Event()
+    queue.put("fed")
+    waiting = threading.Thread(target=waits.wait, name="waiting", daemon=True)
+    waiting.start()
+    try:
+        running = [each for each in threading.enumerate() if each.name in ("QueueFeederThread", "waiting")]
+        told = with_holders(leak("threads", *map(thread_key, running)), Context())
+    finally:
+        waits.set()
+        queue.close()
+        queue.join_thread()
+        waiting.join()
+    assert len(running) == 2
+    assert "; QueueFeederThread: it runs multiprocessing.queues.Queue._feed (queues.py:" in told.message
+    assert "; waiting: it runs threading.Event.wait (threading.py:" in told.message
+    assert told.advice is not None
+    assert "call close() of the multiprocessing.queues.Queue in teardown" in told.advice
+    assert "set() in teardown" in told.advice or "call its set() at the end" in told.advice
+
+
+def test_a_part_of_several_things_is_advised_for_itself() -> None:
+    both = leak("shared-memory", "psm_1f0a93bc", "sem.mp-k2jf8s_d")
+    advice = SharedMemory().advice([*both.names])
+    assert "'/dev/shm/psm_1f0a93bc') (and 1 more)" in advice
+    whole = dataclasses.replace(both, finding=restated(both.finding, {"advice": advice}))
+    part = only(whole, {"sem.mp-k2jf8s_d": 1}).finding
+    assert part.advice is not None
+    assert part.advice.endswith("now: os.unlink('/dev/shm/sem.mp-k2jf8s_d')")
+
+
 def descriptor(number: int) -> str:
     return f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}"
 
@@ -112,6 +146,15 @@ def test_a_part_that_the_program_can_name_is_not_its_owners() -> None:
         context = Context(roots=[("engine", SimpleNamespace(tool=process))])
         told = with_holders(leak("file-descriptors", descriptor(process.stdin.fileno())), context)
     assert (told.holder, told.advice) == ("engine.tool.stdin", "call engine.tool.stdin.close() in teardown")
+
+
+def test_where_no_call_ends_each_of_several_holders_each_has_its_own_advice() -> None:
+    """No code can be made of `gc.callbacks[3]` that ends what it leads to."""
+    log = CommonCause(1, "engine.log", path("engine", ".log"), "call engine.log.close() in teardown", ending="close()")
+    called = CommonCause(2, "gc.callbacks[3]", path("gc", ".callbacks", "[3]"), "let go of gc.callbacks[3] in teardown")
+    facts = causes_of._facts_of({("threads", "a"): log, ("threads", "b"): called}, 2)
+    assert facts is not None
+    assert facts.advice == "call engine.log.close() in teardown; let go of gc.callbacks[3] in teardown"
 
 
 def test_of_several_holders_the_first_are_named_with_what_ends_each(tmp_path: Path) -> None:

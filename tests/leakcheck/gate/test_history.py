@@ -266,6 +266,17 @@ def test_no_text_is_markup_on_the_page_or_moves_the_cursor(engine: Engine) -> No
     assert "\x1b" not in page + captured.get()
 
 
+def test_on_a_terminal_of_80_columns_a_fingerprint_keeps_all_its_digits(engine: Engine) -> None:
+    found = finding(resource="file-descriptors", bytes=0, count=7, fingerprint="afe5010a92f561a6")
+    add_report(engine, night(0, subject(found, name="check[target:Target]")), "")
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        for line in trend_lines(read_trends(engine)):
+            console.print(line)
+    assert "afe5010a92f561a6" in captured.get()
+    assert max(map(len, captured.get().splitlines())) <= 80
+
+
 def test_changes_come_first_and_the_newest_of_them_before_the_others(engine: Engine) -> None:
     for number in range(20):
         found = [

@@ -146,7 +146,7 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
     assert found.advice.endswith("what the driver keeps by itself ends with the process")
     steps = climbed_by_name("pinned", "ring at 0x10")
     (found,) = judge([named("pinned", cause="native")], Reading(), steps, stage="shutdown", cycle=1).findings
-    assert found.advice == "release or deregister it before shutdown ends"
+    assert found.advice == "release or deregister the memory before shutdown ends"
 
 
 @pytest.mark.parametrize("cause", ["cuda-graph", "library-workspace", "unknown"])

@@ -103,7 +103,7 @@ def test_a_buffer_that_a_graph_reads_elsewhere_is_named() -> None:
     known.before_sleep({"pointers": old})
     (found,) = known.after_wake("wake", {"pointers": new}, recorded)
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "pointers")
-    there = f"pointers is read at {old.data_ptr():#x}, where 32 B are nobody's now"
+    there = f"pointers is read at {old.data_ptr():#x}, where 32 B have been released"
     assert found.message == f"pointers is not where a captured graph reads it; {there}"
     assert found.advice == "leave it at its address in wake, or capture the graphs again there"
 

@@ -796,7 +796,7 @@ def test_host_memory_that_is_nobodys_is_reported() -> None:
             KEPT.append(mmap.mmap(-1, 128 * KIB * KIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             KEPT[-1].write(b"x" * len(KEPT[-1]))
 
-    fails(Hoards, sleeps, "host-memory", "of host memory are nobody's after sleep")
+    fails(Hoards, sleeps, "host-memory", "of host memory are unexplained after sleep")
 
 
 def host_buffer() -> mmap.mmap:
@@ -843,7 +843,7 @@ def test_host_memory_of_an_engine_at_work_is_its_own_and_asleep_it_is_not(monkey
         monkeypatch.setattr(HasHostMemory, "keeps_it_asleep", True)
         life = CheckedLife(lives)
         life.create()
-        with pytest.raises(LifeError, match=r"12[78]\.\d MiB of host memory are nobody's after sleep"):
+        with pytest.raises(LifeError, match=r"12[78]\.\d MiB of host memory are unexplained after sleep"):
             life.sleep(1)
         life.abandon()
 

@@ -108,7 +108,7 @@ def test_host_memory_that_is_nobodys_in_a_child_fails_the_life() -> None:
     assert 190 * MIB <= finding.bytes < 210 * MIB
     assert finding.process is not None
     assert finding.process.name == "EngineCore"
-    assert " of host memory are nobody's after infer" in finding.message
+    assert " of host memory are unexplained after infer" in finding.message
 
 
 def test_a_child_that_gives_it_back_is_judged_and_clean() -> None:

@@ -200,7 +200,7 @@ def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, card
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(str(tmp_path / name))
         (finding,) = EndJudgement(tree, traces, Agents(), 0.1).judge().findings
-        assert finding.advice == f"remove it where its process ends; now: rm -- {tmp_path / name}"
+        assert finding.advice == f"remove the file when the process that made it ends; now: rm -- {tmp_path / name}"
         marks.add(finding.fingerprint)
         (tmp_path / name).unlink()
     assert len(marks) == 1
@@ -213,7 +213,7 @@ def test_an_orphan_is_reported_with_what_it_holds_on_cards(tree: ProcessTree, ca
         cards.listed = {child.pid: 300 * MIB}
         (finding,) = EndJudgement(tree, traces, Agents(), 0.1).judge().findings
         child.communicate(b"\n")
-    assert " on the host, 300.0 MiB on cuda:0; end it" in f"{finding.message}; {finding.advice}"
+    assert " on the host, 300.0 MiB on cuda:0; end pid " in f"{finding.message}; {finding.advice}"
     assert finding.bytes > 300 * MIB
     assert finding.process is not None
     assert (finding.process.pid, finding.process.device) == (child.pid, "cuda:0")

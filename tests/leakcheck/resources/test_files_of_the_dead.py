@@ -416,7 +416,7 @@ def test_a_file_that_a_core_had_mapped_and_left_is_found_with_what_removes_it() 
     path = Path(finding.holder or "")
     assert re.fullmatch(r"/dev/shm/vllm_offload_\S+\.mmap", str(path))
     assert f"{path} (1.0 MiB, made by vLLM's KV offloading) is left, and no living process uses it" in finding.message
-    assert finding.advice == f"remove it where its process ends, however it ends; now: rm -- {path}"
+    assert finding.advice == f"unlink shared memory when its process ends, also when it is killed; now: rm -- {path}"
     assert path.exists()
     subprocess.run(shlex.split(finding.advice.partition("; now: ")[2]), check=True)
     assert not path.exists()
