@@ -362,7 +362,14 @@ def _finding(course: Course, container: Any, explanation: Explanation, stretch: 
 
 
 def stated(
-    course: Course, explanation: Explanation, stretch: Stretch, *, name: str, each: tuple[int, str], what: str
+    course: Course,
+    explanation: Explanation,
+    stretch: Stretch,
+    *,
+    name: str,
+    each: tuple[int, str],
+    what: str,
+    takes: str = "",
 ) -> Finding:
     """Return the finding on what takes something in each turn.
 
@@ -373,11 +380,12 @@ def stated(
         name: its name.
         each: the bytes that it takes in a turn, and the device where most of them are; empty if on none.
         what: what it holds.
+        takes: what it does in each turn; takes so many things unless said otherwise.
     """
     size, device = each
     resource: ResourceName = "tensors" if device else "host-memory"
     rate = course.items / course.span
-    amount = f"{name} takes {_said(rate, size)} in each of {course.span} {stretch.turns}"
+    amount = f"{name} {takes or f'takes {_said(rate, size)}'} in each of {course.span} {stretch.turns}"
     kept = Note(f", {format_bytes(size * course.span)} in all: {what}")
     if stretch.since:
         amount = f"{name} has {_said(course.items, size * course.span)} more than at {stretch.since}"

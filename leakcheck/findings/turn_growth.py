@@ -14,6 +14,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.growing_chains import growth_in_heap, ids_of, is_worth_a_look
 from lowtide.leakcheck.findings.growing_containers import ADVICE, Stretch
+from lowtide.leakcheck.findings.growing_values import growth_of_values
 from lowtide.leakcheck.findings.host_arrays import held_by_arrays
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
@@ -22,7 +23,8 @@ from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelRe
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
-from lowtide.probes.host.memory_parts import NAMES
+from lowtide.probes.heap.large_values import read_values
+from lowtide.probes.host.memory_parts import NAMES, malloc_in_use
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.originals import gc, time
@@ -95,6 +97,10 @@ _FREE_IT = "free in each turn what this call allocates, or give back the referen
 
 _MATTERS = 4
 """A call that has allocated less than such a part of what the turns add is not what grows."""
+
+
+_LEAST_OF_VALUES = 64 << 10
+"""Bytes that malloc must have given out since the first reading, for values to be read again."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,9 @@ class TurnGrowth:
         # Of the containers that had grown before the last reading, by identity.
         self._are_worth: dict[int, bool] = {}
         self._earlier: dict[int, Ints] = {}
+        # How much single values have had of whoever refers to them, and what malloc had given out at the first reading.
+        self._values = ContainerCourses()
+        self._malloc: int | None = None
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
 
@@ -238,12 +247,24 @@ class TurnGrowth:
         self._containers.note(turn, read)
         self._are_worth = self._worth_a_look(wanted, found)
         self._note_types(found)
+        self._read_values(turn)
         for identity in () if self._asked else candidates:
             if not self._are_worth.get(identity, True):
                 self._containers.drop(identity)
         if self._asked:
             # What the reading has taken and freed would be in the next level.
             trim_heap()
+
+    def _read_values(self, turn: int) -> None:
+        """Read how large single values are, where somebody has asked: it takes as long as several other readings."""
+        if not self._asked or self._seconds:
+            return
+        now = malloc_in_use()
+        if self._malloc is None:
+            self._malloc = now
+        elif now - self._malloc < _LEAST_OF_VALUES:
+            return
+        self._values.note(turn, read_values()[0])
 
     def _note_types(self, found: Mapping[int, Any]) -> None:
         """Note which objects there are of the types that may grow, when these are met first."""
@@ -315,6 +336,8 @@ class TurnGrowth:
     def break_off(self) -> None:
         """What has come since the last reading, and comes until the next one, is not judged."""
         self._containers.break_off()
+        self._values.break_off()
+        self._malloc = None
         self.forget_levels()
 
     def forget_levels(self) -> None:
@@ -384,17 +407,24 @@ class TurnGrowth:
 
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
-        found = self._findings_on(growing, module, since)
+        values = self._values.growing(self._turn)
+        found = self._findings_on(growing, module, since, values)
         for course in growing:
             self._containers.drop(course.identity)
+        for course in values:
+            self._values.drop(course.identity)
         return tuple(found.values())
 
-    def _findings_on(self, growing: Sequence[Course], module: str, since: int) -> dict[int, Finding]:
-        if not growing:
+    def _findings_on(
+        self, growing: Sequence[Course], module: str, since: int, values: Sequence[Course] = ()
+    ) -> dict[int, Finding]:
+        if not growing and not values:
             return {}
-        return self._apart(lambda: self._explained(growing, module, since))
+        return self._apart(lambda: self._explained(growing, module, since, values))
 
-    def _explained(self, growing: Sequence[Course], module: str, since: int) -> dict[int, Finding]:
+    def _explained(
+        self, growing: Sequence[Course], module: str, since: int, values: Sequence[Course]
+    ) -> dict[int, Finding]:
         _, there = read_lengths({course.identity for course in growing})
         stretch = Stretch(
             self._turns,
@@ -403,10 +433,11 @@ class TurnGrowth:
             by_frames=self._by_frames,
             seconds=self._seconds,
             tensors=self._counts_tensors,
-            fixed=self._containers.fixed(min(course.items for course in growing)),
+            fixed=self._containers.fixed(min((course.items for course in growing), default=0)),
             earlier=self._earlier,
         )
-        return growth_in_heap(growing, there, stretch)
+        found = growth_in_heap(growing, there, stretch)
+        return growth_of_values(values, stretch, found.keys()) | found
 
 
 def growth_of_host_memory(

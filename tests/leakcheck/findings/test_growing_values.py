@@ -1,0 +1,115 @@
+"""One value that becomes longer with every turn is told with its holder, and one that only changes is not."""
+
+from __future__ import annotations
+
+import array
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+from lowtide.reports.schema import Finding
+
+TURNS = 40
+SIZE = 30_000
+
+
+class Held:
+    """What the program holds by attributes of a class."""
+
+    value: Any = None
+    logs: list[bytes]
+
+
+@pytest.fixture(autouse=True)
+def emptied() -> Iterator[None]:
+    yield
+    Held.value, Held.logs = None, []
+
+
+def found_after(turn: Callable[[int], object], *, asked: bool = True) -> list[Finding]:
+    growth = TurnGrowth("steps", asked=asked)
+    for number in range(1, TURNS + 1):
+        turn(number)
+        if number % 4 == 0:
+            growth.read(number, begins=number == 4)
+    return list(growth.end("", "").containers)
+
+
+def lengthen_text(number: int) -> None:
+    Held.value = (Held.value or "") + chr(97 + number % 26) * SIZE
+
+
+def lengthen_buffer(number: int) -> None:
+    Held.value = Held.value or bytearray()
+    Held.value.extend(bytes(SIZE))
+
+
+def lengthen_array(number: int) -> None:
+    Held.value = Held.value or array.array("d")
+    Held.value.frombytes(bytes(SIZE))
+
+
+def write_to_memory(number: int) -> None:
+    Held.value = Held.value or io.BytesIO()
+    Held.value.write(bytes(SIZE))
+
+
+def concatenate(number: int) -> None:
+    Held.value = np.zeros(SIZE) if Held.value is None else np.concatenate([Held.value, np.ones(SIZE // 8)])
+
+
+@pytest.mark.parametrize(
+    ("turn", "kind"),
+    [
+        (lengthen_text, "str"),
+        (lengthen_buffer, "bytearray"),
+        (lengthen_array, "array.array"),
+        (write_to_memory, "_io.BytesIO"),
+        (concatenate, "numpy.ndarray"),
+    ],
+    ids=lambda each: each.__name__ if callable(each) else "",
+)
+def test_it_is_told_with_its_holder(turn: Callable[[int], None], kind: str) -> None:
+    (finding,) = found_after(turn)
+    assert finding.holder == f"{__name__}.Held.value"
+    assert finding.message.startswith(f"{finding.holder} grows by ")
+    assert f" in all: {kind} of " in finding.message
+    assert 0.85 * SIZE * finding.count < finding.bytes < 1.2 * SIZE * finding.count
+    assert (finding.count, finding.trend) == (TURNS - 4, "growth")
+
+
+def replace(number: int) -> None:
+    Held.value = bytes(SIZE * 20 + number)
+
+
+def rise_and_fall(number: int) -> None:
+    Held.value = bytes(SIZE * (number % 10))
+
+
+def fill(number: int) -> None:
+    if number < TURNS // 2:
+        lengthen_buffer(number)
+
+
+def lengthen_by_little(number: int) -> None:
+    Held.value = (Held.value or "x" * SIZE) + "y" * 2000
+
+
+@pytest.mark.parametrize("turn", [replace, rise_and_fall, fill, lengthen_by_little])
+def test_one_that_is_no_longer_in_the_end_is_none(turn: Callable[[int], None]) -> None:
+    assert found_after(turn) == []
+
+
+def test_what_a_list_takes_is_told_by_the_list_alone() -> None:
+    Held.logs = []
+    (finding,) = found_after(lambda number: Held.logs.append(bytes(SIZE)))
+    assert finding.holder == f"{__name__}.Held.logs"
+    assert " takes 1 item (" in finding.message
+
+
+def test_where_nobody_has_asked_values_are_not_read() -> None:
+    assert found_after(lengthen_buffer, asked=False) == []
