@@ -15,7 +15,7 @@ from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
 from lowtide.reports.schema import Finding
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, noted, restated, with_holder
 
 _NEAR = 0.1
@@ -26,6 +26,8 @@ _TELLING_PART = 0.25
 
 MOST = 64
 """How many of the largest are looked at."""
+
+_MOST_NAMED = 3
 
 _INDEX = re.compile(r"\[(\d+)\]$")
 
@@ -101,12 +103,14 @@ def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanatio
     first, amount = found[0], sum(each.bytes for each in found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
     explanation = first.explanation
+    ways = list({each.container: each.explanation for each in found}.values())
+    holders = first_of([way.holder for way in ways], _MOST_NAMED)
     facts = HolderFacts(
-        note=Note(f"; {arrays} held by ", explanation.holder or ""),
+        note=Note(f"; {arrays} held by ", explanation.holder, holders.removeprefix(explanation.holder)),
         cause=explanation.cause,
         verdict=explanation.verdict,
         path=explanation.path,
-        advice=_advice(explanation),
+        advice="; ".join(map(_advice, ways[:_MOST_NAMED])),
     )
     return facts, explanation
 
@@ -136,7 +140,8 @@ def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
         for count in range(2, len(latest)):
             if _is_near(sum(each.bytes for each in latest[:count]), wanted):
                 return latest[:count]
-    return ()
+    # Of two leaks each has a part: no choice among them would be evidence, but all that there are.
+    return held if _is_near(sum(each.bytes for each in held), wanted) else ()
 
 
 def _is_near(amount: int, wanted: int) -> bool:

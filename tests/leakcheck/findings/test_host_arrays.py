@@ -84,6 +84,27 @@ def test_arrays_of_another_size_are_not_said_to_be_it(size: int) -> None:
     assert with_array_holder(host(size), Context()).finding.holder is None
 
 
+class Server:
+    weights: Any = None
+
+
+def test_two_leaks_are_named_where_they_are_all_that_there_is() -> None:
+    Server.weights, KEPT["table"] = numbers(41 * MIB), numbers(59 * MIB)
+    finding = with_array_holder(host(102 * MIB), Context()).finding
+    Server.weights = None
+    held = f"{__name__}.KEPT['table'], {__name__}.Server.weights"
+    assert f"; 100.0 MiB in 2 numpy.ndarrays held by {held}" in finding.message
+    assert finding.holder == f"{__name__}.KEPT['table']"
+    assert all(f"{name}" in (finding.advice or "") for name in held.split(", "))
+
+
+def test_none_is_where_there_are_others() -> None:
+    Server.weights, KEPT["table"], KEPT["more"] = (numbers(size * MIB) for size in (41, 59, 77))
+    finding = with_array_holder(host(100 * MIB), Context()).finding
+    Server.weights = None
+    assert finding.holder is None
+
+
 def test_other_resources_are_left_as_they_are() -> None:
     KEPT["table"] = numbers(41 * MIB)
     leak = host(41 * MIB, "threads")
