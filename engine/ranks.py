@@ -208,11 +208,7 @@ class MultiprocExecutor(Client):
         return added(self._all(call("weight_checksums")))
 
     def shutdown(self) -> None:
-        """Give everything up; no process is left.  Calling it again does nothing.
-
-        Raises:
-            ExceptionGroup: the errors of the ranks that failed; the processes are gone all the same.
-        """
+        """Give everything up; no process is left, whatever a rank has failed with.  Calling it again does nothing."""
         teardown = Teardown("shutting the ranks down")
         if self.children and self.is_usable:
             teardown.run("the ranks", partial(self._all, call("shutdown")))

@@ -70,11 +70,7 @@ class ModelRunner:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
     def capture_graphs(self, config: EngineConfig, allocate: Allocator) -> None:
-        """Captures the decode step as CUDA graphs, which `execute_model` uses from then on where it can.
-
-        Raises:
-            OutOfMemoryError: no room on the card; nothing is held then but the static buffers.
-        """
+        """Captures the decode step as CUDA graphs, which `execute_model` uses from then on where it can."""
         graphs = DecodeGraphs(
             partial(self.model.forward, **self._lent(self._workspaces[0])),
             self.block_table,
@@ -105,11 +101,7 @@ class ModelRunner:
         }
 
     def shutdown(self) -> None:
-        """Lets go of all that is on the device; the runner computes nothing any more.
-
-        Raises:
-            ExceptionGroup: the graphs did not go as they should; all else was let go all the same.
-        """
+        """Lets go of all that is on the device, whatever the graphs say; the runner computes nothing any more."""
         teardown = Teardown("shutting the model runner down")
         # First: a graph that could still run would use what goes after it.
         if self.decode_graphs is not None:

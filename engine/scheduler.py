@@ -46,11 +46,7 @@ class Scheduler:
         return bool(self._requests)
 
     def add_request(self, request: Request) -> None:
-        """Queues a request.
-
-        Raises:
-            RequestError: its id is in use, a token is not in the vocabulary, or it could never run to its end.
-        """
+        """Queues a request; a `RequestError` where its id is in use, or it could never run to its end."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique until they finish")
         strange = next((token for token in request.token_ids if not 0 <= token < self.vocab_size), None)

@@ -134,10 +134,7 @@ def bucket_memory(size: int, device: str) -> BucketMemory:
 def opened(export: Export) -> Iterator[torch.Tensor]:
     """Open a bucket of another process for as long as the block lasts, as uint8 of shape [size].
 
-    Whoever keeps a tensor over it keeps it open.
-
-    Raises:
-        WeightUpdateError: it cannot be opened; the sender may have ended.
+    Whoever keeps a tensor over it keeps it open.  A `WeightUpdateError` where it cannot be opened.
     """
     if isinstance(export, FileExport):
         yield _opened_file(export)

@@ -265,11 +265,7 @@ class Worker:
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Copy this worker's part of each tensor of a bucket, cast to the parameter's dtype.
-
-        Raises:
-            WeightUpdateError: a tensor is none of the model's, or has another shape; none of the bucket was copied.
-        """
+        """Copy this worker's part of each tensor of a bucket, in the parameter's dtype; none where one does not fit."""
         with bucket.opened() as tensors:
             for name, tensor in tensors.items():
                 self._check_update(name, tuple(tensor.shape))
@@ -297,11 +293,7 @@ class Worker:
         }
 
     def shutdown(self) -> None:
-        """Give everything up.
-
-        Raises:
-            ExceptionGroup: the errors of all steps that failed; the others were done all the same.
-        """
+        """Give everything up; the errors of all steps that failed come together, and the others were done."""
         # From here on nobody may read its tensors.
         withdraw(self)
         teardown = Teardown("shutting the worker down")

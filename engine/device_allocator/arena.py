@@ -113,11 +113,7 @@ class Arena:
         return self._used
 
     def map_to(self, size: int) -> None:
-        """Map pages until at least the first `size` bytes have them.
-
-        Raises:
-            OutOfMemoryError: no room for all of it; then the arena is as it was before.
-        """
+        """Map pages until the first `size` bytes have them; without room for all, the arena is as it was before."""
         target = round_up(size, self._backend.granularity)
         if target > self.capacity:
             raise OutOfMemoryError(f"arena {self.tag!r} has {self.capacity} bytes of addresses, {target} are needed")
@@ -158,11 +154,7 @@ class Arena:
         return self._backend.tensor(self._require_lease(), offset, size)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with undefined contents at the next free address, in a storage of its own.
-
-        Raises:
-            OutOfMemoryError: the arena's capacity or the device is exhausted.
-        """
+        """A tensor with undefined contents at the next free address, in a storage of its own, if there is room."""
         start, size = self._used, padded(shape, dtype)
         self.map_to(start + size)
         # The storage has exactly the tensor's bytes, so that whoever counts storages counts what is really used.
@@ -171,11 +163,7 @@ class Arena:
         return tensor_over(raw, 0, shape, dtype)
 
     def close(self) -> None:
-        """Give up the arena's own hold on its memory; called again, it tries again what has failed.
-
-        Raises:
-            DriverError: the driver did not take the memory back.
-        """
+        """Give up the arena's own hold on its memory; called again, it tries again what the driver has refused."""
         lease, self._lease = self._lease, None
         if lease is None:
             if self._failed:

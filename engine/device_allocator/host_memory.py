@@ -72,8 +72,7 @@ class HostBuffer:
     def pin(self, offset: int) -> None:
         """Pin the block at `offset`; on a CPU, which copies nothing by itself, it stays ordinary memory.
 
-        Raises:
-            OutOfMemoryError: the system does not let that much memory be locked.
+        An `OutOfMemoryError` where the system does not let that much memory be locked.
         """
         if not self._backend.pins_host_memory:
             return
@@ -197,11 +196,7 @@ class TransferRing:
                 self._backend.synchronize()
 
     def restore(self, image: HostBuffer, arena: Arena, size: int) -> None:
-        """Map `size` bytes of the arena and fill them from `image`; mapping a part overlaps the copy before it.
-
-        Raises:
-            OutOfMemoryError: the device has no room; an error of the copy itself comes out as it is.
-        """
+        """Map `size` bytes of the arena and fill them from `image`; mapping a part overlaps the copy before it."""
         offsets = range(0, size, self.slot_bytes)
         ahead = {}
         events: dict[int, torch.cuda.Event | None] = {}

@@ -103,8 +103,7 @@ class EngineMemory:
     def restore(self, tag: str, refill: Callable[[], None] | None = None) -> None:
         """Map an arena's pages again; weights are filled from the host copy, or by `refill` where there is none.
 
-        Raises:
-            OutOfMemoryError: no room.  The arena may be mapped in part: the caller drops it.
+        Without room, the arena may be mapped in part: the caller drops it.
         """
         arena = self._arenas[tag]
         if tag == "weights" and self._image is not None:

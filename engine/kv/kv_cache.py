@@ -24,11 +24,7 @@ def kv_cache_bytes_per_block(config: ModelConfig, block_size: int) -> int:
 
 
 def num_kv_cache_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """Blocks in the KV cache: the setting, or else as many as the budget in bytes holds.
-
-    Raises:
-        ConfigError: the budget does not hold a single block.
-    """
+    """Blocks in the KV cache: the setting, or else as many as the budget in bytes holds, which must be one at least."""
     if config.num_blocks is not None:
         return config.num_blocks
     per_block = kv_cache_bytes_per_block(model, config.block_size)
@@ -41,11 +37,7 @@ def num_kv_cache_blocks(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def num_host_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """KV blocks that `kv_offload_bytes` of host memory hold; 0 without offload.
-
-    Raises:
-        ConfigError: the setting does not hold a single block.
-    """
+    """KV blocks that `kv_offload_bytes` of host memory hold, one at least; 0 without offload."""
     per_block = kv_cache_bytes_per_block(model, config.block_size)
     if 0 < config.kv_offload_bytes < per_block:
         raise ConfigError(

@@ -300,8 +300,7 @@ class OffloadingConnector:
                 return completed
 
     def close(self) -> None:
-        """Cancel what has not been copied, end the thread, give the host memory back; calling it again does what is
-        left to do, or nothing.
+        """Cancel what has not been copied, end the thread, give the host memory back; called again, do what is left.
 
         Raises:
             KVTransferError: a copy has not ended after `TIMEOUT_S` seconds; its memory goes when it does.

@@ -74,11 +74,7 @@ class KVTransport:
         self._registration: _Registration | None = _Registration(backend, size)
 
     def close(self) -> None:
-        """Deregisters the memory and gives it back; calling it again does nothing.
-
-        Raises:
-            DriverError: the driver does not let go of it; it stays registered, and a second call tries again.
-        """
+        """Deregisters the memory and gives it back; called again, it tries again what the driver has refused."""
         if self._registration is not None:
             self._registration.close()
             self._registration = None

@@ -82,13 +82,9 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def capture(self, read: Mapping[str, torch.Tensor]) -> None:
-        """Captures a graph for every batch size.
+        """Captures a graph for every batch size; without room on the card, none is held.
 
-        Args:
-            read: by name, what the graphs read beside their own inputs; its addresses are recorded, nothing is kept.
-
-        Raises:
-            OutOfMemoryError: no room on the card; no graph is held then.
+        Of what they `read` beside their own inputs, by name, addresses are recorded, and nothing is kept.
         """
         handled = sys.exc_info()[1]
         static = {f"decode_graphs.{name}": buffer for name, buffer in zip(INPUTS, self._inputs, strict=True)}
@@ -132,9 +128,6 @@ class DecodeGraphs:
         """Gives the graphs up, and lets go of all that they use; calling it again does nothing.
 
         Their pool's memory is torch's cache then: emptying that gives it back to the driver.
-
-        Raises:
-            ExceptionGroup: a graph did not go as it should; the others went all the same.
         """
         teardown = Teardown("giving the CUDA graphs up")
         if self._graphs:

@@ -120,12 +120,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder; None when it has no tokenizer.json.
-
-    Raises:
-        ConfigError: the package `tokenizers` is not installed.
-        CheckpointError: tokenizer.json is damaged.
-    """
+    """The tokenizer of a checkpoint folder; None when it has no tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return None

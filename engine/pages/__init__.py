@@ -53,11 +53,7 @@ class PageBackend:
         raise NotImplementedError
 
     def map(self, lease: Lease, offset: int, size: int) -> Part:
-        """Put physical pages behind one part of the range; their contents are undefined.
-
-        Raises:
-            OutOfMemoryError: the device has no room; nothing was mapped.
-        """
+        """Put physical pages behind one part of the range, with undefined contents, if there is room for all of it."""
         raise NotImplementedError
 
     def unmap(self, lease: Lease, part: Part) -> None:
@@ -73,11 +69,7 @@ class PageBackend:
         raise NotImplementedError
 
     def pin(self, address: int, size: int) -> None:
-        """Lock host pages so that the device can copy to and from them directly.
-
-        Raises:
-            OutOfMemoryError: the system does not let that much memory be locked.
-        """
+        """Lock host pages for direct copies; an `OutOfMemoryError` where the system does not let so much be locked."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin` for the range that starts at `address`."""
@@ -116,11 +108,7 @@ def check_device(device: str) -> torch.device:
 
 
 def open_backend(device: str) -> PageBackend:
-    """The backend for `device`.
-
-    Raises:
-        ConfigError: the device is of another kind, or there is none here, or its driver's bindings are missing.
-    """
+    """The backend for `device`; errors as `check_device`, and where its driver's bindings are missing."""
     wanted = check_device(device)
     if wanted.type == "cpu":
         from lowtide.engine.pages.cpu import CpuPages

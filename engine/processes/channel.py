@@ -63,12 +63,7 @@ class Connection:
         return self._stream.fileno()
 
     def send(self, message: object) -> None:
-        """Send anything that msgspec encodes.
-
-        Raises:
-            EngineDeadError: the other process has ended.
-            ChannelError: the message is too large.
-        """
+        """Send anything that msgspec encodes, if the other process lives and it is not too large."""
         payload = msgspec.msgpack.encode(message)
         if len(payload) > MOST_BYTES:
             raise ChannelError(f"a message of {len(payload)} bytes for {self.name} is above the limit of {MOST_BYTES}")
@@ -83,11 +78,9 @@ class Connection:
                 raise self._ended() from error
 
     def receive(self, kind: type[_Message]) -> _Message:
-        """Wait for the next message as long as the other process lives; it must be of that type.
+        """Wait for the next message as long as the other process lives; a `ChannelError` where it is of another type.
 
-        Raises:
-            EngineDeadError: the other process has ended, and what it had sent before has been received.
-            ChannelError: it sent something else.
+        What a process had sent before it ended is received.
         """
         self._read_to(_HEADER.size)
         magic, version, length = _HEADER.unpack_from(self._received)
@@ -139,12 +132,7 @@ class Connection:
 
 
 def watch_process(pid: int, name: str) -> int:
-    """A pidfd of a process: a descriptor that becomes readable as it ends.
-
-    Raises:
-        EngineDeadError: there is no such process.
-        ChannelError: this kernel has no pidfds.
-    """
+    """A pidfd of a process: a descriptor that becomes readable as it ends; errors as `Connection`."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

@@ -171,11 +171,7 @@ def on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handl
 
 
 def end_with(parent: int) -> None:
-    """End this process at once when its parent has ended, whatever its main thread does meanwhile.
-
-    Raises:
-        EngineDeadError: the parent has ended already.
-    """
+    """End this process at once when its parent has ended, whatever its main thread does; errors as `Connection`."""
     pidfd = watch_process(parent, "the parent")
     if os.getppid() != parent:
         raise EngineDeadError(f"the parent (pid {parent}) has ended")
@@ -253,9 +249,6 @@ class HeldInterrupt:
         Args:
             wait: waits until a time of `time.monotonic`; changes nothing, so that it can be called again.
             deadline: when to give up and return the nothing that `wait` returns; None is never.
-
-        Raises:
-            KeyboardInterrupt: or whatever else the program's handler of SIGINT raises.
         """
         self._lets_through = True
         try:
@@ -271,11 +264,7 @@ class HeldInterrupt:
             self._lets_through = False
 
     def deliver(self) -> None:
-        """Call the program's handler for an interrupt that was held back and that no `waiting` has raised.
-
-        Raises:
-            KeyboardInterrupt: or whatever else the handler raises.
-        """
+        """Call the program's handler, which may raise, for an interrupt that no `waiting` has raised."""
         if self._has_come and self._handler is not None:
             self._has_come = False
             self._handler(signal.SIGINT, None)
