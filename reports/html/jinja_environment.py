@@ -8,6 +8,7 @@ from lowtide.reports.escaping import escape_characters, one_line
 from lowtide.reports.finding_lines import (
     amount,
     growth_cells,
+    holder_text,
     hop_facts,
     in_vain,
     shared_text,
@@ -46,6 +47,7 @@ def environment() -> Environment:
         "size": format_bytes,
         "amount": amount,
         "facts": hop_facts,
+        "holder": holder_text,
         "shared": shared_text,
         "trend": trend_text,
         "in_vain": in_vain,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.reports.causes import Cause, Sighting, causes_of
-from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text, remedy_effect
+from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text, next_step, remedy_effect
 from lowtide.reports.html.entries import filterable
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.life_pictures import draw_life
@@ -194,6 +194,9 @@ SHOWN_FINDINGS = 100
 MOST_OF_ONE = 20
 """Findings of one subject that are elements from the start."""
 
+MOST_CAUSES = 5
+"""Causes that are named first, with what to do: more would not be on the first screen."""
+
 MOST_NAMED = 5
 """Findings of one subject that are named in the list of what leaked."""
 
@@ -221,14 +224,18 @@ def render_html(report: Report, *, served: bool = False) -> str:
     numbered = list(enumerate(ordered))
     urgent = [(turn, subject) for turn, subject in numbered if subject.outcome in ("leak", "error")]
     others = [(turn, subject) for turn, subject in numbered if subject.outcome not in ("leak", "error")]
-    pictures = _pictures(report, numbered)
+    pictures, shown = _pictures(report, numbered), _shown_findings([*urgent, *others])
     context: dict[str, Any] = {
         "report": report,
         "verdict": verdict(report),
+        "causes": _largest_causes(ordered),
+        "most_causes": MOST_CAUSES,
+        "anchor": lambda seen: _anchor(seen) if seen.place < shown.get(seen.turn, 0) else f"s{seen.turn}",
+        "next_step": next_step,
         "counts": count_outcomes(report),
         "urgent": urgent,
         "others": others,
-        "shown_findings": _shown_findings([*urgent, *others]),
+        "shown_findings": shown,
         "pictures": pictures,
         "measured": measured_figures(report),
         "not_measured": not_measured(report.subjects),
@@ -256,6 +263,12 @@ def render_html(report: Report, *, served: bool = False) -> str:
         filtered="index" in stored,
         stored={name: Markup(as_stored(value)) for name, value in stored.items()},
     )
+
+
+def _largest_causes(subjects: Sequence[Subject]) -> list[Cause]:
+    """Return what left something, the largest first, each where it was seen first; not what is suppressed."""
+    causes = [cause for cause in causes_of(subjects) if cause.first.finding.suppressed_by is None]
+    return sorted(causes, key=lambda cause: -cause.by_largest().first.finding.bytes)
 
 
 def _scripts(draws: bool, filters: bool, copies: bool, follows: bool) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ def table_rows(html: str) -> list[list[str]]:
     ]
 
 
-def test_the_header_says_what_ran_where() -> None:
+def test_the_page_says_what_ran_where() -> None:
     text = page().text
     for fact in ("0.1.0", "2026-01-31T12:00:00+00:00", "lowtide run --cycles 9", "Linux-6 · 64 cores, 512.0 GiB"):
         assert fact in text
@@ -209,7 +209,27 @@ def test_nothing_is_fetched_and_what_runs_is_allowed_by_its_hash() -> None:
 def test_outcomes_are_totalled() -> None:
     outcomes: list[schema.Outcome] = ["clean", "clean", "clean", "leak", "leak", "error", "skipped"]
     text = page(*(subject(outcome) for outcome in outcomes)).text
-    assert "3 clean 2 leak 1 error 1 skipped 0 unsupported" in text
+    assert "3 clean 2 leak 1 error 1 skipped Leaks and errors" in text, "what does not occur is not counted"
+
+
+def test_the_largest_causes_come_first_with_what_to_do_and_where_they_were_seen() -> None:
+    small = msgspec.structs.replace(FINDING, suppressed_by=None, remedy=None, advice="call close()", bytes=1 << 20)
+    large = msgspec.structs.replace(
+        small, fingerprint="1" * 16, advice="call stop()", bytes=2 << 20, holder="kept.LARGE"
+    )
+    known = msgspec.structs.replace(small, fingerprint="2" * 16, advice="leave it", suppressed_by="lowtide.toml:1")
+    text = page(
+        subject("leak", "test_a", findings=(small,)),
+        subject("leak", "test_b", findings=(known, large, small)),
+        subject("leak", "test_c", findings=(small,)),
+    ).text
+    first, rest = text.split("3 leak", 1)
+    assert first.index("2.0 MiB held by kept.LARGE call stop() test_b") < first.index("call close() test_a")
+    assert "call close() test_a; also in test_b, test_c" in first
+    assert first.count("call close()") == 1
+    assert "leave it" not in first
+    assert "driver figures" not in first
+    assert "This run lowtide 0.1.0" in rest
 
 
 def test_every_field_of_a_finding_is_shown() -> None:
@@ -460,7 +480,7 @@ def test_what_was_not_measured_is_one_line_with_its_reason_and_subjects() -> Non
 def test_of_a_single_subject_everything_is_open() -> None:
     written = page(subject("clean", stages=(stage(),)))
     assert "test_a" not in written.under("details")
-    assert written.under("h2") == "Measured"
+    assert written.under("h2") == "MeasuredThis run"
     assert (written.count("article"), written.under("h3").split()) == (1, ["clean", "test_a", "0.250", "s"])
 
 

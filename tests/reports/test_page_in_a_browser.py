@@ -78,6 +78,15 @@ def test_the_life_is_drawn_and_fits(browser: Any, tmp_path: Path, scheme: str, w
     assert opened.said == []
 
 
+def test_on_a_phone_what_leaked_and_what_to_do_are_on_the_first_screen(browser: Any, tmp_path: Path) -> None:
+    written = report(*(subject(finding(), name=f"test_{turn}") for turn in range(3)))
+    opened = Opened(browser, tmp_path / "index.html", written, viewport={"width": 390, "height": 844})
+    bottom = "document.querySelector('.causes li').getBoundingClientRect().bottom"
+    assert opened.tab.evaluate(bottom) < 844
+    rules = "[...document.querySelector('.lines tbody tr').cells].map(cell => getComputedStyle(cell).borderBottomWidth)"
+    assert opened.tab.evaluate(rules)[:2] == ["0px", "1px"], "the rule is below the subject"
+
+
 @pytest.mark.parametrize("width", [1280, 320])
 def test_names_without_end_leave_the_page_as_wide_as_the_window(browser: Any, tmp_path: Path, width: int) -> None:
     name = "n" * 5000
