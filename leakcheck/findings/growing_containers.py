@@ -28,7 +28,7 @@ from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement
 
-ADVICE = "remove at the end of each turn what it has added, or bound the container"
+ADVICE = "remove entries once they are no longer needed, or bound the container"
 
 LEAST_A_TURN = 1024
 """Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of,"""

@@ -311,7 +311,7 @@ def test_text_that_becomes_longer_with_each_test_is_named_by_its_holder(run: Inn
     finding = host_memory(run, "the tests of test_text.py")
     assert finding.holder == "test_text.Log.lines"
     assert finding.cause == "class-attribute"
-    assert finding.advice == "remove at the end of each turn what it has added, or bound the container"
+    assert finding.advice == "remove entries once they are no longer needed, or bound the container"
 
 
 def test_what_only_c_keeps_has_no_holder(run: InnerRun) -> None:
