@@ -30,7 +30,7 @@ from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.reports.causes import seen_before
 from lowtide.reports.folder import UnfinishedReport, write_folder
-from lowtide.reports.from_snapshot import report_of
+from lowtide.reports.from_snapshot import report_of, this_machine
 from lowtide.reports.heap.kept_heap import remove_old
 from lowtide.reports.outcomes import tries_as_one
 from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject, as_written, json_bytes
@@ -304,6 +304,7 @@ class Results:
         self._settings = settings
         self._suppressions = _suppressions(config, settings.suppressions)
         self._used: set[str] = set()
+        self._machine: dict[str, Any] = {}
         self._unfinished: UnfinishedReport | None = None
         self.snapshots = None if settings.report is None else AllocatorSnapshots(settings.report)
         if self.snapshots is not None and not hasattr(config, "workerinput"):
@@ -372,11 +373,17 @@ class Results:
 
     def as_output(self) -> dict[str, object]:
         """What an xdist worker sends of them, for `add_output`: what was judged outside of tests, and what it used."""
-        return {"lowtide": _encode(self.subjects), "lowtide_used": sorted(self._used)}
+        machine = this_machine()
+        seen = {"torch": machine.torch, "devices": list(machine.devices)}
+        return {"lowtide": _encode(self.subjects), "lowtide_used": sorted(self._used), "lowtide_machine": seen}
 
     def add_output(self, output: Mapping[str, Any]) -> None:
         """What a worker sent."""
         self._used |= set(output.get("lowtide_used", ()))
+        seen = output.get("lowtide_machine", {})
+        if seen.get("torch"):
+            # The controller, which runs no test, has not loaded it.
+            self._machine = {"torch": seen["torch"], "devices": tuple(seen["devices"])}
         self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject not in self.subjects]
 
     def find_problems(self) -> bool:
@@ -399,7 +406,9 @@ class Results:
 
     def _report(self, subjects: Sequence[Subject]) -> Report:
         command = " ".join(["pytest", *self._config.invocation_params.args])
-        return report_of(tries_as_one(subjects), lowtide.__version__, command, settings=self._settings.as_texts())
+        report = report_of(tries_as_one(subjects), lowtide.__version__, command, settings=self._settings.as_texts())
+        machine = msgspec.structs.replace(report.machine, **self._machine)
+        return msgspec.structs.replace(report, machine=machine)
 
     def _suppressed(self, findings: Sequence[Finding]) -> Sequence[Finding]:
         applied = self._suppressions.apply(findings, date(*time.localtime()[:3]))

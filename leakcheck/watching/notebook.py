@@ -26,6 +26,7 @@ from rich.console import Console
 from lowtide.leakcheck.watching.check import LeakCheck
 from lowtide.reports import terminal
 from lowtide.reports.schema import Finding, Report
+from lowtide.reports.sizes import parse_bytes
 from lowtide.reports.statement import reworded
 
 _WIDTH = 100
@@ -159,8 +160,8 @@ def _parser() -> MagicArgumentParser:
         "--tolerance",
         type=_bytes,
         default=0,
-        metavar="BYTES",
-        help="Bytes that may stay of each resource [default: 0].",
+        metavar="SIZE",
+        help="What may stay of each resource, as 4096 or 1MiB [default: 0].",
     )
     add(
         "--settle",
@@ -184,9 +185,10 @@ def _parser() -> MagicArgumentParser:
 
 
 def _bytes(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is no number of bytes")
-    return int(text)
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

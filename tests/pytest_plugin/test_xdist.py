@@ -117,6 +117,13 @@ def test_the_report_is_written_once_and_by_the_controller(run: InnerRun) -> None
     assert (run.folder / "written.txt").read_text().splitlines() == ["controller: leakcheck.json.partial w"]
 
 
+def test_the_torch_that_a_worker_has_loaded_is_the_reports(run_inner: RunInner) -> None:
+    torch = pytest.importorskip("torch")
+    run = run_inner({"test_torch.py": "import torch\n\ndef test_it(): pass\n"}, "-n", "1", using=["xdist"])
+    assert run.report is not None
+    assert run.report.machine.torch == torch.__version__
+
+
 def test_a_leak_in_a_worker_fails_its_test(run: InnerRun) -> None:
     assert run.counted("test_plain.py::test_leaking") == "failed"
     assert run.message("test_plain.py::test_leaking").startswith("leak: gc.get_threshold(): globals/not-restored: ")

@@ -154,7 +154,9 @@ def test_a_warm_up_that_fails_ends_it(notebook: Notebook) -> None:
     assert (notebook.names["runs"], notebook.html) == ([1], [])
 
 
-@pytest.mark.parametrize(("options", "outcome"), [("--tolerance 4000", "clean"), ("--tolerance 3999", "leak")])
+@pytest.mark.parametrize(
+    ("options", "outcome"), [("--tolerance 4000", "clean"), ("--tolerance 4kB", "clean"), ("--tolerance 3999", "leak")]
+)
 def test_options_are_those_of_leakcheck(notebook: Notebook, options: str, outcome: str) -> None:
     assert notebook.check("engine.infer(keep=True)", options=options).subjects[0].outcome == outcome
 
@@ -172,7 +174,7 @@ def test_a_magic_in_the_cell_stays_one(notebook: Notebook) -> None:
 
 def test_the_help_has_each_option(notebook: Notebook) -> None:
     magic = notebook.shell.find_cell_magic("leakcheck")
-    for option in ("--tolerance BYTES", "--warmup", "--fail", "--into NAME"):
+    for option in ("--tolerance SIZE", "--warmup", "--fail", "--into NAME"):
         assert option in magic.__doc__
 
 
@@ -206,7 +208,11 @@ def test_a_wrong_option_is_one_line(notebook: Notebook) -> None:
         ("--into class", "argument --into: 'class' is no name of a variable"),
         ("--settle nan", "argument --settle: 'nan' is no number of seconds"),
         ("--settle -1", "argument --settle: '-1' is no number of seconds"),
-        ("--tolerance -5", "argument --tolerance: '-5' is no number of bytes"),
+        (
+            "--tolerance -5",
+            "argument --tolerance: '-5' is no size: "
+            "use bytes such as 4096, or a unit such as 512KiB, 1.5MiB, 2GiB, 10MB",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused(notebook: Notebook, option: str, said: str) -> None:
