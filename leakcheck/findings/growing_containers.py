@@ -21,7 +21,7 @@ from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import live_storages
 from lowtide.probes.objects.address_table import Ints
-from lowtide.probes.objects.foreign import dict_of_module, module_of_class, type_name
+from lowtide.probes.objects.foreign import dict_of_module, module_of_class, mro_of, namespace_of_class, type_name
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, Hop, ResourceName
@@ -178,6 +178,7 @@ def growth_of_containers(
         course.identity: _finding(course, container, explanation, stretch, is_cache=id(container) in caches)
         for course, container, explanation in held
         if not _is_part_of_another(course, container, explanation, held)
+        and not _is_filling(course, container, explanation, stretch)
     }
 
 
@@ -187,6 +188,12 @@ def _is_part_of_another(
     """Return whether what a container takes lies in one, too, by which it is held itself: it has an index of that."""
     around = [(other, table) for other, table, _ in held if table is not container and id(table) in explanation.through]
     return any(set(map(id, _taken(course, container))) & set(map(id, _taken(other, table))) for other, table in around)
+
+
+def _is_filling(course: Course, container: Any, explanation: Explanation, stretch: Stretch) -> bool:
+    """Return whether it is little by now, and the class whose attribute it is bounds the container: it is a window."""
+    each, _ = _bytes_a_turn(course, container, tensors=stretch.tensors)
+    return each * course.span < LEAST_IN_ALL and _is_bounded_by_its_class(explanation.path)
 
 
 def _held_in(container: Any) -> Any:
@@ -288,12 +295,40 @@ def _is_bounded_by(path: Sequence[Hop]) -> bool:
     return any(_asks_for_length(each.__code__, name) for each in functions if name in each.__code__.co_names)
 
 
+def _is_bounded_by_its_class(path: Sequence[Hop]) -> bool:
+    """Return whether a method of the class whose attribute a container is asks for its length, and takes out of it."""
+    owner, attribute = path[-2:] if len(path) > 1 else (None, None)
+    if owner is None or attribute is None or not attribute.edge.startswith("."):
+        return False
+    name = attribute.edge.removeprefix(".")
+    methods = [
+        method.__code__
+        for cls in mro_of(_class_called(owner.type))
+        for method in namespace_of_class(cls).values()
+        if type(method) is FunctionType and name in method.__code__.co_names
+    ]
+    return any(_asks_for_length(code, name) and not _TAKE_OUT.isdisjoint(code.co_names) for code in methods)
+
+
+def _class_called(name: str) -> type:
+    """Return the class of a module's that has a name, with its module's before it; `object` where there is none."""
+    module = sys.modules.get(name.rpartition(".")[0])
+    found = dict_of_module(module).get(name.rpartition(".")[2]) if type(module) is ModuleType else None
+    return found if type(found) is type else object
+
+
+_TAKE_OUT = frozenset({"pop", "popleft", "popitem", "clear"})
+
+
 def _asks_for_length(code: CodeType, name: str) -> bool:
+    """Return whether code has `len(name)`, or that of an attribute of that name of a variable's."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    return any(
-        (first, second) == (("LOAD_GLOBAL", "len"), ("LOAD_GLOBAL", name)) and "CALL" in third[0]
-        for first, second, third in zip(steps, steps[1:], steps[2:], strict=False)
-    )
+    asked = [place for place, step in enumerate(steps) if step == ("LOAD_GLOBAL", "len")]
+    after = [steps[place + 1 : place + 4] for place in asked]
+    # A variable before an attribute.
+    of = [found[1:] if found and found[0][0].startswith("LOAD_FAST") else found[:2] for found in after]
+    loads = (("LOAD_GLOBAL", name), ("LOAD_ATTR", name))
+    return any(len(found) == 2 and found[0] in loads and "CALL" in found[1][0] for found in of)
 
 
 def _programs_in(entries: Sequence[tuple[Any, ...]]) -> str:
@@ -331,6 +366,9 @@ def _name_of(explanation: Explanation, container: Any) -> str:
         while hops[1:] and not hops[-1].edge.startswith("."):
             unsaid.insert(0, hops.pop())
     below = "".join(hop.edge for hop in unsaid)
+    if not below and len(hops) > 1 and hops[-1].edge.startswith(".") and not explanation.holder.endswith(hops[-1].edge):
+        # What runs holds it in no variable, and no code leads to it.
+        below = hops[-2].type.rpartition(".")[2] + hops[-1].edge
     return f"{below} of {explanation.holder}" if below else explanation.holder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import codecs
 import collections
@@ -352,3 +353,75 @@ def test_what_pythons_library_has_for_itself_is_none(kind: str) -> None:
         assert found_after(use) == []
     finally:
         linecache.clearcache()
+
+
+class Window:
+    """Has the last values of a thousand turns."""
+
+    def __init__(self) -> None:
+        self.values: collections.deque[Any] = collections.deque()
+
+    def note(self, value: Any) -> None:
+        self.values.append(value)
+        while len(self.values) > 1000:
+            self.values.popleft()
+
+
+class Journal(Window):
+    """Asks how much it has, and takes nothing out."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+    def note(self, value: Any) -> None:
+        self.entries.append(value)
+        if len(self.entries) > 1000:
+            self.is_long = True
+
+
+HELD: list[Window] = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "told"), [(Window, 2000, False), (Window, 64_000, True), (Journal, 2000, True)]
+)
+def test_a_window_that_fills_is_no_growth_while_it_is_small(kind: type[Window], size: int, *, told: bool) -> None:
+    HELD[:] = [kind()]
+    try:
+        assert bool(found_after(lambda _: HELD[0].note(bytes(size)))) == told
+    finally:
+        HELD.clear()
+
+
+class Session:
+    """Is on the stack of what runs within it, in no variable."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+
+    async def __aexit__(self, *error: object) -> None:
+        """End."""
+
+
+RUNNING: list[Any] = []
+
+
+def test_what_hangs_on_the_stack_of_a_coroutine_is_named_by_its_own_attribute() -> None:
+    async def serve(session: list[Session]) -> None:
+        async with session.pop():
+            await asyncio.Event().wait()
+
+    async def run() -> list[Finding]:
+        journal = [Journal()]
+        note = journal[0].entries.append
+        RUNNING[:] = [asyncio.create_task(serve([Session(journal.pop())]))]
+        await asyncio.sleep(0)
+        found = found_after(lambda _: note(bytes(2000)))
+        RUNNING.pop().cancel()
+        return found
+
+    (finding,) = asyncio.run(run())
+    assert finding.message.startswith(f"Journal.entries of {__name__}.RUNNING[0].get_coro() (inside coroutine) takes ")
