@@ -10,12 +10,14 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import CoroutineType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings import growing_containers
 from lowtide.leakcheck.findings.growing_containers import (
     LEAST_A_TURN,
@@ -63,7 +65,7 @@ class _Way(NamedTuple):
     Attributes:
         head: the edges up to the first of these.
         links: what leads from each to the next.
-        through: the identities of what is on the way.
+        through: the identities of what is on the way, and of the object.
     """
 
     head: tuple[str, ...]
@@ -108,7 +110,8 @@ def growth_in_heap(courses: Sequence[Course], there: Mapping[int, Any], stretch:
     explained = iter(explain(tried, ignore=passed, roots=stretch.roots, living=True) if tried else ())
     ways = [(each, list(itertools.islice(explained, len(each.tried)))) for each in came]
     passed.add(id(ways))
-    told = set(found)
+    # What lies in a container that grows is judged with that.
+    told = {course.identity for course in courses}
     # Of a chain of two kinds of objects both grow: the one that is held is told.
     for each, of_each in sorted(ways, key=lambda way: min((len(one.path) for one in way[1]), default=0)):
         answer = _finding(each, of_each, stretch, told, passed)
@@ -169,12 +172,11 @@ def _finding(
     """Return the finding on new objects of a type that lie behind each other, and what is on the ways to them."""
     course, cls, objects, new, _ = came
     # What is garbage only was not collected yet.
-    held = [each for each in explained if each.path]
-    ways = [way for each in held if (way := _way_through(each, type_name(cls))) is not None]
-    # What lies in a container that grows is told by that.
+    held = [(each, item) for each, item in zip(explained, came.tried, strict=True) if each.path]
+    ways = [way for each, item in held if (way := _way_through(each, item, type_name(cls))) is not None]
     ways = [way for way in ways if way.through.isdisjoint(told)]
     if len(ways) < _MOST_PART * len(held) or not ways:
-        return None
+        return _at_one_place(came, [each for each, _ in held], stretch, told)
     ((head, count),) = Counter(way.head for way in ways).most_common(1)
     longest = max((way for way in ways if way.head == head), key=lambda way: len(way.links))
     is_deep = len(longest.links) >= _DEEP * len(new) and len(longest.links) >= _DEEP * course.items
@@ -187,16 +189,48 @@ def _finding(
     holder = _head(before, len(head), stretch, {*passed, id(before), id(entries)})
     if holder is None or not is_of_program(holder, entries, stretch):
         return None
-    sized = {id(item) for (item,) in entries}
-    kept = kept_by(entries, besides=[item for item in objects if id(item) not in sized])
-    size, device = with_tensors(kept, tensors=stretch.tensors)
-    each = round(size / len(entries) * course.items / course.span)
-    if each < LEAST_A_TURN and each * course.span < LEAST_IN_ALL:
+    each = _bytes_a_turn(came, entries, stretch)
+    if each is None:
         return None
     links = " or ".join(link for link, _ in Counter(longest.links).most_common(2))
     what = f"{type_name(cls)} behind each other by {links}, {len(longest.links) + 1} deep or more"
-    finding = stated(course, holder, stretch, name=holder.holder, each=(each, device), what=what)
+    finding = stated(course, holder, stretch, name=holder.holder, each=each, what=what)
     return finding, through
+
+
+def _at_one_place(
+    came: _Came, held: Sequence[Explanation], stretch: Stretch, told: Collection[int]
+) -> tuple[Finding, frozenset[int]] | None:
+    """Return the finding on new objects that lie in one container which is another one in each turn: a longer copy."""
+    if _is_plain(came.cls) or came.course.identity not in stretch.earlier:
+        return None
+    in_containers = [each for each in held if each.path[-1].edge.startswith("[") and each.through.isdisjoint(told)]
+    places = Counter(_without_keys(each) for each in in_containers)
+    ((place, count),) = places.most_common(1) or (("", 0),)
+    if not count or count < _MOST_PART * len(held):
+        return None
+    explanation = next(each for each in in_containers if _without_keys(each) == place)
+    path = explanation.path[:-1]
+    holder = replace(explanation, path=path, holder=way_text(path))
+    entries = [(item,) for item in _spread(came.new, _SIZED)]
+    each = _bytes_a_turn(came, entries, stretch)
+    if each is None or not is_of_program(holder, entries, stretch):
+        return None
+    what = f"{came.course.lengths[-1]} of {type_name(came.cls)}"
+    return stated(came.course, holder, stretch, name=holder.holder, each=each, what=what), explanation.through
+
+
+def _without_keys(explanation: Explanation) -> str:
+    return "".join("[*]" if hop.edge.startswith("[") else hop.edge for hop in explanation.path)
+
+
+def _bytes_a_turn(came: _Came, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> tuple[int, str] | None:
+    """Return the bytes that come with each turn, and the device where most of them are; None if that is too little."""
+    sized = {id(item) for (item,) in entries}
+    kept = kept_by(entries, besides=[item for item in came.objects if id(item) not in sized])
+    size, device = with_tensors(kept, tensors=stretch.tensors)
+    each = round(size / len(entries) * came.course.items / came.course.span)
+    return (each, device) if each >= LEAST_A_TURN or each * came.course.span >= LEAST_IN_ALL else None
 
 
 def _among(ids: Ints, known: Ints) -> npt.NDArray[np.bool_]:
@@ -209,14 +243,14 @@ def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
     return items[:: max(1, -(-len(items) // most))]
 
 
-def _way_through(explanation: Explanation, kind: str) -> _Way | None:
+def _way_through(explanation: Explanation, item: object, kind: str) -> _Way | None:
     """Return how an object is reached through others of its type; None where it is not."""
     edges = [re.sub(r"\[\d+\]", "[*]", hop.edge) for hop in explanation.path]
     places = [place for place, hop in enumerate(explanation.path) if hop.type == kind and place]
     if len(places) < 2:
         return None
     links = ("".join(edges[here + 1 : there + 1]).strip() for here, there in itertools.pairwise(places))
-    return _Way(tuple(edges[: places[0] + 1]), tuple(links), explanation.through)
+    return _Way(tuple(edges[: places[0] + 1]), tuple(links), explanation.through | {id(item)})
 
 
 def _head(members: Sequence[Any], hops: int, stretch: Stretch, passed: Collection[int]) -> Explanation | None:
@@ -227,7 +261,9 @@ def _head(members: Sequence[Any], hops: int, stretch: Stretch, passed: Collectio
     while members:
         asked = _spread(members, _SIZED)
         explained = explain(asked, ignore={*passed, id(members), id(asked)}, roots=stretch.roots, living=True)
-        nearest = min((each for each in explained if each.path), key=lambda each: len(each.path), default=None)
+        # (The dict of a module's names is on a way, and no hop of it.)
+        there = (each for each in explained if len(each.path) >= hops)
+        nearest = min(there, key=lambda each: len(each.path), default=None)
         if nearest is None or len(nearest.path) <= hops:
             return nearest
         before = [item for item in members if id(item) in nearest.through]

@@ -197,6 +197,45 @@ def test_one_that_is_as_long_as_before_is_none(turn: Callable[[int], None]) -> N
     assert found_after(turn) == []
 
 
+def set_attributes(number: int) -> None:
+    Held.head = Held.head or Node(None)
+    setattr(Held.head, f"node_{number}", Node(None))
+
+
+def test_objects_that_another_one_has_as_attributes_are_told_by_it() -> None:
+    (finding,) = found_after(set_attributes)
+    assert (finding.holder or "").startswith(f"{__name__}.Held.head")
+
+
+def copy_a_list(number: int) -> None:
+    Held.head = [*(Held.head or ()), Node(None)]
+
+
+def copy_a_tuple(number: int) -> None:
+    Held.head = (*(Held.head or ()), Node(None))
+
+
+def copy_a_dict(number: int) -> None:
+    Held.head = {**(Held.head or {}), number: Node(None)}
+
+
+@pytest.mark.parametrize("turn", [copy_a_list, copy_a_tuple, copy_a_dict])
+def test_a_container_that_gives_way_to_a_longer_one_is_told(turn: Callable[[int], None]) -> None:
+    (finding,) = found_after(turn)
+    assert finding.holder == f"{__name__}.Held.head"
+    assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
+
+
+def copy_the_latest(number: int) -> None:
+    Held.head = [*(Held.head or ())[-20:], Node(None)]
+
+
+def test_one_that_gives_way_to_one_as_long_is_not() -> None:
+    for number in range(30):
+        copy_the_latest(number)
+    assert found_after(copy_the_latest) == []
+
+
 KEPT: list[Node] = []
 
 
