@@ -205,11 +205,12 @@ def _at_one_place(
     if _is_plain(came.cls) or came.course.identity not in stretch.earlier:
         return None
     in_containers = [each for each in held if each.path[-1].edge.startswith("[") and each.through.isdisjoint(told)]
-    places = Counter(_without_keys(each) for each in in_containers)
-    ((place, count),) = places.most_common(1) or (("", 0),)
+    # Through the same objects, which end with that container: of each callback the arguments lie in one of its own.
+    ways = Counter(each.through for each in in_containers)
+    ((through, count),) = ways.most_common(1) or ((frozenset[int](), 0),)
     if not count or count < _MOST_PART * len(held):
         return None
-    explanation = next(each for each in in_containers if _without_keys(each) == place)
+    explanation = next(each for each in in_containers if each.through == through)
     path = explanation.path[:-1]
     holder = replace(explanation, path=path, holder=way_text(path))
     entries = [(item,) for item in _spread(came.new, _SIZED)]
@@ -218,10 +219,6 @@ def _at_one_place(
         return None
     what = f"{came.course.lengths[-1]} of {type_name(came.cls)}"
     return stated(came.course, holder, stretch, name=holder.holder, each=each, what=what), explanation.through
-
-
-def _without_keys(explanation: Explanation) -> str:
-    return "".join("[*]" if hop.edge.startswith("[") else hop.edge for hop in explanation.path)
 
 
 def _bytes_a_turn(came: _Came, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> tuple[int, str] | None:

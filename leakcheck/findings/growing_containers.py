@@ -216,7 +216,10 @@ def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> 
     wanted_ids = set(map(id, sampled))
     # By their identities: what `gc.freeze()` hides has referrers that nobody tells.
     _, tables = read_lengths(fixed)
-    there = {id(item) for table in tables.values() for item in _things_in(table) if id(item) in wanted_ids}
+    # A list that has gone since may have left its place to one of these.
+    own = {id(sampled), *map(id, taken.values())}
+    others = [table for identity, table in tables.items() if identity not in own]
+    there = {id(item) for table in others for item in _things_in(table) if id(item) in wanted_ids}
     return [
         (course, container)
         for course, container in wanted
