@@ -142,12 +142,12 @@ def grow_a_tree(number: int) -> None:
     [
         (link, {"head"}, {".previous"}),
         (link_both_ways, {"head", "tail"}, {".previous", ".next"}),
-        (link_two_kinds, {"head"}, {".previous.inner", ".inner.previous"}),
+        pytest.param(link_two_kinds, {"head"}, {".previous.inner", ".inner.previous"}, marks=pytest.mark.nightly),
         (nest_closures, {"head"}, {"cell 'before'"}),
-        (wrap_functions, {"head"}, {".__wrapped__"}),
-        (nest_generators, {"head"}, {"f_locals['before']"}),
+        pytest.param(wrap_functions, {"head"}, {".__wrapped__"}, marks=pytest.mark.nightly),
+        pytest.param(nest_generators, {"head"}, {"f_locals['before']"}, marks=pytest.mark.nightly),
         (chain_errors, {"head"}, {".__context__"}),
-        (nest_dicts, {"head"}, {"['before']"}),
+        pytest.param(nest_dicts, {"head"}, {"['before']"}, marks=pytest.mark.nightly),
         (grow_a_tree, {"head"}, {".left or .right", ".right or .left"}),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",
@@ -190,7 +190,9 @@ def raise_and_keep_the_last(number: int) -> None:
         Held.head = error
 
 
-@pytest.mark.parametrize("turn", [make_anew, keep_the_latest, fill_a_cache, raise_and_keep_the_last])
+@pytest.mark.parametrize(
+    "turn", [make_anew, keep_the_latest, pytest.param(fill_a_cache, marks=pytest.mark.nightly), raise_and_keep_the_last]
+)
 def test_one_that_is_as_long_as_before_is_none(turn: Callable[[int], None]) -> None:
     for number in range(30):
         turn(number)
@@ -219,7 +221,9 @@ def copy_a_dict(number: int) -> None:
     Held.head = {**(Held.head or {}), number: Node(None)}
 
 
-@pytest.mark.parametrize("turn", [copy_a_list, copy_a_tuple, copy_a_dict])
+@pytest.mark.parametrize(
+    "turn", [copy_a_list, *(pytest.param(each, marks=pytest.mark.nightly) for each in (copy_a_tuple, copy_a_dict))]
+)
 def test_a_container_that_gives_way_to_a_longer_one_is_told(turn: Callable[[int], None]) -> None:
     (finding,) = found_after(turn)
     assert finding.holder == f"{__name__}.Held.head"
