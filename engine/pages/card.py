@@ -225,6 +225,7 @@ class CudaDriver:
         raise DriverError(f"the CUDA driver answered {(name or b'?').decode()}: {(text or b'?').decode()}")
 
 
+# Layouts and constants as in hip_runtime_api.h (ROCm 6 and 7): AMD ships no Python binding of these calls.
 HIP_SUCCESS = 0
 HIP_ERROR_OUT_OF_MEMORY = 2
 HIP_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
