@@ -369,7 +369,7 @@ def _name_of(explanation: Explanation, container: Any) -> str:
         while hops[1:] and not hops[-1].edge.startswith("."):
             unsaid.insert(0, hops.pop())
     below = "".join(hop.edge for hop in unsaid)
-    if not below and len(hops) > 1 and hops[-1].edge.startswith(".") and not explanation.holder.endswith(hops[-1].edge):
+    if not below and len(hops) > 1 and hops[-1].edge.startswith(".") and hops[-1].edge not in explanation.holder:
         # What runs holds it in no variable, and no code leads to it.
         below = hops[-2].type.rpartition(".")[2] + hops[-1].edge
     return f"{below} of {explanation.holder}" if below else explanation.holder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ def array_of() -> Iterator[Callable[[Any], Any]]:
             return {"data": (self.address, False), "shape": (1,), "typestr": "|u1", "version": 3}
 
     Array.__module__ = LIBRARY
+    # The arrays of the test before are in cycles.
+    gc.collect()
     yield Array
     del sys.modules[LIBRARY]
 
