@@ -334,7 +334,12 @@ def finding_of(run: InnerRun, name: str) -> Finding:
             "test_inner.CALLS[0]",
             "let go of test_inner.CALLS",
         ),
-        ("test_numbers_to_close[alarm-True]", "file-descriptors", "", "call os.close() with the descriptor in teardown"),
+        (
+            "test_numbers_to_close[alarm-True]",
+            "file-descriptors",
+            "",
+            "call os.close() with the descriptor in teardown",
+        ),
         ("test_files_at_exit[True]", "file-descriptors", "atexit.register(function", "3 file descriptors still open"),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call unlink() of each"),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "; made in test_segments"),
