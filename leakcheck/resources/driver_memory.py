@@ -146,10 +146,11 @@ def _arrays_at(names: Mapping[int, str], start_of: Callable[[int], int]) -> dict
 
 
 def _start_of_allocation(address: int) -> int:
-    from lowtide.probes.device.allocations import range_at
+    # Where the process has a context alone: to ask on another card would make one there.
+    from lowtide.probes.device.allocations import cards_with_contexts, range_at
 
-    found = range_at(0, address)
-    return address if found is None else found[0]
+    ranges = (range_at(card, address) for card in cards_with_contexts())
+    return next((found[0] for found in ranges if found is not None), address)
 
 
 _MANAGED = "managed memory"

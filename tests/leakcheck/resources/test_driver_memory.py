@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lowtide.leakcheck.resources import read_items
-from lowtide.leakcheck.resources.driver_memory import PageLocked
+from lowtide.leakcheck.resources.driver_memory import Allocations, PageLocked
+from lowtide.probes.device import allocations
 from lowtide.probes.device.allocations import HostAllocation
-from lowtide.probes.memory import tensors
+from lowtide.probes.memory import array_interfaces, tensors
 
 MIB = 1 << 20
 
@@ -124,3 +125,18 @@ def test_cupy_s_pointer_stands_for_what_it_points_to(memory: Memory, monkeypatch
     assert locked.objects([first, second]) == {first: pointer}
     assert locked.advice([first]) == ""
     assert locked.advice([second]) != ""
+
+
+def test_who_holds_an_allocation_is_asked_on_cards_with_a_context_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, array = [], object()
+
+    def range_at(card: int, address: int) -> tuple[int, int] | None:
+        asked.append(card)
+        return (0x7F0000000000, 2 * MIB) if card == 2 else None
+
+    monkeypatch.setattr(allocations, "cards_with_contexts", lambda: [1, 2])
+    monkeypatch.setattr(allocations, "range_at", range_at)
+    monkeypatch.setattr(array_interfaces, "arrays_by_address", lambda: {0x7F0000000200: array})
+    assert Allocations().objects(["allocation at 0x7f0000000000"]) == {"allocation at 0x7f0000000000": array}
+    assert Allocations().objects(["allocation at 0x7f9000000000"]) == {}
+    assert set(asked) == {1, 2}
