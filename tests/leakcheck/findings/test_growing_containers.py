@@ -18,8 +18,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lowtide.leakcheck.findings import turn_growth
+from lowtide.leakcheck.findings import growing_containers, turn_growth
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+from lowtide.leakcheck.growth.containers import Course
 from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
 from lowtide.reports.schema import Finding
 
@@ -425,3 +426,15 @@ def test_what_hangs_on_the_stack_of_a_coroutine_is_named_by_its_own_attribute() 
 
     (finding,) = asyncio.run(run())
     assert finding.message.startswith(f"Journal.entries of {__name__}.RUNNING[0].get_coro() (inside coroutine) takes ")
+
+
+def test_a_list_of_the_checker_s_in_the_place_of_one_that_is_gone_is_not_what_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    SEEN.extend(map(Block, range(TURNS)))
+    taken = [*SEEN]
+    monkeypatch.setattr(growing_containers, "_taken", lambda course, container: taken)
+    wanted = [(Course(id(SEEN), id(list), [0, TURNS], [0, TURNS]), SEEN)]
+    assert growing_containers._of_new_things(wanted, {id(taken)}) == wanted
+    there = [*SEEN]
+    assert growing_containers._of_new_things(wanted, {id(there)}) == []

@@ -337,3 +337,18 @@ def test_a_card_that_does_not_list_its_allocations_in_time_is_judged_by_its_coun
     assert not known.lists_allocations(CARD)
     assert [item.what for item in known.not_measured] == ["allocations cuda:0"]
     assert "after 10 s" in known.not_measured[0].why
+
+
+def test_mappings_are_looked_for_once_in_a_judgement_as_long_as_its_figures_stay(
+    card: FakeCard, known: DeviceMemory
+) -> None:
+    card.created, card.mapped = 128 * MIB, {0x9000000: 64 * MIB}
+    assert new(known, card) == new(known, card)
+    assert card.searches == 1
+    card.created += 64 * MIB
+    new(known, card)
+    assert card.searches == 2
+    known.adopt(card.now(), [CARD], {})
+    card.created += 64 * MIB
+    assert new(known, card) != {}
+    assert card.searches == 3
