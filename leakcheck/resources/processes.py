@@ -117,7 +117,8 @@ def _program(pid: str) -> str:
         return program_name(int(pid))
     if words == _command_line("self"):
         return f"a fork of {os.getpid()}"
-    text = shlex.join([os.path.basename(words[0]), *words[1:]])
+    # A program given by `-c` has lines of its own.
+    text = " ".join(shlex.join([os.path.basename(words[0]), *words[1:]]).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 

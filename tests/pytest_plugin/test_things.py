@@ -20,6 +20,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -236,7 +237,8 @@ def test_segment_of_a_child(is_kept):
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_processes(is_kept):
-    two = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    commands = (["sleep", "1000"], [sys.executable, "-c", "import time\\ntime.sleep(99)"])
+    two = [subprocess.Popen(command) for command in commands]
     if is_kept:
         PAIRS["processes"] += two
     else:
@@ -355,6 +357,7 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ),
         ("test_socket_file[True]", "temporary-files", tempfile.gettempdir(), ".lowtide_test') returns it"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "(sleep 1000)"),
+        ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "-c 'import time time.sleep(99)')"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "started in test_processes"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "call terminate() of each"),
         ("test_process_of_a_class[True]", "processes", "test_inner.Server.process", "(engine-core); started in test_"),

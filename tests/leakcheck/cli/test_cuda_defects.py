@@ -118,7 +118,15 @@ EXPECTED: dict[str, Sequence[Told]] = {
         Told("contents", "not-restored", ("wake",), TABLES, "what lies in arena 'kv_cache' is lost in a sleep: .*")
     ],
     "block-table-moved": [Told("pointers", "cuda-graph", ("wake",), TABLES, "leave it at its address in wake, .*")],
-    "wake-oom": [Told("arena", "not-restored", ("wake",), "arena 'weights'", "unmap in wake what it has mapped, .*")],
+    "wake-oom": [
+        Told(
+            "arena",
+            "not-restored",
+            ("wake",),
+            "arena 'weights'",
+            "where wake fails, unmap what it has mapped before it raises",
+        )
+    ],
     "unfreeze-too-late": [
         Told("reserved", "allocator-cache", ("shutdown",), "torch's caching allocator", r"torch\.cuda\.empty_cache\(\)")
     ],
@@ -185,7 +193,11 @@ EXPECTED: dict[str, Sequence[Told]] = {
     "core-ignores-shutdown": [CORE],
     "shared-memory-of-the-dead": [
         Told(
-            "shared-memory", "unknown", ("shutdown",), r"/dev/shm/vllm_offload_.*\.mmap", "remove it .*; now: rm -- .*"
+            "shared-memory",
+            "unknown",
+            ("shutdown",),
+            r"/dev/shm/vllm_offload_.*\.mmap",
+            "unlink shared memory when .*; now: rm -- .*",
         )
     ],
     "nccl-kept": [
