@@ -103,14 +103,14 @@ class HostLevels:
 
     def undecided(self) -> int:
         """Return how many more turns may tell whether it grows; 0 where that is known."""
-        found = [series.growth_at_end() for series in (self._resident, self._malloc)]
+        found = [series.growth() for series in (self._resident, self._malloc)]
         # What is too little to speak of in any case need not be known.
         matter = (each for each in found if each.slope is None or each.slope.rate >= LEAST_A_TURN)
         return max((each.more for each in matter), default=0)
 
     def said(self) -> str:
         """Say what the kernel's count does, where it does not grow by what matters."""
-        growth = self._resident.growth_at_end()
+        growth = self._resident.growth()
         if growth.kind == "bounded" or growth.slope is None or growth.slope.high <= 0:
             return "host memory is bounded"
         if growth.kind == "sawtooth":

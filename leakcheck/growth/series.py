@@ -1,4 +1,4 @@
-"""A quantity read after every turn, and whether it grows: told as early as it can be, however often that is asked.
+"""A quantity read after every turn, and whether it has grown in all of them.
 
 What a level keeps is its floor: the smallest of some turns that follow each other. So what comes and goes within these
 is no growth, and a series of any length is kept in 64 figures.
@@ -10,22 +10,16 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 _MOST_FLOORS = 64
 
-FEWEST_TURNS = 200
-"""Turns before a series that goes on is looked at: earlier, a cache that fills looks like growth."""
-
-FEWEST_AT_THE_END = 8
-"""The same once it is over, and no more can be known."""
+FEWEST_TURNS = 8
+"""Turns before a series is judged."""
 
 _FALSE_ALARMS = 0.01
 """How many of the series that do not grow may be taken to do so, all questions about each of them together."""
-
-_BETWEEN_LOOKS = 1.5
-"""How many times as many turns there are at a look as at the one before."""
 
 KEEPS_ON = 0.5
 """What later turns add must be so much of what as many before them did: filling up slows down."""
@@ -103,10 +97,6 @@ class TurnSeries:
     turns: int = 0
     width: int = 1
     _floors: list[float] = field(default_factory=list)
-    _looks: int = 0
-    _next_look: float = FEWEST_TURNS
-    _known: Growth | None = None
-    _seemed: bool = False
 
     def add(self, value: float) -> None:
         """Note the value after a turn."""
@@ -120,42 +110,9 @@ class TurnSeries:
             self.width *= 2
 
     def growth(self) -> Growth:
-        """Say whether it grows, while it goes on: growth is what the last two looks have found.
-
-        Each look spends a part of the false alarms that there may be. What takes longer to fill than it was watched
-        grows until then, and is bounded at a later look.
-        """
-        if self.turns >= self._next_look:
-            self._looks += 1
-            # These parts add up to the whole, however many looks there will be.
-            found = self._judged(_FALSE_ALARMS / (self._looks * (self._looks + 1)))
-            self._next_look = self.turns * _BETWEEN_LOOKS
-            seemed, self._seemed = self._seemed, found.kind == "growth"
-            is_first = self._seemed and not seemed
-            more = math.ceil(self._next_look) - self.turns
-            self._known = replace(found, kind="undecided", more=more) if is_first else found
-        return self._known or Growth("undecided", self.turns, more=FEWEST_TURNS - self.turns)
-
-    def growth_at_end(self) -> Growth:
-        """Say whether it grew, when it is over."""
-        if self.turns < FEWEST_AT_THE_END:
-            return Growth("undecided", self.turns, more=FEWEST_AT_THE_END - self.turns)
-        return self._judged(_FALSE_ALARMS)
-
-    def rise(self, least: float, in_all: float = 0) -> Rise | None:
-        """Return the growth, when it is over; None where it does not grow, or by too little to speak of.
-
-        Args:
-            least: what each turn must add.
-            in_all: what all of them must.
-        """
-        growth = self.growth_at_end()
-        slope = growth.slope
-        if growth.kind != "growth" or slope is None or slope.low < least or slope.rate * growth.turns < in_all:
-            return None
-        return Rise(slope, growth.turns - 1)
-
-    def _judged(self, chance: float) -> Growth:
+        """Say whether it has grown, once it is over."""
+        if self.turns < FEWEST_TURNS:
+            return Growth("undecided", self.turns, more=FEWEST_TURNS - self.turns)
         # The last floor may be that of a few turns only.
         fine = self._floors[: self.turns // self.width]
         coarse = _coarse(fine)
@@ -166,10 +123,23 @@ class TurnSeries:
             for floors, width in zip(questions, widths, strict=True)
         ]
         # Of two questions each may err half as often.
-        grown = next((look for look in each if look.grows(chance / len(each))), None)
+        grown = next((look for look in each if look.grows(_FALSE_ALARMS / len(each))), None)
         if grown is not None:
             return Growth("growth", self.turns, grown.slope)
-        return each[-1].without_growth(chance)
+        return each[-1].without_growth(_FALSE_ALARMS)
+
+    def rise(self, least: float, in_all: float = 0) -> Rise | None:
+        """Return the growth, when it is over; None where it does not grow, or by too little to speak of.
+
+        Args:
+            least: what each turn must add.
+            in_all: what all of them must.
+        """
+        growth = self.growth()
+        slope = growth.slope
+        if growth.kind != "growth" or slope is None or slope.low < least or slope.rate * growth.turns < in_all:
+            return None
+        return Rise(slope, growth.turns - 1)
 
 
 def _coarse(floors: Sequence[float]) -> Sequence[float]:
