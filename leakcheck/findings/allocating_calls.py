@@ -2,27 +2,34 @@
 
 A recorder is for the turns that follow a suspicion, and costs nothing before: memray slows what allocates down by a few
 times, with stacks of native code.  What it has written is read in a process of its own, since the names of native
-functions take tens of megabytes that are never given back (`memray_file`).
+functions take tens of megabytes that are never given back: by `python -m` and this module, which writes the call that
+has allocated most as JSON.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from lowtide.probes.allocation_stacks import OWN_FOLDERS
 from lowtide.probes.host.memory_parts import malloc_in_use
+from lowtide.probes.host.native_symbols import defining_library, loaded_libraries
 from lowtide.probes.host.settings import TRACING, checkers_own
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.probes.objects.described import is_library
 from lowtide.probes.originals import lines_of, os, sys, tempfile, threading
+
+if TYPE_CHECKING:
+    from memray import AllocationRecord
 
 _MOST_TURNS = 16
 """Turns that memray records at most: a call that allocates in each of them is known by then."""
@@ -35,6 +42,15 @@ _FRAMES = 16
 
 _SECONDS = 120.0
 """How long reading a record may take."""
+
+_UNNAMED = "<unknown>"
+"""The native function of which memray knows no name."""
+
+_INTERPRETER = "_PyEval_EvalFrame"
+"""How the function is called that runs a line of Python: what comes before it in a stack, the line has called."""
+
+_LONGEST_NAME = 80
+"""Characters of a native function's name: those of Rust and C++ may have hundreds."""
 
 
 class AllocatingCall(msgspec.Struct, frozen=True):
@@ -162,7 +178,7 @@ class _Memray:
 
     def stop(self, turns: int) -> AllocatingCall | None:
         self._tracker.__exit__(None, None, None)
-        command = [sys.executable, "-m", "lowtide.leakcheck.findings.memray_file"]
+        command = [sys.executable, "-m", "lowtide.leakcheck.findings.allocating_calls"]
         try:
             arguments = [self._file, str(turns), str(os.getpid())]
             done = subprocess.run([*command, *arguments], capture_output=True, timeout=_SECONDS, check=True)
@@ -175,6 +191,48 @@ class _Memray:
     def drop(self) -> None:
         self._tracker.__exit__(None, None, None)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _read_call(file: str, turns: int, pid: int) -> AllocatingCall | None:
+    """Return the call that has allocated most of what was not freed in some turns of a process; None if there is none.
+
+    It reads what memray has written.
+    """
+    from memray import FileReader
+
+    reader = FileReader(file)
+    found = largest_call(map(_record_of, reader.get_leaked_allocation_records(merge_threads=True)), turns)
+    if found is None:
+        return None
+    size, record, place = found
+    native, library = _called(record.native(), place, pid)
+    return AllocatingCall(size, place, record.stack, native, library)
+
+
+def _record_of(leaked: AllocationRecord) -> Record:
+    stack = tuple(StackFrame(file, line, name) for name, file, line in leaked.stack_trace())
+
+    def native() -> list[str]:
+        return [name for name, _, _ in leaked.native_stack_trace()]
+
+    return Record(leaked.size, leaked.n_allocations, stack, native)
+
+
+def _called(names: Sequence[str], place: StackFrame, pid: int) -> tuple[str, str]:
+    """Return which of some native functions a line has called, and its library; of several the one that it names."""
+    own = itertools.takewhile(lambda name: not name.startswith(_INTERPRETER), names)
+    known = list(dict.fromkeys(name for name in own if name != _UNNAMED))
+    try:
+        library, functions = defining_library(known, loaded_libraries(pid))
+        source = lines_of(place.file)[place.line - 1]
+    except (OSError, ValueError, IndexError):
+        return "", ""
+    if not functions:
+        return "", ""
+    words = set(re.findall(r"(\w{3,})\s*\(", source))
+    # Those of Rust and C++ have it among other names, and Python's may be a part of theirs.
+    by_line = [word for word in sorted(words, key=len, reverse=True) if any(word in name for name in functions)]
+    return (by_line[0] if by_line else functions[0])[:_LONGEST_NAME], library
 
 
 class _Tracemalloc:
@@ -345,3 +403,8 @@ class CallRecorder:
         running.drop()
         self.took = max(0, before - malloc_in_use())
         return True
+
+
+if __name__ == "__main__":
+    _, record, recorded_turns, recorded_pid = sys.argv
+    sys.stdout.buffer.write(msgspec.json.encode(_read_call(record, int(recorded_turns), int(recorded_pid))))

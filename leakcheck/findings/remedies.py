@@ -12,7 +12,8 @@ import inspect
 import re
 import sys
 from _thread import start_new_thread
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,77 +118,88 @@ _LEAVING = (inspect.unwrap(time_limit).__code__, contextlib._GeneratorContextMan
 """The code that runs when such a block is left."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Step:
+    """An action that was tried for a leak.
+
+    Attributes:
+        action: it, as code or in words.
+        returned: the bytes that came back.
+        is_code: whether it is code that runs as it stands.
+        error: what it has raised; empty for nothing.
+        is_cut: whether it has cut a holder: then it was needed where a second one came to light, whatever it gave back.
+    """
+
+    action: str
+    returned: int = 0
+    is_code: bool = True
+    error: str = ""
+    is_cut: bool = False
+
+    @property
+    def said(self) -> str:
+        """Return it with what it has raised."""
+        return f"{self.action} (raised {self.error})" if self.error else self.action
+
+    @property
+    def remedy(self) -> Remedy:
+        """Return it as a report has it."""
+        return Remedy(action=self.said, returns_bytes=self.returned)
+
+
+@dataclass(eq=False)
 class _Attempt:
     """What is known of one leak's remedies so far."""
 
     leak: TensorLeak
-    tried: list[Remedy] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
-    cuts: set[str] = field(default_factory=set)
-    words: set[str] = field(default_factory=set)
-    raised: dict[str, str] = field(default_factory=dict)
     was_left_out: bool = False
     explanations: list[Explanation] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
 
     def finding(self) -> Finding:
         """Return the finding with its remedy: the action that gave most, or all those that it took together."""
-        tried = [msgspec.structs.replace(item, action=self._with_error(item.action)) for item in self.tried]
-        if self.was_left_out and not tried:
+        if self.was_left_out and not self.steps:
             return msgspec.structs.replace(self.leak.finding, advice=untried(self.leak.finding.advice))
-        # A cut that gave nothing by itself was still needed where a second holder came to light.
-        last = max((turn for turn, remedy in enumerate(self.tried) if remedy.returns_bytes), default=-1)
-        needed = [remedy for remedy in self.tried[: last + 1] if remedy.returns_bytes or remedy.action in self.cuts]
-        actions = [item.action for item in needed]
-        is_compound = len(actions) > 1 and any(action.startswith("for ") for action in actions)
-        is_code = not is_compound and self.words.isdisjoint(actions)
-        return _concluded(
-            self.leak.finding,
-            tried,
-            self.changed,
-            actions if is_code else list(map(self._with_error, actions)),
-            sum(remedy.returns_bytes for remedy in needed),
-            is_code=is_code,
-        )
-
-    def _with_error(self, action: str) -> str:
-        return f"{action} (raised {self.raised[action]})" if action in self.raised else action
+        last = max((turn for turn, step in enumerate(self.steps) if step.returned), default=-1)
+        needed = [step for step in self.steps[: last + 1] if step.returned or step.is_cut]
+        is_compound = len(needed) > 1 and any(step.action.startswith("for ") for step in needed)
+        returned = sum(step.returned for step in needed)
+        return _concluded(self.leak.finding, self.steps, self.changed, needed, returned, as_code=not is_compound)
 
 
 def _concluded(
     finding: Finding,
-    tried: Sequence[Remedy],
+    steps: Sequence[_Step],
     changed: Sequence[str],
-    helped: Sequence[str],
+    helped: Sequence[_Step],
     returned: int,
     *,
-    is_code: bool,
+    as_code: bool = True,
 ) -> Finding:
     """Return a finding with what was tried, and what of that gave it back: a remedy if it is code, else advice.
 
     Args:
         finding: as far as it is known without.
-        tried: all actions.
+        steps: all that was tried.
         changed: what is different afterwards.
-        helped: the actions that it took; none where it did not come back.
+        helped: those of the steps that it took; none where it did not come back.
         returned: bytes.
-        is_code: whether these are code that runs as it stands.
+        as_code: whether they can be one line of code, if each is code.
     """
-    finding = msgspec.structs.replace(finding, tried=tuple(tried), changed=tuple(changed))
+    tried = tuple(step.remedy for step in steps)
+    finding = msgspec.structs.replace(finding, tried=tried, changed=tuple(changed))
     if not helped:
         return finding
-    remedy = Remedy(action="; ".join(helped), returns_bytes=returned)
     gave = format_bytes(returned) if returned else "it"
-    if not is_code:
+    if not as_code or not all(step.is_code for step in helped):
         # What is only counted came back by all of them together, and none is to be shown as tried in vain.
-        measured = tuple(each for each in tried if finding.bytes or each.action not in helped)
-        return msgspec.structs.replace(finding, tried=measured, advice=f"{remedy.action}: tried, it returns {gave}")
+        measured = tuple(step.remedy for step in steps if finding.bytes or step not in helped)
+        action = "; ".join(step.said for step in helped)
+        return msgspec.structs.replace(finding, tried=measured, advice=f"{action}: tried, it returns {gave}")
+    remedy = Remedy(action="; ".join(step.action for step in helped), returns_bytes=returned)
     return noted(finding, f"; {remedy.action} returns {gave}", remedy=remedy)
-
-
-_Returned = dict[int, tuple[_Attempt, int]]
-"""By the identity of an attempt, the attempt and the bytes that it got back."""
 
 
 def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool = False) -> list[Finding]:
@@ -213,14 +225,7 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
 
 
 class _Trial:
-    """Makes the changes that may give some leaks back, and measures each.
-
-    Args:
-        watch: reports which of the leaks' storages are freed.
-        attempts: what is known of the remedies of each leak.
-        context: what is known around them.
-        may_unfreeze: whether the freeze of the heap is the leak's own doing.
-    """
+    """Makes the changes that may give some leaks back, and measures each; `watch` is of all their storages."""
 
     def __init__(
         self, watch: StorageWatch, attempts: Sequence[_Attempt], context: Context, *, may_unfreeze: bool
@@ -256,11 +261,8 @@ class _Trial:
             attempt.explanations = [explanation for key, explanation in explanations.items() if key in left]
         if not left or budget.is_spent:
             return False
-        cuts = [
-            cut
-            for cut in _distinct(cut for item in attempt.explanations for cut in item.cuts)
-            if cut.code not in attempt.done
-        ]
+        distinct = _distinct(cut for item in attempt.explanations for cut in item.cuts)
+        cuts = [cut for cut in distinct if cut.code not in attempt.done]
         if not cuts:
             self.climb(attempt)
             return False
@@ -270,11 +272,10 @@ class _Trial:
             raised = _apply(cuts, attempt)
             # What runs code may let go of more than what it is made for, some of it in cycles.
             returned = self._measure(attempt, runs_code=any(cut.ends_anyway for cut in cuts))
-        attempt.cuts.add(wording.text)
-        if raised or not wording.is_code:
-            # What raises is no code that runs.
-            attempt.words.add(wording.text)
-        _take_down(wording.text, returned, attempt, [*raised, *unraisable])
+        error = next(iter([*raised, *unraisable]), "")
+        # What raises is no code that runs.
+        is_code = wording.is_code and not raised
+        _take_down(_Step(wording.text, is_code=is_code, error=error, is_cut=True), returned, attempt)
         return bool(self.left(attempt))
 
     def climb(self, attempt: _Attempt) -> None:
@@ -287,10 +288,9 @@ class _Trial:
                 change.apply()
                 returned = self._measure(attempt)
             attempt.changed += [change.effect] if change.effect else []
-            attempt.words |= set() if change.is_code else {change.code}
-            _take_down(change.code, returned, attempt)
+            _take_down(_Step(change.code, is_code=change.is_code), returned, attempt)
 
-    def _measure(self, current: _Attempt, *, runs_code: bool = False) -> _Returned:
+    def _measure(self, current: _Attempt, *, runs_code: bool = False) -> Mapping[_Attempt, int]:
         """Return the bytes that each leak got back by an action, for those that got any."""
         gone = self._watch.gone()
         if runs_code or not current.leak.sizes.keys() <= gone:
@@ -299,11 +299,10 @@ class _Trial:
                 collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
             gone = self._watch.gone()
         new, self._gone = gone - self._gone, gone
-        found: dict[int, tuple[_Attempt, int]] = {}
+        found = Counter[_Attempt]()
         for key in new:
             for attempt in self._attempts_on[key]:
-                _, size = found.get(id(attempt), (attempt, 0))
-                found[id(attempt)] = attempt, size + attempt.leak.sizes[key]
+                found[attempt] += attempt.leak.sizes[key]
         return found
 
 
@@ -379,38 +378,37 @@ def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
 
 def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
     """Make the changes, those of one container together; return what went wrong."""
-    of_container: dict[int, list[Cut]] = {}
+    groups: dict[Hashable, list[Cut]] = {}
     for cut in cuts:
-        if cut.together is not None and cut.place is not None:
-            of_container.setdefault(cut.place.container, []).append(cut)
-    failures = []
-    for cut in cuts:
-        others = of_container.get(cut.place.container, []) if cut.together is not None and cut.place is not None else []
-        try:
-            with time_limit(_LONGEST_S):
-                if len(others) < 2:
-                    cut.apply()
-                elif cut is others[0] and cut.together is not None:
-                    cut.together({other.held for other in others})
-        except KeyboardInterrupt:
-            raise
-        # Closing a generator, or hashing an element, runs the program's code; a test's own failure is no Exception.
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error_text(type(error), error))
-            if cut.ends_anyway:
-                attempt.changed.append(cut.effect)
-        else:
-            attempt.changed.append(cut.effect)
-    return failures
+        place = None if cut.together is None else cut.place
+        groups.setdefault((id(cut),) if place is None else place.container, []).append(cut)
+    errors = []
+    for first, *others in groups.values():
+        together, held = first.together, {cut.held for cut in (first, *others)}
+        error = _raised_by(functools.partial(together, held) if others and together is not None else first.apply)
+        errors += [error] if error else []
+        attempt.changed += [cut.effect for cut in (first, *others) if not error or cut.ends_anyway]
+    return errors
 
 
-def _take_down(action: str, returned: _Returned, current: _Attempt, errors: Sequence[str] = ()) -> None:
+def _raised_by(make: Callable[[], object]) -> str:
+    """Make a change in the time that it may take; return what it has raised, as text."""
+    try:
+        with time_limit(_LONGEST_S):
+            make()
+    except KeyboardInterrupt:
+        raise
+    # To close a generator, or to hash an element, runs the program's code; a test's own failure is no Exception.
+    except BaseException as error:  # noqa: BLE001
+        return error_text(type(error), error)
+    return ""
+
+
+def _take_down(step: _Step, returned: Mapping[_Attempt, int], current: _Attempt) -> None:
     """Note an action with the leak that it was for, and with every other that it gave something back of."""
-    for attempt, size in {id(current): (current, 0), **returned}.values():
+    for attempt, size in {current: 0, **returned}.items():
         if size or attempt is current:
-            attempt.tried.append(Remedy(action=action, returns_bytes=size))
-            attempt.raised.update({action: errors[0]} if errors else {})
-            attempt.words.update({action} & current.words)
+            attempt.steps.append(replace(step, returned=size))
 
 
 def _further(
@@ -575,39 +573,29 @@ def try_actions(
     finding = leak.finding
     if actions and leak.names and budget is not None and budget.is_spent:
         return msgspec.structs.replace(finding, advice=untried(finding.advice))
-    tried = list(finding.tried)
+    # What was meant for something else, and has ended a part of this.
+    before = [_Step(each.action, each.returns_bytes) for each in finding.tried]
+    steps, helped = list(before), list[_Step]()
     changed: list[str] = []
     names = dict(leak.names)
-    # What was meant for something else, and has ended a part of this.
-    before_that = [finding.remedy.action] if finding.remedy is not None and finding.tried else []
-    helped: list[str] = []
     for action in actions:
         if not names or (budget is not None and budget.is_spent):
             break
-        before = driver()
-        try:
-            with unraisable_texts(), time_limit(_LONGEST_S):
-                action.apply()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - ending a thing runs the program's code, which may raise anything
-            tried.append(Remedy(action=f"{action.code} (raised {error_text(type(error), error)})", returns_bytes=0))
+        used = driver()
+        with unraisable_texts():
+            error = _raised_by(action.apply)
+        if error:
+            steps.append(_Step(action.code, error=error))
             continue
         still = {name: size for name, size in left().items() if name in names}
         gone = [size for name, size in names.items() if name not in still]
-        returned = sum(gone) if finding.bytes else max(0, before - driver())
-        tried.append(Remedy(action=action.code, returns_bytes=returned))
+        returned = sum(gone) if finding.bytes else max(0, used - driver())
+        steps.append(_Step(action.code, returned, is_code=action.is_code))
         changed += [action.effect] if action.effect else []
-        helped += [action.code] if gone else []
+        helped += steps[-1:] if gone else []
         names = still
-    return _concluded(
-        finding,
-        tried,
-        changed,
-        [*before_that, *helped] if helped else (),
-        sum(item.returns_bytes for item in tried),
-        is_code={action.code for action in actions if not action.is_code}.isdisjoint(helped),
-    )
+    took = [*before, *helped] if helped else []
+    return _concluded(finding, steps, changed, took, sum(step.returned for step in steps))
 
 
 def _trimming(index: int) -> list[Change]:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_chains import growth_in_heap, ids_of, is_worth_a_look
-from lowtide.leakcheck.findings.growing_containers import ADVICE, Stretch
-from lowtide.leakcheck.findings.growing_values import growth_of_values
+from lowtide.leakcheck.findings.growing_objects import ADVICE, Stretch, growth_in_heap, ids_of, is_worth_a_look
 from lowtide.leakcheck.findings.host_arrays import held_by_arrays
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
@@ -436,8 +434,7 @@ class TurnGrowth:
             fixed=self._containers.fixed(min((course.items for course in growing), default=0)),
             earlier=self._earlier,
         )
-        found = growth_in_heap(growing, there, stretch)
-        return growth_of_values(values, stretch, found.keys()) | found
+        return growth_in_heap(growing, there, stretch, values)
 
 
 def growth_of_host_memory(

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_chains import growth_in_heap
-from lowtide.leakcheck.findings.growing_containers import Stretch
+from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.growth.containers import Course

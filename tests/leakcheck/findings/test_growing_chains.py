@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lowtide.leakcheck.findings.growing_chains import growth_in_heap
-from lowtide.leakcheck.findings.growing_containers import Stretch
+from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.probes.heap.container_lengths import read_lengths

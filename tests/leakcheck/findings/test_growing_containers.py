@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lowtide.leakcheck.findings import growing_containers, turn_growth
+from lowtide.leakcheck.findings import growing_objects, turn_growth
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
@@ -433,8 +433,8 @@ def test_a_list_of_the_checker_s_in_the_place_of_one_that_is_gone_is_not_what_wa
 ) -> None:
     SEEN.extend(map(Block, range(TURNS)))
     taken = [*SEEN]
-    monkeypatch.setattr(growing_containers, "_taken", lambda course, container: taken)
+    monkeypatch.setattr(growing_objects, "_taken", lambda course, container: taken)
     wanted = [(Course(id(SEEN), id(list), [0, TURNS], [0, TURNS]), SEEN)]
-    assert growing_containers._of_new_things(wanted, {id(taken)}) == wanted
+    assert growing_objects._of_new_things(wanted, {id(taken)}) == wanted
     there = [*SEEN]
-    assert growing_containers._of_new_things(wanted, {id(there)}) == []
+    assert growing_objects._of_new_things(wanted, {id(there)}) == []

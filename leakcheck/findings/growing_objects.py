@@ -1,28 +1,47 @@
-"""The finding on a container that takes something in every turn: who holds it, what it takes, and how much that is."""
+"""What becomes more in the heap with every turn: containers, objects behind each other, single values; with holders.
+
+A type of which there is an object more with every turn is read as a container is. Its new objects are a chain, or a
+tree (linked nodes, closures that nest, errors with those before), if the way to them leads through others of the type:
+then who holds the first of these holds all.
+"""
 
 from __future__ import annotations
 
 import atexit
 import dis
+import itertools
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from typing import Any, NamedTuple
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
+from lowtide.probes.heap.large_values import UNIT, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import live_storages
 from lowtide.probes.objects.address_table import Ints
-from lowtide.probes.objects.foreign import dict_of_module, module_of_class, mro_of, namespace_of_class, type_name
+from lowtide.probes.objects.foreign import (
+    dict_of_module,
+    flags_of,
+    is_a,
+    module_of_class,
+    mro_of,
+    namespace_of_class,
+    type_name,
+)
+from lowtide.probes.objects.identities import identities, types_of
 from lowtide.probes.objects.listed import all_instances
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -30,10 +49,10 @@ from lowtide.reports.statement import Note, StatedFinding, Statement
 
 ADVICE = "remove entries once they are no longer needed, or bound the container"
 
-LEAST_A_TURN = 1024
+_LEAST_A_TURN = 1024
 """Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of,"""
 
-LEAST_IN_ALL = 512 << 10
+_LEAST_IN_ALL = 512 << 10
 """unless so many turns have added some that these are the bytes of all."""
 
 _SAMPLE = 20
@@ -43,7 +62,7 @@ _TURNS = 3
 """Of the things of so many turns at least, all over its course, the size is taken: late ones may be larger,"""
 
 _SIZED = 200
-"""and of so many of them,"""
+"""and of so many of them, as of objects behind each other,"""
 
 _MOST_SIZED = 4000
 """or of so many, where the finding is made,"""
@@ -52,12 +71,31 @@ _OBJECTS = 40_000
 """as long as they lead to no more objects than these, at some microseconds each."""
 
 _MOST_PART = 0.9
-"""The part of what a container has taken that must be there anyway, so that its growth is none of memory."""
+"""The part of what a container has taken that must be there anyway, so that its growth is none of memory; and of what
+some values have more that one of them must have: else several grow a little."""
 
 _STEPS = 3
 """References from an entry of a registry of Python's to what it is for: of a record, a bound method, its function."""
 
 _RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
+
+
+_TRIED = 16
+"""New objects of a type at most to which the ways are looked at."""
+
+_BEHIND_PART = 0.75
+"""The part of those that must lie behind others of their type."""
+
+_SHARED_PART = 0.3
+"""The part that must begin at one of them: a chain may be held at both ends."""
+
+_DEEP = 0.25
+"""The part of the new ones that the longest way must lead through where these are what everybody makes."""
+
+_HEAP_TYPE = 1 << 9
+
+_PLAIN = (list, dict, tuple)
+"""What everybody makes, some of it in some."""
 
 
 @dataclass(frozen=True)
@@ -87,24 +125,59 @@ class Stretch:
     earlier: Mapping[int, Ints] = field(default_factory=dict)
 
 
-def is_worth_a_look(course: Course, container: Any, *, tensors: bool) -> bool:
-    """Return whether what a container takes is the program's, and enough; costs next to nothing.
+def growth_in_heap(
+    courses: Sequence[Course], there: Mapping[int, Any], stretch: Stretch, values: Sequence[Course] = ()
+) -> dict[int, Finding]:
+    """Return a finding on each container, chain and value that grows and that the program holds, by identity.
+
+    Args:
+        courses: how containers, and the numbers of objects of some types, have grown.
+        there: the containers and types that are there, by identity.
+        stretch: in which turns.
+        values: how many KiB of values some objects have had that refer to them.
+    """
+    types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
+    of_types = {course.identity for course, _ in types}
+    found = _growing_containers([course for course in courses if course.identity not in of_types], there, stretch)
+    # What lies in a container that grows is judged with that.
+    found |= _growing_chains(types, {course.identity for course in courses}, stretch)
+    return _growing_values(values, stretch, found.keys()) | found
+
+
+def ids_of(classes: Iterable[type]) -> dict[int, Ints]:
+    """Return the identities of all objects of some types, in their order, by the type's."""
+    wanted = [cls for cls in classes if _may_be_linked(cls)]
+    if not wanted:
+        return {}
+    ids = identities(all_instances(*wanted))
+    kinds = types_of(ids)
+    return {id(cls): np.sort(ids[kinds == id(cls)]) for cls in wanted}
+
+
+def is_worth_a_look(course: Course, item: Any, *, tensors: bool) -> bool:
+    """Return whether what a container takes, or what comes of a type, is the program's, and enough; costs little.
 
     Args:
         course: how it has grown.
-        container: the container.
-        tensors: whether memory under tensors counts: where nobody else follows these.
+        item: the container, or the type.
+        tensors: as of `Stretch`.
     """
-    if type(container) is deque and container.maxlen is not None:
+    if is_a(item, type):
+        return _may_be_linked(item) and not _is_plain(item)
+    if type(item) is deque and item.maxlen is not None:
         return False
-    entries = _over_its_course(course, container, _SAMPLE)
-    if all(issubclass(type(item), weakref.ref) or is_of_runner(type(item)) for *_, item in entries):
+    entries = _over_its_course(course, item, _SAMPLE)
+    if all(issubclass(type(part), weakref.ref) or _is_of_runner(type(part)) for *_, part in entries):
         return False
-    each, _ = _bytes_a_turn(course, container, tensors=tensors)
-    return each >= LEAST_A_TURN or each * course.span >= LEAST_IN_ALL
+    return _is_enough(course, _bytes_a_turn(course, item, tensors=tensors)[0])
 
 
-def is_of_runner(cls: type) -> bool:
+def _is_enough(course: Course, each: int) -> bool:
+    """Return whether so many bytes with each turn are a leak to speak of."""
+    return each >= _LEAST_A_TURN or each * course.span >= _LEAST_IN_ALL
+
+
+def _is_of_runner(cls: type) -> bool:
     """Return whether a class is of a test runner, or of this checker."""
     return f"{module_of_class(cls)}.".startswith(_RUNNERS)
 
@@ -118,12 +191,12 @@ def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: boo
     if len(entries) < min(wanted, course.items):
         entries = _over_its_course(course, container, wanted)
         kept = kept_by(entries, besides=(container,))
-    size, device = with_tensors(kept, tensors=tensors)
+    size, device = _with_tensors(kept, tensors=tensors)
     places = own_size(container) / max(1, course.lengths[-1])
     return round((size / len(entries) + places) * rate), device
 
 
-def with_tensors(kept: KeptBytes, *, tensors: bool) -> tuple[int, str]:
+def _with_tensors(kept: KeptBytes, *, tensors: bool) -> tuple[int, str]:
     """Return bytes with those under tensors, if these count, and the device where most of them are; else empty."""
     under = Counter[str]()
     for storage in live_storages(kept.tensors) if tensors and kept.tensors else ():
@@ -139,22 +212,23 @@ def _over_its_course(course: Course, container: Any, most: int) -> list[tuple[An
     return last_entries(container, course.items, -(-course.items // most) * run, run)
 
 
-def growth_of_containers(
+def _may_be_linked(cls: type) -> bool:
+    """Return whether objects of a type may be links: what is written in Python, what it runs, and errors."""
+    is_made = flags_of(cls) & _HEAP_TYPE or any(base is BaseException for base in mro_of(cls))
+    is_run = any(cls is each for each in (*_PLAIN, FunctionType, GeneratorType, CoroutineType))
+    return bool(is_made or is_run) and not _is_of_runner(cls) and not any(base is type for base in mro_of(cls))
+
+
+def _is_plain(cls: type) -> bool:
+    return any(cls is each for each in _PLAIN)
+
+
+def _growing_containers(
     courses: Sequence[Course], containers: Mapping[int, Any], stretch: Stretch
 ) -> dict[int, Finding]:
-    """Return a finding on each container that grows and that the program holds, by identity, by one walk of the heap.
-
-    Args:
-        courses: how they have grown.
-        containers: those that are there, by identity.
-        stretch: in which turns.
-    """
-    wanted = [
-        (course, containers[course.identity])
-        for course in courses
-        if course.identity in containers
-        and is_worth_a_look(course, containers[course.identity], tensors=stretch.tensors)
-    ]
+    """Return a finding on each container that grows and that the program holds, by identity, by one walk."""
+    there = ((course, containers[course.identity]) for course in courses if course.identity in containers)
+    wanted = [(course, item) for course, item in there if is_worth_a_look(course, item, tensors=stretch.tensors)]
     wanted = _of_new_things(wanted, stretch.fixed)
     if not wanted:
         return {}
@@ -172,10 +246,10 @@ def growth_of_containers(
     held = [
         (course, container, explanation)
         for (course, container), explanation in zip(wanted, explained, strict=True)
-        if is_of_program(explanation, last_entries(container, _SAMPLE), stretch)
+        if _is_of_program(explanation, last_entries(container, _SAMPLE), stretch)
     ]
     return {
-        course.identity: _finding(course, container, explanation, stretch, is_cache=id(container) in caches)
+        course.identity: _of_container(course, container, explanation, stretch, is_cache=id(container) in caches)
         for course, container, explanation in held
         if not _is_part_of_another(course, container, explanation, held)
         and not _is_filling(course, container, explanation, stretch)
@@ -193,7 +267,7 @@ def _is_part_of_another(
 def _is_filling(course: Course, container: Any, explanation: Explanation, stretch: Stretch) -> bool:
     """Return whether it is little by now, and the class whose attribute it is bounds the container: it is a window."""
     each, _ = _bytes_a_turn(course, container, tensors=stretch.tensors)
-    return each * course.span < LEAST_IN_ALL and _is_bounded_by_its_class(explanation.path)
+    return each * course.span < _LEAST_IN_ALL and _is_bounded_by_its_class(explanation.path)
 
 
 def _held_in(container: Any) -> Any:
@@ -258,15 +332,10 @@ def _is_of_a_functions_module(explanation: Explanation) -> bool:
     return bool(path) and path[0].type == "object" and any("__globals__" in hop.edge for hop in path[1:])
 
 
-def is_of_program(explanation: Explanation, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> bool:
+def _is_of_program(explanation: Explanation, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> bool:
     """Return whether the program holds what grows, or has Python's library hold what is the program's.
 
-    A test runner keeps what it has to report, and libraries a lot.
-
-    Args:
-        explanation: who holds it.
-        entries: some of what each turn adds.
-        stretch: in which turns it does.
+    A test runner keeps what it has to report, and libraries a lot. Of what each turn adds, `entries` are some.
     """
     if not explanation.path:
         # C holds it: of a test runner's, or of the program. In a frozen heap nobody knows who does.
@@ -382,7 +451,9 @@ def _said(rate: float, size: float) -> str:
     return f"{said} {unit} ({format_bytes(round(size))})"
 
 
-def _finding(course: Course, container: Any, explanation: Explanation, stretch: Stretch, *, is_cache: bool) -> Finding:
+def _of_container(
+    course: Course, container: Any, explanation: Explanation, stretch: Stretch, *, is_cache: bool
+) -> Finding:
     entries = _over_its_course(course, container, _SAMPLE)
     kinds = Counter(type_name(type(item)) for *_, item in entries)
     ((kind, _),) = kinds.most_common(1)
@@ -399,34 +470,233 @@ def _finding(course: Course, container: Any, explanation: Explanation, stretch: 
         holder=name if root in ("", "thread") or container is atexit else explanation.holder,
     )
     each = _bytes_a_turn(course, container, tensors=stretch.tensors, exactly=True)
-    return stated(course, explanation, stretch, name=name, each=each, what=of_kind)
+    return _stated(course, explanation, stretch, name=name, each=each, what=of_kind)
 
 
-def stated(
+class _Way(NamedTuple):
+    """How an object is reached through others of its type.
+
+    Attributes:
+        head: the edges up to the first of these.
+        links: what leads from each to the next.
+        through: the identities of what is on the way, and of the object.
+    """
+
+    head: tuple[str, ...]
+    links: tuple[str, ...]
+    through: frozenset[int]
+
+
+class _Came(NamedTuple):
+    """What there is of a type that grows.
+
+    Attributes:
+        course: how it does.
+        cls: the type.
+        objects: all that there are of it.
+        new: those that were not there earlier; all where that is not known.
+        tried: some of these, to which the ways are looked at.
+    """
+
+    course: Course
+    cls: type
+    objects: Sequence[Any]
+    new: Sequence[Any]
+    tried: Sequence[Any]
+
+
+def _growing_chains(
+    types: Sequence[tuple[Course, type]], told: Collection[int], stretch: Stretch
+) -> dict[int, Finding]:
+    """Return a finding on each chain of objects of types that grow, by the type's identity.
+
+    Args:
+        types: these.
+        told: the identities of what grows.
+        stretch: in which turns.
+    """
+    came = [_came(course, cls, stretch) for course, cls in types if _may_be_linked(cls)]
+    tried = [item for each in came for item in each.tried]
+    passed = {id(tried), id(came)}
+    for each in came:
+        passed |= {id(each), id(each.objects), id(each.new), id(each.tried)}
+    explained = iter(explain(tried, ignore=passed, roots=stretch.roots, living=True) if tried else ())
+    ways = [(each, list(itertools.islice(explained, len(each.tried)))) for each in came]
+    passed.add(id(ways))
+    found: dict[int, Finding] = {}
+    # Of a chain of two kinds of objects both grow: the one that is held is told.
+    for each, of_each in sorted(ways, key=lambda way: min((len(one.path) for one in way[1]), default=0)):
+        answer = _of_chain(each, of_each, stretch, told, passed)
+        if answer is not None:
+            found[each.course.identity], through = answer
+            told = {*told, *through}
+    return found
+
+
+def _came(course: Course, cls: type, stretch: Stretch) -> _Came:
+    objects = [item for item in all_instances(cls) if type(item) is cls]
+    earlier = stretch.earlier.get(course.identity, np.zeros(0, np.int64))
+    new = list(itertools.compress(objects, ~np.isin(identities(objects), earlier)))
+    return _Came(course, cls, objects, new, _spread(new, _TRIED))
+
+
+def _of_chain(
+    came: _Came,
+    explained: Sequence[Explanation],
+    stretch: Stretch,
+    told: Collection[int],
+    passed: Collection[int],
+) -> tuple[Finding, frozenset[int]] | None:
+    """Return the finding on new objects of a type that lie behind each other, and what is on the ways to them."""
+    course, cls, objects, new, _ = came
+    # What is garbage only was not collected yet.
+    held = [(each, item) for each, item in zip(explained, came.tried, strict=True) if each.path]
+    ways = [way for each, item in held if (way := _way_through(each, item, type_name(cls))) is not None]
+    ways = [way for way in ways if way.through.isdisjoint(told)]
+    if len(ways) < _BEHIND_PART * len(held) or not ways:
+        return _at_one_place(came, [each for each, _ in held], stretch, told)
+    ((head, count),) = Counter(way.head for way in ways).most_common(1)
+    longest = max((way for way in ways if way.head == head), key=lambda way: len(way.links))
+    is_deep = len(longest.links) >= _DEEP * len(new) and len(longest.links) >= _DEEP * course.items
+    are_telling = course.identity in stretch.earlier and not _is_plain(cls)
+    if count < _SHARED_PART * len(held) or not (is_deep or are_telling):
+        return None
+    through = frozenset[int]().union(*(way.through for way in ways))
+    entries = [(item,) for item in _spread([item for item in new if id(item) in through], _SIZED)]
+    before = [item for item in objects if id(item) in longest.through]
+    holder = _head(before, len(head), stretch, {*passed, id(before), id(entries)})
+    if holder is None or not _is_of_program(holder, entries, stretch):
+        return None
+    each = _bytes_of_new(came, entries, stretch)
+    if each is None:
+        return None
+    links = " or ".join(link for link, _ in Counter(longest.links).most_common(2))
+    what = f"{type_name(cls)} behind each other by {links}, {len(longest.links) + 1} deep or more"
+    finding = _stated(course, holder, stretch, each=each, what=what)
+    return finding, through
+
+
+def _at_one_place(
+    came: _Came, held: Sequence[Explanation], stretch: Stretch, told: Collection[int]
+) -> tuple[Finding, frozenset[int]] | None:
+    """Return the finding on new objects that lie in one container which is another one in each turn: a longer copy."""
+    if _is_plain(came.cls) or came.course.identity not in stretch.earlier:
+        return None
+    in_containers = [each for each in held if each.path[-1].edge.startswith("[") and each.through.isdisjoint(told)]
+    # Through the same objects, which end with that container: of each callback the arguments lie in one of its own.
+    ways = Counter(each.through for each in in_containers)
+    ((through, count),) = ways.most_common(1) or ((frozenset[int](), 0),)
+    if not count or count < _BEHIND_PART * len(held):
+        return None
+    explanation = next(each for each in in_containers if each.through == through)
+    path = explanation.path[:-1]
+    holder = replace(explanation, path=path, holder=way_text(path))
+    entries = [(item,) for item in _spread(came.new, _SIZED)]
+    each = _bytes_of_new(came, entries, stretch)
+    if each is None or not _is_of_program(holder, entries, stretch):
+        return None
+    what = f"{came.course.lengths[-1]} of {type_name(came.cls)}"
+    return _stated(came.course, holder, stretch, each=each, what=what), explanation.through
+
+
+def _bytes_of_new(came: _Came, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> tuple[int, str] | None:
+    """Return the bytes that come with each turn, and the device where most of them are; None if that is too little."""
+    sized = {id(item) for (item,) in entries}
+    kept = kept_by(entries, besides=[item for item in came.objects if id(item) not in sized])
+    size, device = _with_tensors(kept, tensors=stretch.tensors)
+    each = round(size / len(entries) * came.course.items / came.course.span)
+    return (each, device) if _is_enough(came.course, each) else None
+
+
+def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
+    return items[:: max(1, -(-len(items) // most))]
+
+
+def _way_through(explanation: Explanation, item: object, kind: str) -> _Way | None:
+    """Return how an object is reached through others of its type; None where it is not."""
+    edges = [re.sub(r"\[\d+\]", "[*]", hop.edge) for hop in explanation.path]
+    places = [place for place, hop in enumerate(explanation.path) if hop.type == kind and place]
+    if len(places) < 2:
+        return None
+    links = ("".join(edges[here + 1 : there + 1]).strip() for here, there in itertools.pairwise(places))
+    return _Way(tuple(edges[: places[0] + 1]), tuple(links), explanation.through | {id(item)})
+
+
+def _head(members: Sequence[Any], hops: int, stretch: Stretch, passed: Collection[int]) -> Explanation | None:
+    """Return who holds the first one of a chain's objects: the one to which the way has so many hops.
+
+    Of many some are asked, and then those that are before the nearest of these.
+    """
+    while members:
+        asked = _spread(members, _SIZED)
+        explained = explain(asked, ignore={*passed, id(members), id(asked)}, roots=stretch.roots, living=True)
+        # (The dict of a module's names is on a way, and no hop of it.)
+        there = (each for each in explained if len(each.path) >= hops)
+        nearest = min(there, key=lambda each: len(each.path), default=None)
+        if nearest is None or len(nearest.path) <= hops:
+            return nearest
+        before = [item for item in members if id(item) in nearest.through]
+        if len(before) >= len(members):
+            return None
+        members = before
+    return None
+
+
+def _growing_values(courses: Sequence[Course], stretch: Stretch, told: Collection[int]) -> dict[int, Finding]:
+    """Return a finding on each value that grows and that the program holds, by the identity of who refers to it.
+
+    Args:
+        courses: as the `values` of `growth_in_heap`.
+        stretch: in which turns.
+        told: the identities of containers that grow: what these take is told by them.
+    """
+    courses = [course for course in courses if course.identity not in told and course.items * UNIT >= _LEAST_IN_ALL]
+    if not courses:
+        return {}
+    _, values = read_values({course.identity for course in courses})
+    there = [course for course in courses if course.identity in values]
+    wanted = [values[course.identity] for course in there]
+    passed = {id(values), id(wanted), id(there)}
+    explained = explain(wanted, ignore=passed, roots=stretch.roots, living=True) if wanted else []
+    found = {}
+    for course, value, explanation in zip(there, wanted, explained, strict=True):
+        if size_of_value(value) < _MOST_PART * course.items * UNIT:
+            continue
+        if not explanation.through.isdisjoint(told) or not _is_of_program(explanation, [(value,)], stretch):
+            continue
+        size = round(course.items * UNIT / course.span)
+        what = f"{type_name(type(value))} of {format_bytes(size_of_value(value))}"
+        grows = f"grows by {format_bytes(size)}"
+        found[course.identity] = _stated(course, explanation, stretch, each=(size, ""), what=what, grows=grows)
+    return found
+
+
+def _stated(
     course: Course,
     explanation: Explanation,
     stretch: Stretch,
     *,
-    name: str,
     each: tuple[int, str],
     what: str,
-    takes: str = "",
+    name: str = "",
+    grows: str = "",
 ) -> Finding:
-    """Return the finding on what takes something in each turn.
+    """Return the finding on what takes something in each turn, or is a value that grows.
 
     Args:
         course: how it has grown.
         explanation: who holds it.
         stretch: in which turns.
-        name: its name.
         each: the bytes that it takes in a turn, and the device where most of them are; empty if on none.
-        what: what it holds.
-        takes: what it does in each turn; takes so many things unless said otherwise.
+        what: what it holds, or is.
+        name: its name, where that is not its holder's.
+        grows: of a value, what it does in each turn.
     """
     size, device = each
     resource: ResourceName = "tensors" if device else "host-memory"
     rate = course.items / course.span
-    amount = f"{name} {takes or f'takes {_said(rate, size)}'} in each of {course.span} {stretch.turns}"
+    name = name or explanation.holder
+    amount = f"{name} {grows or f'takes {_said(rate, size)}'} in each of {course.span} {stretch.turns}"
     kept = Note(f", {format_bytes(size * course.span)} in all: {what}")
     if stretch.since:
         amount = f"{name} has {_said(course.items, size * course.span)} more than at {stretch.since}"
@@ -437,7 +707,7 @@ def stated(
         resource=resource,
         cause=explanation.cause,
         bytes=size * course.span,
-        count=course.items,
+        count=course.span if grows else course.items,
         device=device,
         stage=f"{stretch.turns} of {module}" if module else stretch.turns,
         statement=Statement(amount=amount, came=None, notes=(kept, *in_time)),
