@@ -91,10 +91,6 @@ def largest_call(records: Iterable[Record], turns: int) -> tuple[int, Record, St
     """Return how much the line that has allocated most keeps of some turns, its largest record, and it; None if none.
 
     What was allocated in fewer than half of the turns is no growth: a table that was enlarged, a last result.
-
-    Args:
-        records: what was allocated in these turns and not freed.
-        turns: how many they were.
     """
     sizes, counts, largest = Counter[StackFrame](), Counter[StackFrame](), dict[StackFrame, Record]()
     for record in records:
@@ -140,11 +136,7 @@ class CannotRecordError(RuntimeError):
 
 
 class _Memray:
-    """Records by memray, with native stacks.
-
-    Args:
-        memray: the module.
-    """
+    """Records by memray, with native stacks."""
 
     def __init__(self, memray: Any) -> None:
         self._folder = tempfile.mkdtemp(prefix="lowtide-native-")
@@ -236,11 +228,7 @@ def _called(names: Sequence[str], place: StackFrame, pid: int) -> tuple[str, str
 
 
 class _Tracemalloc:
-    """Records by tracemalloc: what Python's allocators give out, and no native code by itself.
-
-    Args:
-        tracemalloc: the module.
-    """
+    """Records by tracemalloc: what Python's allocators give out, and no native code by itself."""
 
     def __init__(self, tracemalloc: Any) -> None:
         if tracemalloc.is_tracing():

@@ -118,13 +118,7 @@ class _Memo:
 
 
 class _Kept:
-    """What one memo keeps, test by test.
-
-    Args:
-        cache: the `lru_cache` that it is, if it is one; held weakly.
-        since: with which test its first values came.
-        turn: the number of that test.
-    """
+    """What one memo keeps, test by test; of an `lru_cache` by a weak reference."""
 
     def __init__(self, cache: Any, since: str, turn: int) -> None:
         self.since = since
@@ -155,10 +149,7 @@ class _Kept:
     def is_more(self, level: int, turn: int, most: int) -> bool:
         """Note the bytes that it keeps in test number `turn`; return whether they are to be reported.
 
-        Args:
-            level: the bytes.
-            turn: the test.
-            most: bytes that are a first use.
+        As many as `most` are a first use.
         """
         if turn != self.turn:
             if self._is_told or self.turn == self.first:
@@ -212,10 +203,10 @@ class CachedValues:
     def sort(
         self, held: Sequence[HeldStorage], caches: Iterable[Any], subject: str, walk: SharedWalk | None = None
     ) -> SortedValues:
-        """Tell apart which of some storages a memo keeps.
+        """Tell apart which of some storages, that were not there at the baseline, a memo keeps.
 
         Args:
-            held: what is there and was not at the baseline.
+            held: these.
             caches: the `lru_cache`s that there are.
             subject: what is judged, as a later finding calls it.
             walk: the walk over the heap to ask, if it is shared with others.
@@ -326,10 +317,7 @@ def _compiled() -> dict[tuple[str, int, str], list[Any]]:
 def _tables_with(new: Mapping[Key, int], memos: Sequence[_Memo], walk: SharedWalk | None) -> Iterator[_Memo]:
     """Yield what installed libraries have under private names that keeps some storages, with all others that do.
 
-    Args:
-        new: the storages.
-        memos: what is known already to keep some of them.
-        walk: the walk over the heap to ask, if it is shared with others.
+    Of some it is known already that `memos` keep them.
     """
     known = storage_keys(item for memo in memos for item in memo.tensors)
     small = [key for key, size in new.items() if size <= MOST_ADDED and key not in known]
@@ -380,13 +368,7 @@ def _behind(holders: Iterable[object]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Table:
-    """What a library keeps under a private name.
-
-    Attributes:
-        name: as code.
-        holder: the object.
-        emptied_by: what lets go of what it keeps.
-    """
+    """What a library keeps under a private name, as code, and the code that lets go of it."""
 
     name: str
     holder: object

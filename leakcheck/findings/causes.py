@@ -93,9 +93,7 @@ class CommonCause:
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
     """Return the findings, those with one cause as one with the others as its parts, where the first of them stood.
 
-    Args:
-        findings: those of one subject.
-        causes: the cause of each, by the finding's identity; a finding without one stays as it is.
+    Each has its cause by the finding's identity; one without stays as it is.
     """
     groups: dict[Hashable, list[Finding]] = {}
     known: dict[Hashable, CommonCause] = {}
@@ -137,10 +135,6 @@ _Named = tuple[str, str]
 
 def _parts_of_graphs(found: Sequence[Leak], context: Context) -> dict[_Named | int, int]:
     """Find out what belongs to the graphs that a subject has left.
-
-    Args:
-        found: its findings.
-        context: what is known around them.
 
     Returns:
         By thing, or by the place of a finding about tensors, the place of the first finding about the same graphs.
@@ -285,12 +279,7 @@ def _causes_of_things(
     """Return the cause of each thing that has a holder in the program, or parts: a process the pipe of its end.
 
     Things with one holder have one cause, of whatever resource they are, and so do those that each are held by an entry
-    of one container.
-
-    Args:
-        leaks: the things.
-        context: what is known around them.
-        edges: those that tensors hang on: what else does is a part of theirs.
+    of one container. What hangs on one of the `edges` that tensors do is a part of theirs.
     """
     names: dict[str, list[str]] = {}
     for leak in leaks:
@@ -363,12 +352,7 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
 
 
 def with_holders(leak: ItemLeak, context: Context) -> Finding:
-    """Return a finding about things that several lives have left, with who holds them: they stay one finding.
-
-    Args:
-        leak: the things.
-        context: what is known around them.
-    """
+    """Return a finding about things that several lives have left, with who holds them: they stay one finding."""
     if leak.key == "threads":
         return with_work(leak, context).finding
     causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
@@ -383,9 +367,7 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
 def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
     """Return who holds the threads or descriptors of this process that are new, where anything of the program does.
 
-    Args:
-        key: their resource.
-        known: the kernel's numbers of those that are not.
+    The kernel's numbers of those that are not are `known`.
     """
     if key == "threads":
         owners = {(key, thread_key(each)): each for each in threading.enumerate() if each.native_id not in known}
@@ -396,12 +378,7 @@ def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
 
 
 def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts | None:
-    """Return who holds some things of one resource, by what is known of each; None where nobody does.
-
-    Args:
-        causes: of those that somebody holds.
-        count: how many there are.
-    """
+    """Return who holds some of `count` things of one resource, by what is known of each; None where nobody does."""
     ways = list({cause.holder: cause for cause in causes.values()}.values())
     if not ways:
         return None
@@ -550,13 +527,7 @@ def _end_each(endings: Sequence[str], name: str) -> str:
 def _causes_by_name(
     owners: Mapping[_Named, Any], context: Context, names: Names | None = None
 ) -> dict[_Named, CommonCause]:
-    """Return what the things that an object stands for are held by.
-
-    Args:
-        owners: these objects.
-        context: what is known around them.
-        names: what is known of the program before the leak.
-    """
+    """Return what holds the things that an object stands for; `names` is what is known of before the leak."""
     objects = list({id(item): item for item in owners.values()}.values())
     # A thread that runs on has what its object has, which the program can end.
     threads = set(map(id, threading.enumerate()))

@@ -103,9 +103,7 @@ class DeferredRemedies:
 def defer(leaks: Sequence[TensorLeak | ItemLeak], watches: Mapping[int, StorageWatch]) -> DeferredRemedies:
     """Return what is to be remembered of some leaks of one subject.
 
-    Args:
-        leaks: of tensors, and of things with names.
-        watches: by the identity of the former's sizes, what reports which of their storages are freed.
+    By the identity of a tensor leak's sizes, `watches` report which of its storages are freed.
     """
     tensors = tuple(
         UnprovenLeak(
@@ -187,12 +185,7 @@ def try_deferred(
 
 
 class _PoolHolders:
-    """Who holds the private pools that some findings are about, found out for all of them by one walk.
-
-    Args:
-        items: the findings.
-        context: what is known around them.
-    """
+    """Who holds the private pools that some findings are about, found out for all of them by one walk."""
 
     def __init__(self, items: Sequence[ItemLeak], context: Context) -> None:
         self._waiting = [item for item in items if item.finding.resource == "reserved"]
@@ -209,11 +202,7 @@ class _PoolHolders:
         return self._known.pop(id(item))
 
     def forget(self, given_back: ItemLeak) -> None:
-        """Something was tried: what was cut may be on the way to others, or have been in front of it.
-
-        Args:
-            given_back: for what it was tried.
-        """
+        """Note what was given back: what was cut for it may be on the way to others, or have been in front of it."""
         if given_back.finding.resource in _NO_HOLDERS:
             return
         cut = None if given_back.explanation is None else given_back.explanation.cut

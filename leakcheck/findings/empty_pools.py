@@ -49,7 +49,7 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
     """Return one finding for each holder, with its pools' ids and not with the address of each segment.
 
     Args:
-        finding: as the metric reports it.
+        finding: as the metric of that key reports it.
         key: the metric's key.
         names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
         context: what is known around it.
@@ -75,10 +75,6 @@ def _by_holder(leak: ItemLeak, context: Context) -> list[ItemLeak]:
 def _held(names: Mapping[str, int], context: Context) -> list[tuple[dict[str, int], _Holding | None]]:
     """Part private pools by what holds them: those behind the same suspect are one leak, those behind another another.
 
-    Args:
-        names: bytes of the segments, by `pool (0, 1), segment at 0x…`.
-        context: what is known around them.
-
     Returns:
         The largest first, those that nobody is known to hold last; each with who holds the pool that is reached in the
         fewest steps.
@@ -101,9 +97,7 @@ def _held(names: Mapping[str, int], context: Context) -> list[tuple[dict[str, in
 def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     """Return the finding about pools that `torch.cuda.empty_cache()` gave back: only torch held them.
 
-    Args:
-        pools: as the metric reports it.
-        others: what the same call gave back of the default pool, whose cause is the same; None for nothing.
+    What the same call gave back of the default pool has the same cause: if it was anything, `others` says so.
     """
     assert pools.remedy is not None
     size, returned = pools.bytes, pools.remedy.returns_bytes

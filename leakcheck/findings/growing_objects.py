@@ -510,10 +510,7 @@ def _growing_chains(
 ) -> dict[int, Finding]:
     """Return a finding on each chain of objects of types that grow, by the type's identity.
 
-    Args:
-        types: these.
-        told: the identities of what grows.
-        stretch: in which turns.
+    What lies in something that is told already is not told again.
     """
     came = [_came(course, cls, stretch) for course, cls in types if _may_be_linked(cls)]
     tried = [item for each in came for item in each.tried]
@@ -645,10 +642,7 @@ def _head(members: Sequence[Any], hops: int, stretch: Stretch, passed: Collectio
 def _growing_values(courses: Sequence[Course], stretch: Stretch, told: Collection[int]) -> dict[int, Finding]:
     """Return a finding on each value that grows and that the program holds, by the identity of who refers to it.
 
-    Args:
-        courses: as the `values` of `growth_in_heap`.
-        stretch: in which turns.
-        told: the identities of containers that grow: what these take is told by them.
+    What containers take that grow is told by them.
     """
     courses = [course for course in courses if course.identity not in told and course.items * UNIT >= _LEAST_IN_ALL]
     if not courses:

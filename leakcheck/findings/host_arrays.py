@@ -34,13 +34,7 @@ _INDEX = re.compile(r"\[(\d+)\]$")
 
 @dataclass(frozen=True)
 class HeldArray:
-    """A large array, and who holds it.
-
-    Attributes:
-        bytes: its length.
-        kind: its type.
-        explanation: who holds it.
-    """
+    """A large array, its length in bytes, its type, and who holds it."""
 
     bytes: int
     kind: str
@@ -62,12 +56,8 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """Say of host memory which arrays are as large, and who holds them; else what of it is free in the heaps.
 
     When they were made is known only of those that were there at an earlier look, since Python does not track them: the
-    evidence is their size, that of one alone, of all in one container, or of the last in a list.  The message says no
-    more than that they are there.
-
-    Args:
-        leak: with its fingerprint, which becomes the former one where a holder is found.
-        context: what is known around it.
+    evidence is their size, that of one alone, of all in one container, or of the last in a list. The message says no
+    more than that they are there. The fingerprint becomes the former one where a holder is found.
     """
     if leak.key != "host-memory" or not leak.finding.bytes:
         return leak
@@ -91,12 +81,7 @@ def with_fragments(finding: Finding) -> Finding:
 
 
 def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
-    """Return who holds the arrays that are of a size, for a finding about host memory; None where none are.
-
-    Args:
-        size: bytes of the arrays, of one alone or of several in one place.
-        context: what is known around it.
-    """
+    """Return who holds arrays of so many bytes, one alone or several in one place; None where none are."""
     found = _arrays(size, context)
     if not found:
         return None

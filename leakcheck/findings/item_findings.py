@@ -91,8 +91,7 @@ class ItemLeak:
     def left(self, read: Callable[[str], Mapping[str, int] | None]) -> Mapping[str, int]:
         """Return what is still there of it; all of it if that is unknown.
 
-        Args:
-            read: gives what there is now by a metric's key, None if that cannot be read.
+        By a metric's key, `read` gives what there is now, None if that cannot be read.
         """
         if self.key == FROZEN:
             return frozen_items()
@@ -116,10 +115,7 @@ def is_harmless(leak: ItemLeak) -> bool:
 def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Callable[[str], str]) -> ItemLeak:
     """Return a finding about process-wide settings, with what each was and is, and what puts it back.
 
-    Args:
-        leak: as far as the names of the settings show it.
-        changes: what has changed.
-        place_of: where a setting was set last, by its name; empty where that is not known.
+    Where a setting was set last, by its name, `place_of` says; empty where that is not known.
     """
     told = sentences(changes, {change.name: place_of(change.name) for change in changes})
     names = tuple(dict.fromkeys(name for name, _ in told))
@@ -153,12 +149,7 @@ def with_followers(leak: ItemLeak) -> ItemLeak:
 
 
 def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
-    """Return the leak with the fingerprint that names it.
-
-    Args:
-        leak: with all that is known of it.
-        module: the test module in which it leaked.
-    """
+    """Return the leak, of which all is known by now, with the fingerprint that names it in its test module."""
     explanation = leak.explanation
     holders = () if explanation is None or not explanation.path else explanation.suspects[:1]
     mark = fingerprint_of_items(
@@ -206,12 +197,7 @@ def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], 
 
     Those that come with the first use of a library are taken for what they seem to be, since clearing them only makes
     the next test take them again; and while a CUDA graph is alive nothing is cleared, for the graph may have captured
-    the workspace.
-
-    Args:
-        leak: a finding about blocks of a workspace's size.
-        left: reads which of them are there.
-        is_first: whether a BLAS library was first used in this test.
+    the workspace. Which blocks are there is read by `left`.
     """
     if is_first or any_graph_alive():
         return leak
@@ -274,9 +260,7 @@ _STRANDED: ResourceName = "reserved"
 class NamedGrowth:
     """Follows what is counted by name through the turns of one stage.
 
-    Args:
-        stage: its name.
-        read: gives what there is now by resource, as the counters have it.
+    By resource, `read` gives what there is now, as the counters have it.
     """
 
     def __init__(self, stage: str, read: Callable[[], Mapping[str, Items]]) -> None:

@@ -172,23 +172,13 @@ class LeftoverTensors:
     def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
         """Say of what an engine still has on its device from inferring, while it sleeps, who holds it.
 
-        Args:
-            engine: the one that sleeps.
-            cycle: which life this is.
-            device: where it keeps its memory.
-            pools: those that were announced before it slept, besides those of now: what lies in them is judged by them.
+        What lies in pools is judged by them: in those of now, and in `pools` that were announced before it slept.
         """
         leaks = self._alive(engine, cycle, lambda held: held.stage == "infer" and held.key[0] == device, pools)
         return [_advised(leak.finding) for leak in leaks]
 
     def explain_awake(self, stage: str, cycle: int, kind: str) -> list[Finding]:
-        """Say who holds what a sleep and its wake have made, and is there when that has ended, in no pool.
-
-        Args:
-            stage: the wake.
-            cycle: which life this is.
-            kind: of the engine's device.
-        """
+        """Say who holds what a sleep and its wake have made on a kind of device, and is there after it, in no pool."""
         leaks = self._alive(
             None,
             cycle,
@@ -219,12 +209,9 @@ class LeftoverTensors:
         return [(leak.finding, leak.sizes_by(counted)) for leak in self._alive(engine, cycle, is_asked)]
 
     def clear_caches(self, holders: Collection[str]) -> list[Finding]:
-        """Return the findings of some `lru_cache` holders of what appeared in any turn, each cleared and measured.
+        """Return the findings of some `lru_cache`s, named as their holders, each cleared and measured.
 
         Clearing one is the only remedy that no program notices but by its time: the process goes on.
-
-        Args:
-            holders: as the findings name them.
         """
         leaks = [leak for leak in self._alive(None, None) if is_cached(leak.finding) and leak.finding.holder in holders]
         return prove(leaks, replace(self.context(None), living=True))
@@ -257,10 +244,8 @@ class LeftoverTensors:
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
         """Return the findings of all lives, what gives each back tried; and the changes that this made, as actions.
 
-        Args:
-            engine: what is left of the last life.
-            cycle: its number.
-            devices: where tensors did not come back, besides those that a freeze had hidden.
+        On some devices tensors did not come back, besides those that a freeze had hidden; of the last life, with number
+        `cycle`, the engine is what is left.
         """
         context = self.context(engine, lives=cycle)
         at_first, *thawed = self._rows.values()
@@ -416,11 +401,7 @@ class SleptTensors:
             self._is_in = False
 
     def only_collected(self, stage: str) -> list[Finding]:
-        """Find what was there when the sleep began and comes back only when Python's collector runs.
-
-        Args:
-            stage: the sleep that ends.
-        """
+        """Find what was there when the sleep began and comes back, when it ends, only as Python's collector runs."""
         self.end()
         self._held = set()
         if self._unproven() < LEAST:
@@ -456,12 +437,7 @@ class SleptTensors:
         return self._excess() >= LEAST
 
     def more_awake(self, stage: str, context: Callable[[], Context]) -> list[Finding]:
-        """Find what there is more after a wake than when the sleep began, and who holds it.
-
-        Args:
-            stage: the wake that ends.
-            context: gives what is known around it, where something is found.
-        """
+        """Find what there is more after a wake than when the sleep began, and who holds it."""
         if not self.is_more():
             return []
         excess = self._excess()
@@ -544,13 +520,9 @@ def _more_awake(
 
 
 def not_judged(stage: str, sizes: tuple[int, int], kind: str, where: str = "") -> NotMeasured:
-    """Say that a sleep has given back little, where nobody has said what it should.
+    """Say that a sleep has given back little, in another process if one is named, where nobody has said what it should.
 
-    Args:
-        stage: the sleep.
-        sizes: bytes held when it began, and those of them that stay.
-        kind: of the device.
-        where: in which other process; empty: in this one.
+    The sizes are bytes that were held when it began, and those of them that stay.
     """
     held, stays = sizes
     given = f"{format_bytes(held - stays)} of {format_bytes(held)} came back"

@@ -165,10 +165,7 @@ class _Moment:
 class OutOfMemoryWatch:
     """Reads what was in use when an error said that memory was not enough.
 
-    Args:
-        births: in which stage what is there was made.
-        stacks: where memory was allocated.
-        before: the stage of what was there before the first one, in words.
+    Before the first stage it is `before`, in words.
     """
 
     def __init__(self, births: Births, stacks: Stacks, before: str) -> None:
@@ -191,12 +188,8 @@ class OutOfMemoryWatch:
     ) -> OutOfMemory | None:
         """Return what was in use, and who holds it; None for an error that says nothing of memory.
 
-        It raises nothing, allocates nothing on a card, and keeps nothing of the program.
-
-        Args:
-            error: which has got through, with its traceback.
-            snapshots: keeps what torch's allocator has on a card; None: nobody does.
-            name: of what ended with the error.
+        It raises nothing, allocates nothing on a card, and keeps nothing of the program. What torch's allocator has on
+        a card is kept by `snapshots`, if anybody does, under the name of what ended with the error.
         """
         first = _first(error)
         if first is None:

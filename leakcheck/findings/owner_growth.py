@@ -70,14 +70,7 @@ def note_growth(
 def growth_of(
     owner: Owner, stacks: Stacks, now: Counters, made_at: Callable[[str, str], str] = lambda key, name: ""
 ) -> list[Finding]:
-    """Return what grows test after test under an owner that lives: one finding for each kind of thing.
-
-    Args:
-        owner: the owner.
-        stacks: where memory was allocated.
-        now: the counters.
-        made_at: as of `Context`.
-    """
+    """Return what grows test after test under an owner that lives: one finding for each kind of thing."""
     growing = owner.ledger.growing()
     tensors = [_of_tensors(owner, key, stacks) for key in growing if key.resource == "tensors"]
     context = Context(roots=tuple(owner.named()), living=True, stacks=stacks, made_at=made_at)
@@ -88,10 +81,7 @@ def growth_of(
 def limit_passed(owner: Owner, limit: int, stacks: Stacks) -> list[Finding]:
     """Return what has grown under an owner by more than a limit since it was set up, or since that was last reported.
 
-    Args:
-        owner: the owner.
-        limit: in bytes of tensors.
-        stacks: where memory was allocated.
+    The limit is in bytes of tensors.
     """
     ledger = owner.ledger
     total = ledger.repeated_bytes()

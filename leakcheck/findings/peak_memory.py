@@ -158,13 +158,9 @@ class PeakWatch:
             self._stacks.pause_peak(paused=False)
 
     def end(self, subject: str) -> tuple[list[Finding], list[NotMeasured]]:
-        """End it.
+        """End it, and return a finding on each device on which it rose by more than it may, and what could not be seen.
 
-        Args:
-            subject: of whom a finding is, by which it is known again.
-
-        Returns:
-            A finding on each device on which it rose by more than it may, and what could not be seen.
+        By its subject a finding is known again.
         """
         self._entered = 0
         self.look()

@@ -203,12 +203,10 @@ def _concluded(
 
 
 def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool = False) -> list[Finding]:
-    """Return the findings of some leaks, each with the action that gave it back.
+    """Return the findings of some leaks, each with the action that gave it back; they are tried in their order.
 
-    Args:
-        leaks: in the order in which they are tried; drop them afterwards, they hold what holds the tensors.
-        context: what is known around them.
-        may_unfreeze: whether the freeze of the heap is the leak's own doing, so that undoing it undoes nothing else.
+    Drop them afterwards: they hold what holds the tensors. It `may_unfreeze` where the freeze of the heap is the leak's
+    own doing, so that undoing it undoes nothing else.
     """
     watch = StorageWatch({key for leak in leaks for key in leak.sizes})
     attempts = [_Attempt(leak) for leak in leaks]
@@ -247,9 +245,7 @@ class _Trial:
     def goes_on(self, attempt: _Attempt, explanations: Mapping[Key, Explanation] | None) -> bool:
         """Cut what holds a leak; return whether something of it is left that may have another holder.
 
-        Args:
-            attempt: the leak's.
-            explanations: who holds what is left, by storage; None: the leak's own explanation.
+        Who holds what is left is in `explanations`, by storage; where that is None, the leak's own explanation says so.
         """
         budget = self._context.budget
         left = self.left(attempt)
@@ -308,12 +304,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class Wording:
-    """What some cuts do together.
-
-    Attributes:
-        text: it.
-        is_code: whether that is code that runs as it stands, and not words.
-    """
+    """What some cuts do together; whether that is code that runs as it stands, and not words."""
 
     text: str
     is_code: bool = True
@@ -516,13 +507,7 @@ def _put_back(changes: Sequence[SettingChange]) -> None:
 
 
 def _joining(keys: Collection[str], patience: float, endings: Sequence[Change] = ()) -> list[Change]:
-    """Return what ends threads, and what waits for them; all of them together for as long as for one.
-
-    Args:
-        keys: those of the threads.
-        patience: seconds to wait.
-        endings: what ends them.
-    """
+    """Return what ends threads, of some keys, and what waits for them; all of them together for as long as for one."""
 
     def threads() -> list[threading.Thread]:
         own = [thread for thread in threading.enumerate() if thread_key(thread) in keys]

@@ -56,12 +56,7 @@ _CANCELLING = Offer("cancel()", "is cancelled", lambda timer: timer.cancel())
 
 
 def by_work(leak: ItemLeak, context: Context) -> list[ItemLeak]:
-    """Part threads by what they do, those together that do the same; nothing is said of threads that have ended.
-
-    Args:
-        leak: the threads.
-        context: what is known around them.
-    """
+    """Part threads by what they do, those together that do the same; nothing is said of threads that have ended."""
     groups = _groups(leak.names, context)
     known = {running.name for group in groups for running in group}
     rest = {name: size for name, size in leak.names.items() if name not in known}

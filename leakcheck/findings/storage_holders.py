@@ -162,10 +162,8 @@ class Context:
     ) -> list[Explanation]:
         """Explain some objects that should be gone.
 
-        Args:
-            items: the objects.
-            ignore: identities of containers in which the caller keeps them, besides `items`.
-            names: what is known of the program's names, if it was read before.
+        Besides `items`, identities to `ignore` are those of containers in which the caller keeps them; `names` is what
+        is known of the program's names, if it was read before.
         """
         return explain(
             items,
@@ -275,11 +273,7 @@ def _natively_held(
 ) -> dict[int, Explanation]:
     """Return what torch itself reports about tensors that Python's graph does not lead to, by identity.
 
-    Args:
-        lost: the tensors.
-        rooted: of those whose path begins at what C++ holds, what is said of them.
-        names: what is known of the program before the leak.
-        context: what else is known.
+    Of those whose path begins at what C++ holds, `rooted` has what is said of them.
     """
     explained = functools.partial(context.explain, names=names)
     pathless = {id(tensor) for tensor in lost} - rooted.keys()
@@ -312,13 +306,8 @@ def as_gradients(
 ) -> dict[int, Explanation]:
     """Explain tensors that no path leads to and that are gradients by the tensors that they belong to, by identity.
 
-    Python's graph does not have this edge: a tensor holds its gradient in C++.
-
-    Args:
-        lost: the tensors.
-        older: the identities of what was there before the leak.
-        explained: explains other objects.
-        walk: the walk over the heap to ask, if it is shared with others.
+    Python's graph does not have this edge: a tensor holds its gradient in C++. What was there before the leak is in
+    `older`; `explained` explains other objects.
     """
     torch: Any = loaded("torch")
     wanted = {id(tensor) for tensor in lost}
@@ -347,11 +336,7 @@ def saved_for_backward(
 ) -> dict[int, Explanation]:
     """Explain tensors that no path leads to and that autograd graphs have saved by who holds these, by identity.
 
-    Args:
-        lost: the tensors.
-        pathless: the identities of those that have none even from what C++ holds, such as a hook of that very graph.
-        explained: explains other objects.
-        walk: the walk over the heap to ask, if it is shared with others.
+    In `pathless` are those that have no path even from what C++ holds, such as a hook of that very graph.
     """
     torch: Any = loaded("torch")
     wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
@@ -387,13 +372,8 @@ def held_by_nodes(
 ) -> dict[int, Explanation]:
     """Explain tensors whose path begins at a node of a graph that C++ holds by who holds the graph, by identity.
 
-    A `torch.autograd.Function`'s context is such a node, and what it keeps is held by who holds the graph.
-
-    Args:
-        explanations: those of the tensors, by their identities.
-        pathless: the identities of tensors that no path leads to: they say nothing of who holds their graphs.
-        explained: explains other objects.
-        walk: the walk over the heap to ask, if it is shared with others.
+    A `torch.autograd.Function`'s context is such a node, and what it keeps is held by who holds the graph. What no path
+    leads to (`pathless`) says nothing of that.
     """
     torch: Any = loaded("torch")
     wanted = {explanation.root for explanation in explanations.values()} - {0}
@@ -449,13 +429,7 @@ class _SavedBy:
 
 
 def _through_graph(explanation: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:
-    """Return what is behind the graph of something that is held.
-
-    Args:
-        explanation: that of the tensor.
-        hops: the way from it through the graph.
-        what: which node has what.
-    """
+    """Return what is behind the graph of something that is held: `hops` lead there, `what` says which node has it."""
     # Where C++ holds the output's own holder, that holder is what must let go, and no name for the graph leads there.
     in_c = bool(explanation.root)
     return Explanation(

@@ -56,12 +56,7 @@ class StorageWatch:
 
     @classmethod
     def of_each(cls, keys: Sequence[Collection[Key]], walk: SharedWalk | None = None) -> list[StorageWatch]:
-        """Return a watch for each of some groups of storages, which are looked for together.
-
-        Args:
-            keys: the storages of each group.
-            walk: the walk over the heap to ask, if it is shared with others.
-        """
+        """Return a watch for each of some groups of storages, which are looked for together."""
         wanted = {key for group in keys for key in group}
         found = _references(tensors_over(wanted, walk)) if wanted and loaded("torch") else {}
         return [cls(group, references=found) for group in keys]
@@ -147,11 +142,9 @@ class Collected:
         return cls(sizes, StorageWatch(sizes, tensors), cycles)
 
     def finding(self, stage: str, *, came: str = "") -> Finding | None:
-        """Return what is said of those that are gone since; None where none is.
+        """Return what is said of those that are gone since, and that were there since a stage; None where none is.
 
-        Args:
-            stage: since when they were there.
-            came: when they came back, beside that it was when the collector ran.
+        When they came back is `came`, beside that it was when the collector ran.
         """
         gone = self.watch.gone() - self.let_go
         size = sum(self.sizes[key] for key in gone)

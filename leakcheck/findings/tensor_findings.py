@@ -82,10 +82,9 @@ def leaks_of(held: Sequence[HeldStorage], context: Context) -> list[TensorLeak]:
 
 
 def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
-    """Return leaks, each with what more it keeps reserved: the free part of the segments around it.
+    """Return one subject's leaks, each with what more it keeps reserved: the free part of the segments around it.
 
-    Args:
-        leaks: of one subject; what is free in a segment is reported with the first leak in it.
+    What is free in a segment is reported with the first leak in it.
     """
     by_identity = {id(leak): leak for leak in leaks}
     cards = {leak.finding.device for leak in leaks if leak.finding.device.startswith("cuda:")}
@@ -112,13 +111,9 @@ class _Row:
 def tensor_leaks(
     held: Sequence[Sequence[HeldStorage]], rungs: Sequence[Rung], explained: Explained, context: Context
 ) -> list[TensorLeak]:
-    """Return the findings for storages of one device that are left at the first of some steps, the largest first.
+    """Return the findings for storages of one device that are left at the first of some rungs, the largest first.
 
-    Args:
-        held: the storages left at each step.
-        rungs: the rung of each step.
-        explained: who holds them.
-        context: what else is known.
+    `held` has those that are left at each.
     """
     left = [{storage.key for storage in row} for row in held]
     if not left[0]:

@@ -195,9 +195,7 @@ class TurnGrowth:
     def note(self, *stretches: str, held: int | None = None) -> None:
         """Read the process's own memory after a turn of some stretches, which are known by their names.
 
-        Args:
-            stretches: these.
-            held: the bytes that the kernel counts, where they have just been read.
+        The bytes that the kernel counts are `held`, where they have just been read.
         """
         is_new = not set(stretches) <= set(self._levels)
         if is_new:
@@ -476,13 +474,9 @@ def growth_of_host_memory(
 
 
 def with_call(finding: Finding, recorded: RecordedTurns, turns: str, rate: float) -> Finding:
-    """Return the finding with the call that has allocated most of what grew, or why none is known.
+    """Return what `growth_of_host_memory` has given with the call that has allocated most of it, or why none is known.
 
-    Args:
-        finding: what `growth_of_host_memory` has given.
-        recorded: what was recorded meanwhile.
-        turns: as there.
-        rate: bytes that a turn adds.
+    A turn adds `rate` bytes.
     """
     call, turn = recorded.call, turns.removesuffix("s")
     if recorded.why:
@@ -508,13 +502,7 @@ def call_recorder(*, wanted: bool) -> CallRecorder | None:
 
 
 def is_read(turn: int, count: int, *, is_last: bool) -> bool:
-    """Return whether it is read what there is after a turn.
-
-    Args:
-        turn: its number, from 1.
-        count: how many there are to be.
-        is_last: whether none follows.
-    """
+    """Return whether it is read what there is after a turn, one of `count` that there are to be, from 1."""
     if count < FEWEST_TURNS or turn < SECOND:
         return False
     return is_last or turn == SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count
@@ -523,14 +511,9 @@ def is_read(turn: int, count: int, *, is_last: bool) -> bool:
 def not_decided(
     turns: int, more: int, process: str = "", turn: str = "inference", remedy: str = "--until-decided"
 ) -> NotMeasured:
-    """Return that it is not known whether anything grows with each turn.
+    """Return that it is not known whether anything grows, after so many turns of so many `more` that may tell.
 
-    Args:
-        turns: how many there were.
-        more: how many more may tell.
-        process: in which; empty for this one.
-        turn: what one is called.
-        remedy: what makes more.
+    It is in this process, or in one that is named; `remedy` makes more turns.
     """
     where = f" in {process}" if process else ""
     return NotMeasured(

@@ -135,10 +135,9 @@ class ContainerCourses:
         return [course for course in self.candidates().values() if course.turns[-1] == turn and course.may_go_on]
 
     def growing(self, turn: int) -> list[Course]:
-        """Return those that have taken something in every turn, the longest first.
+        """Return those that have taken something in every turn until this one, the longest first.
 
-        Args:
-            turn: the last one: where it was not read after that, it is not known that they go on.
+        Where it was not read after the last turn, it is not known that they go on.
         """
         found = [course for course in self._courses.values() if course.goes_on and course.turns[-1] == turn]
         return sorted(found, key=lambda course: -course.items)

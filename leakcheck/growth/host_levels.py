@@ -166,8 +166,7 @@ class LevelReader:
     def read(self, held: int | None = None) -> tuple[int, int]:
         """Return both levels, in bytes; where malloc is not asked, what it said last.
 
-        Args:
-            held: the first of them, where it has just been read.
+        The first of them is `held`, where it has just been read.
         """
         held = anonymous_bytes() if held is None else held
         self._turns += 1

@@ -149,13 +149,9 @@ def _coarse(floors: Sequence[float]) -> Sequence[float]:
 
 
 class _Look:
-    """One look at a series.
+    """One look at a series, by its floors, each that of as many turns.
 
-    Args:
-        floors: each that of as many turns.
-        width: how many these are.
-        turns: all turns.
-        least: what moves by less from one floor to the next does not move.
+    What moves by less than `least` from one floor to the next does not move.
     """
 
     def __init__(self, floors: Sequence[float], width: int, turns: int, least: float) -> None:

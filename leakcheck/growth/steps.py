@@ -57,12 +57,7 @@ class KeptSteps:
 
     @classmethod
     def between(cls, levels: Sequence[int], allowed: Sequence[int] | int = 0) -> KeptSteps:
-        """Return what turns have added to a level.
-
-        Args:
-            levels: the level before the first turn, and after each.
-            allowed: as of the class.
-        """
+        """Return what turns have added to a level, which is given before the first of them and after each."""
         kept = list(itertools.accumulate(reversed(levels), min))[::-1]
         return cls([after - before for before, after in itertools.pairwise(kept)], allowed)
 
@@ -120,11 +115,7 @@ class KeptSteps:
         return sum(min(size, usual) for size in added)
 
     def said(self, amount: Callable[[int], str]) -> str:
-        """Return the growth in words, as `+4.0 MiB in each of 10 tests`.
-
-        Args:
-            amount: gives a figure as text.
-        """
+        """Return the growth in words, as `+4.0 MiB in each of 10 tests`; `amount` gives a figure as text."""
         added = self.added
         least, most = amount(min(added)), amount(max(added))
         size = f"+{least}" if least == most else f"+{least} to +{most}"
@@ -136,10 +127,8 @@ def rises(levels: Sequence[int]) -> bool:
     """Return whether a level has lately kept much more than it gave back: at least twice as much, over the later half.
 
     What is replaced in each turn by something of another size (the last output, the entries of a full cache) goes up
-    and down, and the smallest of a reading and all later ones rises with that, too.
-
-    Args:
-        levels: the level before the first turn, and after each.
+    and down, and the smallest of a reading and all later ones rises with that, too. The level is given before the first
+    turn and after each.
     """
     half = (len(levels) - 1) // 2
     late = levels[-half - 1 :]

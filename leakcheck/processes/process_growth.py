@@ -241,10 +241,9 @@ class ProcessGrowth:
         return steps.grows and len(steps.turns) >= quantity.fewest and is_steady
 
     def findings(self, named: Mapping[str, int] = _NONE) -> list[Finding]:
-        """One for each name whose processes grow, and for each of their levels that does.
+        """Return one for each name whose processes grow, and for each of their levels that does.
 
-        Args:
-            named: bytes on each device that are told already.
+        What is told already is `named`, in bytes on each device.
         """
         growing = {place: found for place in self._courses if (found := self._growing(*place)) is not None}
         return [
@@ -292,12 +291,7 @@ class ToldGrowth:
 
 
 def one_of_each(grown: Sequence[Finding], containers: Sequence[Finding]) -> list[Finding]:
-    """Return what has grown, each cause once: a container that grows is what its process has more.
-
-    Args:
-        grown: of levels of processes.
-        containers: the containers that take something with each turn.
-    """
+    """Return what has grown, each cause once: a container that grows is what its process has more."""
     told = {(_role_in(each), each.holder) for each in grown if each.holder}
     named = [each for each in containers if (_role_in(each), each.holder) not in told]
     by_role = Counter[str]()
@@ -397,12 +391,9 @@ Left = Sequence[tuple[Finding, Mapping[int, int]]]
 
 
 def growing_holder(left: Left, device: str, stage: str = "infer") -> HolderFacts | None:
-    """Return who keeps most of what each inference leaves on a device; None where nobody keeps some of most of them.
+    """Return who keeps most of what each turn leaves on a device; None where nobody keeps some of most of them.
 
-    Args:
-        left: who keeps something; the first inference fills what is filled once.
-        device: on which the tensors grow.
-        stage: whose turns have left it.
+    The first turn of a stage fills what is filled once.
     """
     last = max((turn for _, by_turn in left for turn in by_turn), default=0)
     kept = [
@@ -432,10 +423,7 @@ def is_under(root: str, finding: Finding) -> bool:
 def grown_under(root: str, left: Left, turns: Turns) -> list[Finding]:
     """Return what has grown under one root, as an engine in this process, for each of its parts that keeps it.
 
-    Args:
-        root: the name of what the paths of the root's own begin at: what others keep of the results is theirs.
-        left: what the turns of a stage have left.
-        turns: which there were.
+    What others keep of the results than what the paths of the root's own begin at is theirs.
     """
     return [
         held_by(
@@ -474,12 +462,7 @@ def shared_bytes(pid: int) -> int | None:
 
 
 def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
-    """Say of which files a process maps most shared memory, and which other processes map these, too.
-
-    Args:
-        pid: the process.
-        others: who may have made them, or have them, too.
-    """
+    """Say of which files a process maps most shared memory, and which `others` map these, too."""
     mapped = mapped_shared_memory(pid)
     if not mapped:
         return None
@@ -508,13 +491,7 @@ def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
 
 
 def things_held(finding: Finding, new: Sequence[str], holder: HolderFacts | None) -> HolderFacts | None:
-    """Say what most of the things are that a process has more, and who holds them.
-
-    Args:
-        finding: that they become more with each turn.
-        new: what each of them is.
-        holder: who holds them, where that is known.
-    """
+    """Say what most of the new things are that a process has more, and who holds them, where that is known."""
     if not new:
         return None
     said = f": {kind_of(new)}"

@@ -100,12 +100,7 @@ class Start:
     _looked: float = 0.0
 
     def is_over(self, pids: Collection[int], now: float) -> bool:
-        """Return whether it has started.
-
-        Args:
-            pids: its processes that can be asked.
-            now: the time.
-        """
+        """Return whether it has started, by now and those of its processes that can be asked."""
         if self.warm_up is not None:
             return bool(pids) and now - self.began >= self.warm_up
         self._seen = {pid: self._seen.get(pid, now if self._seen else now - _STAYS_S) for pid in pids}
@@ -166,11 +161,7 @@ class TimeWindow(ABC):
         return turn > round(self.seconds / self.interval)
 
     def _note_levels(self, tensors: Mapping[int, Mapping[str, int]]) -> None:
-        """Note what the processes that have answered hold of what is followed here: on cards, and what is counted.
-
-        Args:
-            tensors: the bytes that torch has given out on each device, by process.
-        """
+        """Note what the processes that have answered hold of what is followed here: on cards, and what is counted."""
         self.tensors = {
             pid: {device: size for device, size in sizes.items() if device != "cpu"} for pid, sizes in tensors.items()
         }
@@ -188,12 +179,7 @@ class TimeWindow(ABC):
         self._first_things.clear()
 
     def _causes(self, pid: int, found: Sequence[Finding]) -> list[Finding]:
-        """Return what grows in a process, each cause once: containers, and then what these do not explain.
-
-        Args:
-            pid: the process.
-            found: what is known to grow in it besides what is followed here.
-        """
+        """Return what grows in a process, each cause once: containers, and then what these do not explain."""
         containers = [each for each in found if each.holder]
         known = _explained_by(containers)
         rising = [each for key in self._series.get(pid, {}) if (each := self._risen(pid, key)) is not None]
@@ -447,9 +433,7 @@ class WatchedLooks:
     def found_by(self, asked: Attachment, seconds: float) -> list[Finding]:
         """Return the containers that grow, with holders that the process is asked for, and host memory that does.
 
-        Args:
-            asked: asks the process.
-            seconds: from one look to the next.
+        From one look to the next there are so many seconds.
         """
         growing = self._containers.growing(self.turn)
         fixed = _fixed_beside(growing, self._containers)
@@ -460,13 +444,7 @@ class WatchedLooks:
 
 
 class LookedGrowth(TimeWindow):
-    """Looks at processes at intervals until it is known what grows.
-
-    Args:
-        looks: asks each process, by its number.
-        seconds: as of `TimeWindow`.
-        tell: as of `TimeWindow`; what grows is said as soon as it is known.
-    """
+    """Looks at processes at intervals until it is known what grows; each is asked by its number."""
 
     def __init__(
         self, looks: Mapping[int, Attachment], seconds: float, tell: Callable[[str], object] = lambda text: None
