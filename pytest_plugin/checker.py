@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.remedies import DeferredRemedies
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.processes.process_exit import awaited

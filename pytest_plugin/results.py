@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 import lowtide
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.heap_file import HeapFile
+from lowtide.leakcheck.findings.remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.judging.ladder import collect
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped

@@ -16,7 +16,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -115,22 +115,6 @@ def _place_of(stack: Sequence[StackFrame]) -> StackFrame | None:
     return stack[telling_frames(stack)[0]] if stack else None
 
 
-class _Recorder(Protocol):
-    """Records allocations from when it is made until it is stopped."""
-
-    def own_bytes(self) -> int:
-        """Return the memory that the recorder itself takes."""
-
-    def is_full(self, turns: int) -> bool:
-        """Whether it has recorded all that it should, after so many turns."""
-
-    def stop(self, turns: int) -> AllocatingCall | None:
-        """Stop, and return the call that has allocated most; to be called once."""
-
-    def drop(self) -> None:
-        """Stop, and forget what was recorded."""
-
-
 class CannotRecordError(RuntimeError):
     """Allocations cannot be recorded; the message says why."""
 
@@ -163,6 +147,7 @@ class _Memray:
             raise CannotRecordError(f"memray cannot record them: {errors.pop()}")
 
     def own_bytes(self) -> int:
+        # In a file, not in memory.
         return 0
 
     def is_full(self, turns: int) -> bool:
@@ -253,8 +238,8 @@ class _Tracemalloc:
         if found is None:
             return None
         size, record, place = found
-        functions = _Functions()
-        return AllocatingCall(size, functions.named(place), tuple(map(functions.named, record.stack)))
+        named, *stack = _with_functions([place, *record.stack])
+        return AllocatingCall(size, named, tuple(stack))
 
     def drop(self) -> None:
         self._module.stop()
@@ -265,35 +250,25 @@ def _stack_of(traceback: Any) -> tuple[StackFrame, ...]:
     return tuple(StackFrame(frame.filename, frame.lineno, "") for frame in reversed(traceback))
 
 
-class _Functions:
-    """Finds the functions to which lines belong, as tracemalloc does not note them."""
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-    def __init__(self) -> None:
-        self._trees: dict[str, ast.Module | None] = {}
 
-    def named(self, frame: StackFrame) -> StackFrame:
-        """Return a frame with its function; `<module>` where it is in none that is known."""
-        if frame.file not in self._trees:
-            try:
-                self._trees[frame.file] = ast.parse("\n".join(lines_of(frame.file)))
-            except (OSError, ValueError, SyntaxError, RecursionError):
-                self._trees[frame.file] = None
-        tree = self._trees[frame.file]
-        around = [] if tree is None else [each for each in _functions(tree) if _spans(each, frame.line)]
+def _with_functions(frames: Iterable[StackFrame]) -> Iterator[StackFrame]:
+    """Yield frames with their functions, which tracemalloc does not note; `<module>` where none is known."""
+    known: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+    for frame in frames:
+        if frame.file not in known:
+            known[frame.file] = [each for each in _nodes_of(frame.file) if isinstance(each, _FUNCTION)]
+        around = [each for each in known[frame.file] if each.lineno <= frame.line <= (each.end_lineno or each.lineno)]
         # The innermost one begins last.
-        name = max(around, key=lambda each: each.lineno).name if around else "<module>"
-        return frame._replace(function=name)
+        yield frame._replace(function=max(around, key=lambda each: each.lineno).name if around else "<module>")
 
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def _functions(tree: ast.Module) -> Iterator[_Function]:
-    return (each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
-
-
-def _spans(function: _Function, line: int) -> bool:
-    return function.lineno <= line <= (function.end_lineno or function.lineno)
+def _nodes_of(file: str) -> Iterable[ast.AST]:
+    try:
+        return ast.walk(ast.parse("\n".join(lines_of(file))))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return ()
 
 
 @dataclass(frozen=True)
@@ -333,7 +308,7 @@ class CallRecorder:
             _Memray(memray).drop()
         except (ImportError, CannotRecordError):
             pass  # which is said where it is needed
-        self._running: _Recorder | None = None
+        self._running: _Memray | _Tracemalloc | None = None
         self._turns = self.took = 0
         self._known: RecordedTurns | None = None
 

@@ -586,7 +586,9 @@ def _way_to(cache: Any, value: Any, wrapped: int = 0) -> str | None:
     steps: list[tuple[str, Any]] = []
     if type(value) is FunctionType:
         cells = value.__closure__ or ()
-        steps = [(f".__closure__[{place}].cell_contents", _contents(cell)) for place, cell in enumerate(cells)]
+        # An empty one refers to nothing.
+        held_in = [(place, held) for place, cell in enumerate(cells) for held in gc.get_referents(cell)]
+        steps = [(f".__closure__[{place}].cell_contents", held) for place, held in held_in]
     elif type(value) is staticmethod or type(value) is classmethod:
         steps = [(".__func__", value.__func__)]
     elif type(value) is property:
@@ -596,10 +598,3 @@ def _way_to(cache: Any, value: Any, wrapped: int = 0) -> str | None:
         if way is not None:
             return edge + way
     return None
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None

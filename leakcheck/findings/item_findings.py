@@ -11,7 +11,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.growth.steps import KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
-from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
@@ -341,19 +341,17 @@ def _growth_of(stage: str, resource: ResourceName, grown: Items, turns: int) -> 
 def _stranding_of(stage: str, resource: ResourceName, grown: Items, turns: int) -> Finding:
     places = [name.split() for name in grown]
     devices, streams = sorted({device for device, _, _ in places}), {(device, stream) for device, stream, _ in places}
-    return Finding(
-        resource=resource,
+    size = format_bytes(sum(grown.values()))
+    return finding_of(
+        resource,
         cause="allocator-cache",
         bytes=sum(grown.values()),
         count=len(streams),
         device=", ".join(devices),
         stage=stage,
-        message=f"{format_bytes(sum(grown.values()))} reserved on {', '.join(devices)} for "
-        f"{format_amount(len(streams), 'streams')} that no longer exist, which {turns} calls of {stage} in a row have "
-        "left: no other stream gets what was freed on one",
-        fingerprint=fingerprint(
-            resource=resource, device=devices[0], stage=stage, suspects=("growth", "streams", stage)
-        ),
+        suspects=("growth", "streams", stage),
+        message=f"{size} reserved on {', '.join(devices)} for {format_amount(len(streams), 'streams')} that no longer "
+        f"exist, which {turns} calls of {stage} in a row have left: no other stream gets what was freed on one",
         verdict="cached",
         holder=ALLOCATOR_HOLDER,
         trend="growth",

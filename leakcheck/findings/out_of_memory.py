@@ -19,7 +19,7 @@ from typing import Any
 from lowtide.leakcheck.findings.host_arrays import MOST, HeldArray, held_arrays
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks
 from lowtide.leakcheck.findings.tensor_findings import frames, leaks_of
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.storages import HeldStorage, is_tensor, new_storages, survey_births, without_overlaps
@@ -41,7 +41,7 @@ from lowtide.probes.stages import EnteredStage
 from lowtide.reports.escaping import one_line
 from lowtide.reports.schema import Finding, LedgerLine, NotMeasured, OutOfMemory, ResourceName, as_written
 from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement, noted
+from lowtide.reports.statement import Note, Statement, noted
 
 _SHOWN = 10
 """Of what was in use, so many parts are shown, the largest."""
@@ -347,18 +347,15 @@ def _native(moment: _Moment) -> list[Finding]:
 
 def _part(resource: ResourceName, size: int, count: int, amount: str, notes: tuple[Note, ...], **more: Any) -> Finding:
     """Return what is said of a part of what was in use."""
-    device = more.pop("device", "cpu")
-    mark = fingerprint(resource=resource, device=device, stage="", suspects=(more.get("holder") or "",))
     return as_written(
-        StatedFinding(
-            resource=resource,
+        finding_of(
+            resource,
             bytes=size,
             count=count,
-            device=device,
             stage="",
+            suspects=(more.get("holder") or "",),
             statement=Statement(amount=amount, came=None, notes=notes),
-            fingerprint=mark,
-            **more,
+            **{"device": "cpu", **more},
         )
     )
 

@@ -29,7 +29,7 @@ from lowtide.probes.objects.foreign import (
     thread_name,
     type_name,
 )
-from lowtide.probes.originals import threading, weakref
+from lowtide.probes.originals import gc, threading, weakref
 from lowtide.reports.schema import Hop
 from lowtide.reports.sizes import first_of
 from lowtide.reports.statement import noted, restated
@@ -228,16 +228,9 @@ def works_for(thread: threading.Thread) -> Iterator[Any]:
     if own is not thread:
         yield thread
     cells = (target.__closure__ or ()) if type(target) is FunctionType else ()
-    given = [*arguments, *(cell.cell_contents for cell in cells if _is_filled(cell))]
+    # An empty cell refers to nothing.
+    given = [*arguments, *(item for cell in cells for item in gc.get_referents(cell))]
     yield from (item for item in given if item is not own and _is_an_end(type(item)))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises where there is none
-    except ValueError:
-        return False
-    return True
 
 
 def _is_an_end(cls: type) -> bool:

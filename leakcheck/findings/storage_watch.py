@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
 from lowtide.probes.heap.cycles import CycleEdge, cycle_behind
@@ -22,7 +22,7 @@ from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement
+from lowtide.reports.statement import Note, Statement
 
 _MOST_TRACED = 3
 """Storages, the largest ones, whose cycles are looked for."""
@@ -121,13 +121,10 @@ class Collected:
         self.let_go.update(self.watch.gone() - before)
 
     @classmethod
-    def before(cls, tensors: Sequence[Any], least: int = COLLECTED, ignore: Collection[int] = ()) -> Collected | None:
-        """Read some tensors that are there still, before anything is collected; None where they are less than `least`.
+    def before(cls, tensors: Sequence[Any], least: int = COLLECTED) -> Collected | None:
+        """Read some tensors that may be kept, or be garbage, before anything is collected.
 
-        Args:
-            tensors: they may be kept, or be garbage.
-            least: bytes.
-            ignore: the identities of what the caller holds them in.
+        None where they have less than `least` bytes.
         """
         survey = survey_storages(Census(list(tensors))) if tensors else None
         sizes = {} if survey is None else {(each.device, each.address): each.bytes for each in survey.storages}
@@ -138,7 +135,7 @@ class Collected:
         for turn, keys in enumerate(keys_of_each(tensors)):
             for key in keys & largest:
                 largest.remove(key)
-                cycles[key] = cycle_behind(tensors[turn], {*ignore, id(tensors)})
+                cycles[key] = cycle_behind(tensors[turn], {id(tensors)})
         return cls(sizes, StorageWatch(sizes, tensors), cycles)
 
     def finding(self, stage: str, *, came: str = "") -> Finding | None:
@@ -154,20 +151,18 @@ class Collected:
         named = [edge.text for edge in edges if edge.is_attribute] or [edge.text for edge in edges]
         through = first_of(list(dict.fromkeys(named)), _SHOWN_EDGES)
         device = next(iter(gone))[0]
-        return StatedFinding(
-            resource="tensors",
+        return finding_of(
+            "tensors",
             cause="cycle",
             bytes=size,
             count=len(gone),
             device=device,
             stage=stage,
+            suspects=("only collected", *sorted(set(named))),
             statement=Statement(
                 amount=f"{format_bytes(size)} on {device} came back only when the collector ran{came}",
                 came=None,
                 notes=(Note(", in a cycle through ", through),) if through else (),
-            ),
-            fingerprint=fingerprint(
-                resource="tensors", device=device, stage=stage, suspects=("only collected", *sorted(set(named)))
             ),
             holder=through or None,
             remedy=Remedy(action="gc.collect()", returns_bytes=size),

@@ -147,7 +147,6 @@ class TurnGrowth:
         roots: gives what is held, by name, where no path can see it.
         by_frames: whether what running functions hold is the program's; else it is a test runner's.
         asked: whether somebody has asked for it: then it is read at every turn that it should be, at any cost.
-        most: objects that all readings together may go through in any case, where nobody has.
         seconds: how long a turn takes; 0 where it may take any time.
         apart: does what goes through the heap where the program does not notice it.
         calls: records those that allocate, while host memory seems to grow; None: nothing does.
@@ -161,7 +160,6 @@ class TurnGrowth:
         *,
         by_frames: bool = False,
         asked: bool = False,
-        most: int = _FREE,
         seconds: float = 0.0,
         apart: Callable[[Callable[[], dict[int, Finding]]], dict[int, Finding]] = lambda work: work(),
         calls: CallRecorder | None = None,
@@ -173,7 +171,7 @@ class TurnGrowth:
         # Levels that have in them what recording takes, each with the bytes that it says to take.
         self._waiting: list[tuple[tuple[str, ...], tuple[int, int], int]] = []
         self._by_frames = by_frames
-        self._asked, self._most, self._seconds = asked, most, seconds
+        self._asked, self._seconds = asked, seconds
         self._roots = roots
         self._containers = ContainerCourses()
         self._levels: dict[str, HostLevels] = {}
@@ -291,7 +289,7 @@ class TurnGrowth:
 
     @property
     def _costs_too_much(self) -> bool:
-        may_cost = max(self._most, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
+        may_cost = max(_FREE, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
         return self._gone_through > may_cost
 
     def _note(self, stretches: tuple[str, ...], now: tuple[int, int]) -> None:

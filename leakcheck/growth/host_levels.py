@@ -187,10 +187,6 @@ _WAITS_A_TURN = 8
 _MOST_WAITS = 7
 
 
-def read_levels(held: int | None = None) -> tuple[int, int]:
-    """Read the process's own memory and what malloc has given out, in bytes.
-
-    Args:
-        held: the first of them, where it has just been read.
-    """
-    return anonymous_bytes() if held is None else held, malloc_in_use()
+def read_levels() -> tuple[int, int]:
+    """Read the process's own memory and what malloc has given out, in bytes."""
+    return anonymous_bytes(), malloc_in_use()

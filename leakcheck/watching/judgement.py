@@ -12,12 +12,19 @@ import msgspec
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak, defer, try_deferred
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.owner_growth import merged
-from lowtide.leakcheck.findings.remedies import actions_for, prove, try_actions
+from lowtide.leakcheck.findings.remedies import (
+    DeferredRemedies,
+    UnprovenLeak,
+    actions_for,
+    defer,
+    prove,
+    try_actions,
+    try_deferred,
+)
 from lowtide.leakcheck.findings.running_threads import works_for
 from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
 from lowtide.leakcheck.findings.storage_watch import StorageWatch

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.peak_memory import PeakWatch
+from lowtide.leakcheck.findings.remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.judging.judge import Budget

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.remedies import DeferredRemedies
 from lowtide.leakcheck.judging.device_memory import DeviceMemory
 from lowtide.leakcheck.judging.filled_caches import FilledCaches
 from lowtide.leakcheck.judging.owners import Ownership

@@ -91,7 +91,7 @@ def test_without_other_processes_cards_and_engines_nothing_of_these_is_entered(e
         "leakcheck/resources/process_groups.py",
         "leakcheck/resources/warm_up.py",
         "leakcheck/judging/device_memory.py",
-        "leakcheck/findings/deferred_remedies.py",
+        "leakcheck/findings/remedies.py",
         "leakcheck/watching/engine_watch.py",
         "leakcheck/suppressions/entries.py",
         "probes/allocation_stacks.py",

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from lowtide.leakcheck.findings import deferred_remedies as unproven
-from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak, try_deferred
+from lowtide.leakcheck.findings import remedies as unproven
 from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.remedies import DeferredRemedies, UnprovenLeak, try_deferred
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.pytest_plugin.results import DeferredProofs, Proven, proven_as_json, proven_from_json, with_proven
 from lowtide.reports.schema import Cause, Finding, Hop, Remedy, Subject
