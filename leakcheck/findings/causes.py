@@ -55,7 +55,6 @@ _CONTAINERS = ("dict", "list", "tuple", "set", "collections.OrderedDict", "colle
 BELONGING = tuple(resource.rule.key for resource in RESOURCES)
 """The resources that belong together, that which says most of the cause first."""
 
-
 _MOST_NAMED = 3
 """Holders of the things of one finding that are named."""
 
@@ -222,7 +221,6 @@ _SHOWN_PLACES = 3
 
 _MOST_REACHED = 100_000
 """Objects that are looked at for arrays behind a finding."""
-
 
 _ROOTS = (
     ("torch's default hook for saved tensors", "torch._C._autograd._top_saved_tensors_default_hooks(True)"),

@@ -79,7 +79,6 @@ _STEPS = 3
 
 _RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
 
-
 _TRIED = 16
 """New objects of a type at most to which the ways are looked at."""
 
@@ -233,7 +232,8 @@ def _growing_containers(
     if not wanted:
         return {}
     caches = _caches_by_table()
-    wanted = [(course, table) for course, table in wanted if _may_grow_for_ever(caches.get(id(table)))]
+    bounded = {table for table, cache in caches.items() if cache.cache_parameters()["maxsize"] is not None}
+    wanted = [(course, table) for course, table in wanted if id(table) not in bounded]
     # Of a cache's table no expression is known.
     targets = [caches.get(id(container), _held_in(container)) for _, container in wanted]
     ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
@@ -320,10 +320,6 @@ def _caches_by_table() -> dict[int, Any]:
     """Return every `lru_cache` by the identity of the dict that its entries are in."""
     caches = all_instances(LRU_CACHE)
     return {id(table): cache for cache in caches for table in gc.get_referents(cache) if type(table) is dict}
-
-
-def _may_grow_for_ever(cache: Any) -> bool:
-    return cache is None or cache.cache_parameters()["maxsize"] is None
 
 
 def _is_of_a_functions_module(explanation: Explanation) -> bool:

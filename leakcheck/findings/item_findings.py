@@ -38,7 +38,6 @@ No cache is emptied, process group destroyed or heap unfrozen while tests follow
 a later test may need them.
 """
 
-
 _SHOWN_SETTINGS = 3
 _TOLD_SETTINGS = 8
 

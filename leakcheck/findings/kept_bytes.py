@@ -77,11 +77,12 @@ def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] =
     taken = {id(item) for entry in entries for item in entry if is_a(item, ModuleType)}
     following = _met(((number, entry) for number, entry in enumerate(entries)), seen)
     left = _MOST_BEHIND * len(entries)
+    shared_by = _SHARED_BY * len(entries) if len(entries) >= _FEWEST_SHARING else len(entries)
     while following and left > 0:
         level = list[tuple[int, Sequence[Any]]]()
         for met in following:
             seen.add(id(met.item))
-            if _is_shared(met, len(entries)) or (is_of_a_module(met.item) and id(met.item) not in taken):
+            if met.entries > shared_by or (is_of_a_module(met.item) and id(met.item) not in taken):
                 continue
             left -= 1
             kept.objects += 1
@@ -107,10 +108,6 @@ def _met(level: Iterable[tuple[int, Sequence[Any]]], seen: Collection[int]) -> l
             elif met.last != number:
                 met.entries, met.last = met.entries + 1, number
     return list(found.values())
-
-
-def _is_shared(met: _Met, entries: int) -> bool:
-    return entries >= _FEWEST_SHARING and met.entries > _SHARED_BY * entries
 
 
 def is_of_a_module(item: Any) -> bool:

@@ -35,6 +35,8 @@ _MOST_EXPLAINED = 8
 _LONGEST_LINK = 3
 """Edges from one link of a chain to the next."""
 
+_UNEXPLAINED = Explanation(verdict="unexplained", cause="unknown", holder="", path=(), suspects=())
+
 ADVICE = "let each test, or the clean-up that it calls, give back what it adds; or bound what is kept"
 
 
@@ -124,21 +126,18 @@ def _of_tensors(owner: Owner, key: LevelKey, stacks: Stacks, past: int | None = 
         return None
     held, explanations = place
     largest = max(held, key=lambda storage: ledger.storages[storage].bytes)
-    explanation = explanations.get(largest)
+    explanation = explanations.get(largest, _UNEXPLAINED)
     steps = ledger.steps(key)
     total = sum(steps.added)
     stack = tuple(stacks(device, [largest[1]]).get(largest[1], ()))
-    holder = explanation.holder if explanation is not None else ""
     notes = [Note(f", {format_bytes(total)} on {device} in all")]
-    if past is not None:
-        notes.append(Note(f", past the limit of {format_bytes(past)}"))
-    if holder:
-        notes.append(Note(", held by ", holder))
+    notes += [] if past is None else [Note(f", past the limit of {format_bytes(past)}")]
+    notes += [Note(", held by ", explanation.holder)] if explanation.holder else []
     said = f"{steps.said(format_bytes)} under {owner.name}"
-    suspects = () if explanation is None else explanation.suspects[:1]
+    suspects = explanation.suspects[:1]
     return StatedFinding(
         resource="tensors",
-        cause="unknown" if explanation is None else explanation.cause,
+        cause=explanation.cause,
         bytes=total,
         count=len(held),
         device=device,
@@ -152,9 +151,9 @@ def _of_tensors(owner: Owner, key: LevelKey, stacks: Stacks, past: int | None = 
             allocated_in=allocating_function(stack),
             module="" if suspects else owner.where,
         ),
-        verdict="unexplained" if explanation is None else explanation.verdict,
-        holder=holder or None,
-        path=() if explanation is None else explanation.path,
+        verdict=explanation.verdict,
+        holder=explanation.holder or None,
+        path=explanation.path,
         allocated_at=frames(stack),
         advice=ADVICE,
         trend="growth",
@@ -182,10 +181,8 @@ def _place_of_growth(owner: Owner, key: LevelKey) -> tuple[list[Key], Mapping[Ke
     keys -= _in_full_caches(explanations)
     places: dict[str, list[Key]] = {}
     for storage in sorted(keys):
-        explanation = explanations.get(storage)
-        places.setdefault("" if explanation is None else place_of(hop.edge for hop in explanation.path), []).append(
-            storage
-        )
+        path = explanations.get(storage, _UNEXPLAINED).path
+        places.setdefault(place_of(hop.edge for hop in path), []).append(storage)
     turns = {place: {lying[storage].turn for storage in storages} for place, storages in places.items()}
     growing = [place for place, found in turns.items() if len(found) >= FEWEST_STEPS]
     replaced = set(owner.ledger.steps(key).turns) - by_turn.keys()

@@ -37,7 +37,7 @@ from lowtide.leakcheck.judging.storages import Key
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.resource import Change, Rung
-from lowtide.leakcheck.resources.settings import SettingChange, advice, is_code, put_back, undo, undoing
+from lowtide.leakcheck.resources.settings import advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.objects.foreign import thread_ident, thread_key, thread_name
 from lowtide.probes.objects.listed import any_frozen
@@ -53,7 +53,6 @@ _SHOWN = 3
 
 _MOST_TOLD = 8
 """Cuts that are written out one by one in one action."""
-
 
 _LONGEST_S = 30.0
 """Seconds that a change may take: it runs the program's code, which may wait for what never comes."""
@@ -211,55 +210,44 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
     Drop them afterwards: they hold what holds the tensors. It `may_unfreeze` where the freeze of the heap is the leak's
     own doing, so that undoing it undoes nothing else.
     """
-    watch = StorageWatch({key for leak in leaks for key in leak.sizes})
     attempts = [_Attempt(leak) for leak in leaks]
-    trial = _Trial(watch, attempts, context, may_unfreeze=may_unfreeze)
-    waiting = attempts
+    trial = _Trial(attempts, context, may_unfreeze=may_unfreeze)
+    waiting, budget = attempts, context.budget
+    explanations: Mapping[Key, Explanation]
+    explanations = {key: found for leak in leaks for key, found in leak.explanations.items()}
     for turn in range(_MOST_ROUNDS):
-        # Who else holds what the round before did not give back, by one walk for all leaks together.
-        left = {key for attempt in waiting for key in trial.left(attempt)} if turn else set()
-        explanations = explain_storages(left, context).by_key if left and not context.budget.is_spent else {}
-        waiting = [attempt for attempt in waiting if trial.goes_on(attempt, explanations if turn else None)]
+        if turn:
+            # Who else holds what the round before did not give back, by one walk for all leaks together.
+            left = {key for attempt in waiting for key in trial.left(attempt)}
+            explanations = {} if budget.is_spent else explain_storages(left, context).by_key
+        waiting = [attempt for attempt in waiting if trial.goes_on(attempt, explanations)]
     for attempt in waiting:
         trial.climb(attempt)
     return [attempt.finding() for attempt in attempts]
 
 
 class _Trial:
-    """Makes the changes that may give some leaks back, and measures each; `watch` is of all their storages."""
+    """Makes the changes that may give some leaks back, and measures each."""
 
-    def __init__(
-        self, watch: StorageWatch, attempts: Sequence[_Attempt], context: Context, *, may_unfreeze: bool
-    ) -> None:
-        self._watch = watch
+    def __init__(self, attempts: Sequence[_Attempt], context: Context, *, may_unfreeze: bool) -> None:
+        self._attempts = attempts
+        self._watch = StorageWatch({key for attempt in attempts for key in attempt.leak.sizes})
         self._context = context
         self._may_unfreeze = may_unfreeze
         self._gone: set[Key] = set()
         self._waited: set[str] = set()
-        self._attempts_on: dict[Key, list[_Attempt]] = {}
-        for attempt in attempts:
-            for key in attempt.leak.sizes:
-                self._attempts_on.setdefault(key, []).append(attempt)
 
     def left(self, attempt: _Attempt) -> set[Key]:
         """Return the storages of a leak that are still there."""
         return attempt.leak.sizes.keys() - self._gone
 
-    def goes_on(self, attempt: _Attempt, explanations: Mapping[Key, Explanation] | None) -> bool:
-        """Cut what holds a leak; return whether something of it is left that may have another holder.
-
-        Who holds what is left is in `explanations`, by storage; where that is None, the leak's own explanation says so.
-        """
-        budget = self._context.budget
+    def goes_on(self, attempt: _Attempt, explanations: Mapping[Key, Explanation]) -> bool:
+        """Cut what holds a leak, by storage; return whether something of it is left that may have another holder."""
         left = self.left(attempt)
-        if explanations is None:
-            attempt.was_left_out = budget.is_spent
-            explanations = attempt.leak.explanations
-            attempt.explanations = [explanation for key, explanation in explanations.items() if key not in self._gone]
-        elif left and not budget.is_spent:
-            attempt.explanations = [explanation for key, explanation in explanations.items() if key in left]
-        if not left or budget.is_spent:
+        attempt.was_left_out = self._context.budget.is_spent
+        if not left or attempt.was_left_out:
             return False
+        attempt.explanations = [found for key, found in explanations.items() if key in left]
         distinct = _distinct(cut for item in attempt.explanations for cut in item.cuts)
         cuts = [cut for cut in distinct if cut.code not in attempt.done]
         if not cuts:
@@ -290,7 +278,7 @@ class _Trial:
             _take_down(_Step(change.code, is_code=change.is_code), returned, attempt)
 
     def _measure(self, current: _Attempt, *, runs_code: bool = False) -> Mapping[_Attempt, int]:
-        """Return the bytes that each leak got back by an action, for those that got any."""
+        """Return the bytes that each leak got back by an action."""
         gone = self._watch.gone()
         if runs_code or not current.leak.sizes.keys() <= gone:
             # What goes may wait in its `__del__`.
@@ -298,11 +286,7 @@ class _Trial:
                 collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
             gone = self._watch.gone()
         new, self._gone = gone - self._gone, gone
-        found = Counter[_Attempt]()
-        for key in new:
-            for attempt in self._attempts_on[key]:
-                found[attempt] += attempt.leak.sizes[key]
-        return found
+        return {each: sum(each.leak.sizes[key] for key in new & each.leak.sizes.keys()) for each in self._attempts}
 
 
 @dataclass(frozen=True)
@@ -400,7 +384,7 @@ def _raised_by(make: Callable[[], object]) -> str:
 
 def _take_down(step: _Step, returned: Mapping[_Attempt, int], current: _Attempt) -> None:
     """Note an action with the leak that it was for, and with every other that it gave something back of."""
-    for attempt, size in {current: 0, **returned}.items():
+    for attempt, size in returned.items():
         if size or attempt is current:
             attempt.steps.append(replace(step, returned=size))
 
@@ -485,8 +469,8 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
         lines = undoing(changes)
         code = "; ".join(lines)
         short = code if len(code) <= _LONGEST_CODE else advice(changes)
-        do_undo = functools.partial(_put_back, changes)
-        return [Change(short, "", do_undo, is_code=short == code and is_code(changes))] if lines else []
+        as_code = short == code and is_code(changes)
+        return [Change(short, "", lambda: put_back(still_changed(changes)), is_code=as_code)] if lines else []
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
         cut = leak.explanation.cut
 
@@ -503,10 +487,6 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
         return [Change(f"{cut.code}, then {after}", cut.effect, do, is_code=False)]
     kind = resource_of(leak.key)
     return [] if kind is None else kind.changes(leak.names)
-
-
-def _put_back(changes: Sequence[SettingChange]) -> None:
-    put_back(still_changed(changes))
 
 
 def _joining(keys: Collection[str], patience: float, endings: Sequence[Change] = ()) -> list[Change]:

@@ -69,33 +69,35 @@ _APART = 2
 _ENOUGH = 3
 """Readings of a stretch after which it shows whether any container may grow in it."""
 
-
-_CAUSES: dict[str, Cause] = {NAMES["malloc"]: "native", NAMES["malloc_free"]: "native", NAMES["other"]: "native"}
-
-_ADVICE_ON_HOST = {
+_PARTS: Mapping[str, tuple[Cause, str, str]] = {
     NAMES["malloc"]: (
+        "native",
+        "`memray run --native`",
         "look for what is allocated in each turn and not freed, what C holds by a reference too many included: "
-        "{tool} names the calls"
+        "{tool} names the calls",
     ),
     NAMES["python"]: (
-        "look for small objects that each turn leaves, in no container that grows: {tool} names the line"
+        "unknown",
+        "`tracemalloc`",
+        "look for small objects that each turn leaves, in no container that grows: {tool} names the line",
     ),
-    NAMES["malloc_free"]: "the heap is fragmented, and keeps free memory: no leak; try MALLOC_ARENA_MAX=2",
-    NAMES["other"]: "look for what maps memory in each turn: {tool} names the calls",
+    NAMES["malloc_free"]: (
+        "native",
+        "",
+        "the heap is fragmented, and keeps free memory: no leak; try MALLOC_ARENA_MAX=2",
+    ),
+    NAMES["other"]: (
+        "native",
+        "`strace -e mmap,munmap -k`",
+        "look for what maps memory in each turn: {tool} names the calls",
+    ),
 }
-
-_TOOLS = {
-    NAMES["malloc"]: "`memray run --native`",
-    NAMES["python"]: "`tracemalloc`",
-    NAMES["other"]: "`strace -e mmap,munmap -k`",
-}
-"""What names the calls where nothing of lowtide's does."""
+"""The cause by the part of the memory that grows, what names the calls where nothing of lowtide's does, and advice."""
 
 _FREE_IT = "free in each turn what this call allocates, or give back the reference by which C holds it"
 
 _MATTERS = 4
 """A call that has allocated less than such a part of what the turns add is not what grows."""
-
 
 _LEAST_OF_VALUES = 64 << 10
 """Bytes that malloc must have given out since the first reading, for values to be read again."""
@@ -449,13 +451,14 @@ def growth_of_host_memory(
     rate, low, high = (format_bytes(round(size)) for size in (grown.slope.rate, grown.slope.low, grown.slope.high))
     each = f"{rate} with each" if low == high else f"{rate} with each ({low} to {high})"
     each += f" ({format_bytes(round(grown.slope.rate / seconds))} a second)" if seconds else ""
-    tool = f"`{option}`" if option else _TOOLS.get(grown.part, "")
+    cause, tool, advice = _PARTS.get(grown.part, ("unknown", "", ""))
+    tool = f"`{option}`" if option else tool
     said = f"host memory grew by {format_bytes(grown.bytes)} over {grown.turns} {turns}, {each}"
     if since:
         said = f"host memory is {format_bytes(grown.bytes)} more than at {since}"
     return StatedFinding(
         resource="host-memory",
-        cause=_CAUSES.get(grown.part, "unknown"),
+        cause=cause,
         bytes=grown.bytes,
         count=grown.turns,
         device="",
@@ -466,7 +469,7 @@ def growth_of_host_memory(
         fingerprint=fingerprint(
             resource="host-memory", device="", stage=turns, suspects=("growth", grown.part), module=module
         ),
-        advice=_ADVICE_ON_HOST.get(grown.part, "").format(tool=tool) or None,
+        advice=advice.format(tool=tool) or None,
         trend="growth",
     )
 
