@@ -237,19 +237,17 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
     """
     leaks = [leak for leak in found if isinstance(leak, ItemLeak) and resource_of(leak.key) is not None]
     edges = _edges_of_tensors(found)
-    shared = _causes_of_things(leaks, context, edges) if {leak.key for leak in leaks} - {"threads"} else {}
-    mapped = _mapped_files(found)
-    shared.update((("file-descriptors", name), CommonCause(("tensors", turn))) for name, turn in mapped.items())
-    by_setting = _held_by_settings(found)
-    shared.update((("globals", name), CommonCause(("tensors", turn))) for name, turn in by_setting.items())
-    around = {*mapped.values(), *by_setting.values()}
+    shared: dict[_Named | int, CommonCause] = {}
+    if {leak.key for leak in leaks} - {"threads"}:
+        shared.update(_causes_of_things(leaks, context, edges).items())
+    beside = {**_mapped_files(found), **_held_by_settings(found)}
     of_graphs = _parts_of_graphs(found, context)
-    shared.update((of, CommonCause(("cuda-graph", group))) for of, group in of_graphs.items() if type(of) is tuple)
+    shared.update((named, CommonCause(("tensors", turn))) for named, turn in beside.items())
+    shared.update((of, CommonCause(("cuda-graph", group))) for of, group in of_graphs.items())
+    shared.update((turn, CommonCause(("tensors", turn))) for turn in beside.values())
     parts: list[_Part] = []
     for turn, leak in enumerate(found):
-        own = _graph_of(leak) or (CommonCause(("tensors", turn)) if turn in around else None)
-        if own is None and turn in of_graphs:
-            own = CommonCause(("cuda-graph", of_graphs[turn]))
+        own = _graph_of(leak) or shared.get(turn)
         for part, cause in _split(leak, shared) if isinstance(leak, ItemLeak) else [(leak, own)]:
             apart = _apart(part, context)
             if cause is not None and len(apart) > 1:
@@ -650,14 +648,15 @@ def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
     return (Hop(type="thread", edge=f"thread {thread_name(thread)!r}", suspect=path[2].suspect), *path[3:])
 
 
-def _mapped_files(found: Sequence[Leak]) -> dict[str, int]:
-    """Return the descriptors of files in which kept tensors lie, by name, with the place of their finding."""
-    names: dict[str, list[str]] = {}
+def _mapped_files(found: Sequence[Leak]) -> dict[_Named, int]:
+    """Return the descriptors of files in which kept tensors lie, with the place of their finding."""
+    names: dict[str, list[_Named]] = {}
     for leak in found:
         if isinstance(leak, ItemLeak) and leak.key == "file-descriptors":
             for name in leak.names:
-                names.setdefault(name.partition(" -> ")[2].removesuffix(" (deleted)"), []).append(name)
-    places: dict[str, int] = {}
+                path = name.partition(" -> ")[2].removesuffix(" (deleted)")
+                names.setdefault(path, []).append((leak.key, name))
+    places: dict[_Named, int] = {}
     for turn, leak in enumerate(found if any(path.startswith("/") for path in names) else ()):
         if isinstance(leak, TensorLeak):
             paths = files_at([address for device, address in leak.keys if device == "cpu"])
@@ -666,12 +665,12 @@ def _mapped_files(found: Sequence[Leak]) -> dict[str, int]:
     return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
 
 
-def _held_by_settings(found: Sequence[Leak]) -> dict[str, int]:
+def _held_by_settings(found: Sequence[Leak]) -> dict[_Named, int]:
     """Return a process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
 
     The message on several settings states what each was and how it is put back: these stay together.
     """
-    held: dict[str, int] = {}
+    held: dict[_Named, int] = {}
     for left in found:
         if not isinstance(left, ItemLeak) or left.key != "globals" or len(left.changes) != 1:
             continue
@@ -680,12 +679,12 @@ def _held_by_settings(found: Sequence[Leak]) -> dict[str, int]:
         for turn, leak in enumerate(found):
             path = leak.finding.path if isinstance(leak, TensorLeak) else ()
             if path and path[0].type == "interpreter" and (path[0].edge or "").startswith(root):
-                held.update(dict.fromkeys(left.names, turn))
+                held.update(((left.key, name), turn) for name in left.names)
                 break
     return held
 
 
-def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> list[tuple[Leak, CommonCause | None]]:
+def _split(leak: ItemLeak, shared: Mapping[_Named | int, CommonCause]) -> list[tuple[Leak, CommonCause | None]]:
     """Return a leak as one for each cause of its things, and one for those whose cause is not known."""
     parts: dict[Hashable, tuple[CommonCause | None, dict[str, int]]] = {}
     for name, size in leak.names.items():

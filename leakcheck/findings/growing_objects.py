@@ -156,10 +156,7 @@ def ids_of(classes: Iterable[type]) -> dict[int, Ints]:
 def is_worth_a_look(course: Course, item: Any, *, tensors: bool) -> bool:
     """Return whether what a container takes, or what comes of a type, is the program's, and enough; costs little.
 
-    Args:
-        course: how it has grown.
-        item: the container, or the type.
-        tensors: as of `Stretch`.
+    Memory under tensors counts as in a `Stretch`.
     """
     if is_a(item, type):
         return _may_be_linked(item) and not _is_plain(item)
@@ -618,10 +615,10 @@ def _way_through(explanation: Explanation, item: object, kind: str) -> _Way | No
 def _head(members: Sequence[Any], hops: int, stretch: Stretch, passed: Collection[int]) -> Explanation | None:
     """Return who holds the first one of a chain's objects: the one to which the way has so many hops.
 
-    Of many some are asked, and then those that are before the nearest of these.
+    Of many some are asked, few as each way may be as long as the chain, and then those before the nearest of these.
     """
     while members:
-        asked = _spread(members, _SIZED)
+        asked = _spread(members, _TRIED)
         explained = explain(asked, ignore={*passed, id(members), id(asked)}, roots=stretch.roots, living=True)
         # (The dict of a module's names is on a way, and no hop of it.)
         there = (each for each in explained if len(each.path) >= hops)

@@ -17,14 +17,7 @@ from lowtide.reports.schema import NotMeasured, ReportError
 
 
 class HeapFile:
-    """The file of one test, block or life; one that is there from before goes, since it must not pass for this one's.
-
-    Args:
-        folder: where it is written.
-        name: of the file.
-        subject: what it is of.
-        version: lowtide's.
-    """
+    """The file of one test, block or life; one of before goes, since it must not pass for this one's."""
 
     def __init__(self, folder: str, name: str, subject: str, version: str) -> None:
         self._folder, self._name, self._subject, self._version = folder, name, subject, version
@@ -52,14 +45,10 @@ class HeapFile:
         items: Mapping[str, Sequence[str]],
         roots: Sequence[tuple[str, object]],
     ) -> None:
-        """Write what a walk has met.
+        """Write the whole heap, which is walked if nobody has done so.
 
-        Args:
-            walk: the whole heap; it is made if nobody has asked it.
-            born: the identities of what was born in the test.
-            storages: those that are left.
-            items: the names of the things that are left, by resource.
-            roots: further roots, by name.
+        It says what was born in the test, and which storages and things, by name and resource, are left; there are
+        further roots, by name.
         """
         with collector_paused():
             graph = walk.graph([held for _, held in roots])

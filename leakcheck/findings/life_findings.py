@@ -46,13 +46,7 @@ _IMPORT = "by the "
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One time that a stage has begun, in any life.
-
-    Attributes:
-        cycle: the life, from 1.
-        stage: its name.
-        times: how often it had begun by then, this time included.
-    """
+    """One time that a stage has begun, in any life, which are counted from 1; and how often it had begun by then."""
 
     cycle: int
     stage: str
@@ -284,12 +278,7 @@ class LeftoverTensors:
         return leaks
 
     def context(self, engine: object, lives: int = 1) -> Context:
-        """Return what is known around what is left, while an engine is held.
-
-        Args:
-            engine: the one that was shut down, or sleeps.
-            lives: how many there were.
-        """
+        """Return what is known around what so many lives have left, while an engine is held, shut down or asleep."""
         return Context(
             born=self._births.born(),
             # Whoever called shutdown still has the engine, and may.
@@ -494,13 +483,7 @@ def _more_awake(
 ) -> Finding:
     """Return what there is more after a wake than when the sleep began, as one finding.
 
-    Args:
-        found: the culprits, by their holders.
-        stage: the wake.
-        kind: of the engine's device.
-        size: how many bytes more there are.
-        count: how many culprits there are.
-        is_kept: whether they were there before the sleep.
+    Of `count` culprits, by their holders, `size` bytes are more; they were kept, if they were there before the sleep.
     """
     found = sorted(found, key=lambda finding: (-finding.bytes, finding.holder or ""))
     largest = found[0]

@@ -93,14 +93,7 @@ def _said(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What an error itself says; sizes in bytes, rounded as it says them.
-
-    Attributes:
-        device: on which memory was not enough.
-        asked: how much was asked for; None where it does not say that.
-        total: what the device has; None likewise.
-        free: what of this was free; None likewise.
-    """
+    """What an error itself says, so far as it does: on which device memory was not enough, and bytes, rounded."""
 
     device: str
     asked: int | None = None

@@ -54,13 +54,7 @@ _NO_STACKS = "record stacks (--leakcheck-stacks=auto, LeakCheck: stacks='auto') 
 
 
 class _Part(NamedTuple):
-    """What was there at the peak and was allocated in one place in one stage.
-
-    Attributes:
-        bytes: how much it is.
-        stack: where it was allocated.
-        text: what is said of it.
-    """
+    """What was there at the peak and was allocated in one place in one stage, in bytes, and what is said of it."""
 
     bytes: int
     stack: tuple[StackFrame, ...]

@@ -73,11 +73,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     In another thread, or where the program has no such signal left, the block may take any time.
 
-    Args:
-        seconds: how long it may take.
-
-    Raises:
-        UnendingChangeError: it has taken longer.
+    Raises: UnendingChangeError: it has taken longer than so many seconds.
     """
     main = threading.get_ident()
     # None: C's handler, which Python could not put back.
@@ -182,13 +178,8 @@ def _concluded(
 ) -> Finding:
     """Return a finding with what was tried, and what of that gave it back: a remedy if it is code, else advice.
 
-    Args:
-        finding: as far as it is known without.
-        steps: all that was tried.
-        changed: what is different afterwards.
-        helped: those of the steps that it took; none where it did not come back.
-        returned: bytes.
-        as_code: whether they can be one line of code, if each is code.
+    The steps that it took are `helped`, none where it did not come back; though each is code, they may be none
+    together.
     """
     tried = tuple(step.remedy for step in steps)
     finding = msgspec.structs.replace(finding, tried=tried, changed=tuple(changed))
@@ -616,11 +607,7 @@ class UnprovenLeak:
         self.replaced += 1
 
     def note(self, when: str) -> None:
-        """Note that the program itself has given it back by now, where it has.
-
-        Args:
-            when: since this was asked last.
-        """
+        """Note that the program itself has given it back by now, if it has: `when` is since this was asked last."""
         if not self.came_back and self.watch.all_gone:
             self.came_back = when
 
@@ -684,14 +671,9 @@ def try_deferred(
 ) -> list[dict[str, Finding]]:
     """Return the findings of some subjects, with what gave each back; changes the program as it likes.
 
-    By the fingerprints that they had before: what goes with a tensor is no library's workspace any more.
-
-    Args:
-        each: what each subject left.
-        left: reads what there is now.
-        driver: reads the driver's bytes of this process, on all cards.
-        patience: seconds to wait for a thread to end.
-        budget: how long may be spent on all of it; what is not tried then says so.
+    By the fingerprints that they had before: what goes with a tensor is no library's workspace any more. What there is
+    now is read by `left`, and the driver's bytes of this process, on all cards, by `driver`; what the budget leaves out
+    says so.
     """
     budget = budget or Budget()
     # Until something is changed.

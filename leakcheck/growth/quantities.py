@@ -181,9 +181,7 @@ COUNTED: tuple[ResourceName, ...] = tuple(name for name, each in QUANTITIES.item
 def things_of(pid: int, *, mapped: bool = False) -> dict[ResourceName, Mapping[int, str]]:
     """Return the descriptors that a process has open for itself, and its threads; empty where that may not be read.
 
-    Args:
-        pid: the process.
-        mapped: as of `own_descriptors`.
+    Of descriptors those of mapped memory count as in `own_descriptors`.
     """
     return {"file-descriptors": own_descriptors(pid, mapped=mapped), "threads": numbered_threads(pid)}
 

@@ -103,14 +103,10 @@ class Turns:
 
 @dataclass
 class _Course:
-    """One level of one process, after each turn.
+    """One level of one process after each turn, in bytes or how many, and whether it was known each time.
 
-    Attributes:
-        process: as it was described last: its device may be known only later.
-        levels: in bytes, or how many.
-        again: for each of these, whether the turn came right after another one.
-        turn: the number of the last one.
-        is_known: whether the level was known each time.
+    The process is as it was described last, since its device may be known only later. For each level it is noted
+    whether the turn came right after another one; `turn` is the last one's number.
     """
 
     process: ProcessName
@@ -335,13 +331,7 @@ def _of_turns(stage: str, key: LevelKey, process: ProcessName, steps: KeptSteps)
 
 
 def left_by_test(process: ProcessName, key: LevelKey, size: int) -> Finding:
-    """Return what one test has left in a process that no fixture owns.
-
-    Args:
-        process: which it is.
-        key: of host memory, or of the driver's on a card.
-        size: bytes.
-    """
+    """Return what a test has left, in bytes, in a process that no fixture owns: host memory, or the driver's."""
     said = f"{format_bytes(size)} more {_what(key)} than before the test"
     return risen(key, size, said, "test", process=process, trend=None, advice=None)
 

@@ -407,13 +407,7 @@ class WatchedLooks:
         self.turn = self.looks = 0
 
     def note(self, turn: int, seen: Seen, anonymous: int) -> None:
-        """Note a look.
-
-        Args:
-            turn: which interval has ended.
-            seen: what the process has said.
-            anonymous: bytes of its memory that are no file's, as the kernel counts them.
-        """
+        """Note a look after an interval, and how many bytes of its memory the kernel counts that are no file's."""
         self.turn, self.looks = turn, self.looks + 1
         self._levels, self._parts = (anonymous, seen.malloc), MemoryParts(**seen.parts)
         self._containers.note(turn, lengths_in(seen))
@@ -538,12 +532,9 @@ def _processes(pids: Collection[int]) -> str:
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """A process at one moment.
+    """A process at one moment: what it says itself, and how many it has of each kind, of what is counted.
 
-    Attributes:
-        started: when it began, in ticks since boot: another one may have its number.
-        seen: what there is, as it says itself.
-        things: how many it has of each kind, of what is counted.
+    It is told by when it began, in ticks since boot: another one may have its number.
     """
 
     started: int
