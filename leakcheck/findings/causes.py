@@ -356,8 +356,8 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
     facts = _facts_of(causes, len(leak.names))
     if facts is None:
         return finding
-    note = msgspec.structs.replace(facts.note, text=f";{facts.note.text}")
-    return noted(finding, note.text, note.holder, note.rest, path=facts.path, advice=finding.advice or facts.advice)
+    note, advice = facts.note, finding.advice or facts.advice
+    return noted(finding, f";{note.text}", note.holder, note.rest, path=facts.path, advice=advice)
 
 
 def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:

@@ -174,10 +174,6 @@ class TimeWindow(ABC):
             for key, level in levels.items():
                 series.setdefault(key, TurnSeries()).add(level)
 
-    def _forget_levels(self) -> None:
-        self._series.clear()
-        self._first_things.clear()
-
     def _causes(self, pid: int, found: Sequence[Finding]) -> list[Finding]:
         """Return what grows in a process, each cause once: containers, and then what these do not explain."""
         containers = [each for each in found if each.holder]
@@ -327,7 +323,8 @@ class TimedGrowth(TimeWindow):
         self._start = Start(None, time.monotonic())
         self._began, self._turn, self._readings, self._new = None, 0, 0, frozenset()
         self._grown.clear()
-        self._forget_levels()
+        self._series.clear()
+        self._first_things.clear()
         self.tell("the program was starting still: its growth is watched anew once it has started")
 
     @property

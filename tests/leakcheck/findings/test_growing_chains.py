@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.findings import growing_objects
 from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
 from lowtide.leakcheck.growth.containers import Course
@@ -134,6 +136,20 @@ def grow_a_tree(number: int) -> None:
             setattr(at, side, leaf)
             return
         at = getattr(at, side)
+
+
+def test_of_a_long_chain_few_objects_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to each of them may be as long as the chain."""
+    asked = []
+
+    def counted(targets: list[Any], **known: Any) -> list[Explanation]:
+        asked.append(len(targets))
+        return explain(targets, **known)
+
+    monkeypatch.setattr(growing_objects, "explain", counted)
+    (finding,) = found_after(lambda number: [link(number) for _ in range(20)])
+    assert (finding.holder or "").endswith("Held.head")
+    assert sum(asked) < 100
 
 
 @pytest.mark.parametrize(
