@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
+from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.steps import FEWEST_STEPS, LevelKey
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
@@ -34,8 +34,6 @@ _MOST_EXPLAINED = 8
 
 _LONGEST_LINK = 3
 """Edges from one link of a chain to the next."""
-
-_UNEXPLAINED = Explanation(verdict="unexplained", cause="unknown", holder="", path=(), suspects=())
 
 ADVICE = "let each test, or the clean-up that it calls, give back what it adds; or bound what is kept"
 
@@ -126,7 +124,7 @@ def _of_tensors(owner: Owner, key: LevelKey, stacks: Stacks, past: int | None = 
         return None
     held, explanations = place
     largest = max(held, key=lambda storage: ledger.storages[storage].bytes)
-    explanation = explanations.get(largest, _UNEXPLAINED)
+    explanation = explanations.get(largest, UNEXPLAINED)
     steps = ledger.steps(key)
     total = sum(steps.added)
     stack = tuple(stacks(device, [largest[1]]).get(largest[1], ()))
@@ -181,7 +179,7 @@ def _place_of_growth(owner: Owner, key: LevelKey) -> tuple[list[Key], Mapping[Ke
     keys -= _in_full_caches(explanations)
     places: dict[str, list[Key]] = {}
     for storage in sorted(keys):
-        path = explanations.get(storage, _UNEXPLAINED).path
+        path = explanations.get(storage, UNEXPLAINED).path
         places.setdefault(place_of(hop.edge for hop in path), []).append(storage)
     turns = {place: {lying[storage].turn for storage in storages} for place, storages in places.items()}
     growing = [place for place, found in turns.items() if len(found) >= FEWEST_STEPS]

@@ -34,6 +34,10 @@ Stacks = Callable[[str, Collection[int]], Mapping[int, Sequence[StackFrame]]]
 """The stacks on which memory was allocated, by address, for a device and some addresses."""
 
 
+UNEXPLAINED = Explanation(verdict="unexplained", cause="unknown", holder="", path=(), suspects=())
+"""What is known of a storage whose holder was not looked for, or that no tensor lies over."""
+
+
 @dataclass(frozen=True)
 class Explained:
     """Who holds each of some storages.

@@ -11,12 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
-from lowtide.leakcheck.findings.storage_holders import (
-    Context,
-    Explained,
-    common_holder,
-    explain_storages,
-)
+from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Explained, common_holder, explain_storages
 from lowtide.leakcheck.growth.steps import trend_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
@@ -104,7 +99,7 @@ class _Row:
 
     held: HeldStorage
     rung: Rung | None
-    explanation: Explanation | None
+    explanation: Explanation
     stack: tuple[StackFrame, ...]
 
 
@@ -118,7 +113,7 @@ def tensor_leaks(
     left = [{storage.key for storage in row} for row in held]
     if not left[0]:
         return []
-    advised = _advised(context.hints, left[0])
+    advised = _advised(context.hints, left[0] & explained.by_key.keys())
     device = held[0][0].key[0]
     stacks = context.stacks(device, [address for _, address in left[0]])
     rows = []
@@ -128,7 +123,7 @@ def tensor_leaks(
             _Row(
                 storage,
                 None if back is None else rungs[back],
-                explained.by_key.get(storage.key),
+                explained.by_key.get(storage.key, UNEXPLAINED),
                 tuple(stacks.get(storage.key[1], ())),
             )
         )
@@ -182,13 +177,11 @@ def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
     groups: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
         explanation = row.explanation
-        if explanation is None or not explanation.path:
-            suspects = () if explanation is None else explanation.suspects[:1]
+        first = next((turn for turn, hop in enumerate(explanation.path) if hop.suspect), len(explanation.path))
+        key: tuple[Any, ...] = (explanation.cause, *(hop.edge for hop in explanation.path[: first + 1]))
+        if not explanation.path:
             # Without a known holder, only the allocation site distinguishes two leaks.
-            key: tuple[Any, ...] = (row.rung, suspects, allocating_function(row.stack))
-        else:
-            first = next((turn for turn, hop in enumerate(explanation.path) if hop.suspect), len(explanation.path))
-            key = (explanation.cause, *(hop.edge for hop in explanation.path[: first + 1]))
+            key = (row.rung, explanation.suspects[:1], allocating_function(row.stack))
         groups.setdefault((row.held.stage, *key), []).append(row)
     return list(groups.values())
 
@@ -204,16 +197,13 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     """Return the fingerprint of what hangs on one edge; the largest thing says where it was allocated."""
     row = max(group, key=lambda row: row.held.bytes)
     explanation = row.explanation
-    if row.rung is not None and (explanation is None or not explanation.path):
-        suspects: tuple[str, ...] = (row.rung.value,)
-    elif explanation is not None and explanation.verdict == "frozen-garbage":
+    # What hangs on one suspect edge is one finding, however much it is.
+    suspects: tuple[str, ...] = (explanation.cause, *explanation.suspects[:1])
+    if row.rung is not None and not explanation.path:
+        suspects = (row.rung.value,)
+    elif explanation.verdict == "frozen-garbage":
         # The same as what has come back by unfreezing.
         suspects = (Rung.UNFREEZE.value,)
-    elif explanation is not None:
-        # What hangs on one suspect edge is one finding, however much it is.
-        suspects = (explanation.cause, *explanation.suspects[:1])
-    else:
-        suspects = ("unknown",)
     mark = functools.partial(
         fingerprint,
         resource="tensors",
@@ -223,7 +213,7 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
         allocated_in=allocating_function(row.stack),
     )
     former = mark(by_phase=True)
-    if explanation is not None and explanation.path:
+    if explanation.path:
         return _Marks(mark(), former if former != mark() else "")
     # Nothing names it: by its data type and its number of dimensions.
     dtype, _, shape = row.held.text.partition(" ")
@@ -251,10 +241,13 @@ def _leak(
         is_since=True,
         notes=(Note(f" ({largest.held.text}{since})"),),
     )
-    explanation = _whole(largest, group)
+    explanation, known = _whole(largest, group), [row for row in by_size if row.held.key in explained.by_key]
+    advice = sorted({advised[row.held.key] for row in group if row.held.key in advised})
+    # Where one stands for all, it is that of the largest, whose path is shown.
+    holder = common_holder([row.explanation for row in known or by_size])
     finding: Finding = StatedFinding(
         resource="tensors",
-        cause="unknown",
+        cause=explanation.cause,
         bytes=size,
         count=len(group),
         device=device,
@@ -262,60 +255,44 @@ def _leak(
         statement=statement,
         fingerprint=marks.now,
         former_fingerprint=marks.former,
-        verdict="unexplained",
+        verdict=explanation.verdict,
+        path=_with_sizes(explanation, explained, sizes),
+        shared_bytes=_shared(group, explained),
+        advice=explanation.advice or None,
         allocated_at=frames(largest.stack),
         trend=trend_of([row.held.turn for row in group], context.turns.get(stage, context.lives)),
     )
-    if explanation is not None:
-        advice = "".join(
-            f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
-        )
-        # Where one stands for all, it is that of the largest, whose path is shown.
-        holder = common_holder([row.explanation for row in by_size if row.explanation is not None])
-        finding = noted(
-            finding,
-            ", held by " if holder else "",
-            holder or "",
-            advice,
-            cause=explanation.cause,
-            verdict=explanation.verdict,
-            advice=explanation.advice or None,
-            path=_with_sizes(explanation, explained, sizes),
-            shared_bytes=_shared(group, explained),
-        )
+    if holder or advice:
+        finding = noted(finding, ", held by " if holder else "", holder, "".join(f"; {text}" for text in advice))
     whole, shown = largest.held.bytes, explained.shown.get(largest.held.key, 0)
     if 0 < shown <= whole // _SHOWN_PART and whole - shown >= _LEAST_HIDDEN:
         finding = noted(finding, f"; a view of {format_bytes(shown)} keeps {format_bytes(whole)}: keep a clone() of it")
     if largest.rung is not None:
-        finding = _returned_at(finding, largest.rung, explanation)
-        return TensorLeak(finding, {}, {}, keys)
+        return TensorLeak(_returned_at(finding, largest.rung, is_held=bool(explanation.path)), {}, {}, keys)
     return TensorLeak(
         finding,
         {row.held.key: row.held.bytes for row in group},
-        {row.held.key: row.explanation for row in group if row.explanation is not None},
+        {row.held.key: row.explanation for row in group if row.held.key in explained.by_key},
         keys,
     )
 
 
-def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation | None:
+def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation:
     """Return the explanation of the largest thing; where only a part of its path is known, that of another one."""
-    explanation = largest.explanation
-    if explanation is None or not explanation.is_part:
-        return explanation
-    whole = (row.explanation for row in group if row.explanation is not None and not row.explanation.is_part)
-    return next(whole, explanation)
+    if not largest.explanation.is_part:
+        return largest.explanation
+    return next((row.explanation for row in group if not row.explanation.is_part), largest.explanation)
 
 
-def _returned_at(finding: Finding, rung: Rung, explanation: Explanation | None) -> Finding:
-    """Return a finding about storages that came back at a rung of the ladder."""
+def _returned_at(finding: Finding, rung: Rung, *, is_held: bool) -> Finding:
+    """Return a finding about storages that came back at a rung of the ladder, by which it is known why, if not held."""
     action = ACTIONS[rung]
-    known = explanation is not None and bool(explanation.path)
     finding = msgspec.structs.replace(finding, holder=finding.holder or HOLDER_OF_RUNG.get(rung))
     return noted(
         finding,
         f"; {action} returns {format_bytes(finding.bytes)}",
-        cause=finding.cause if known else CAUSE_OF_RUNG[rung],
-        verdict=finding.verdict if known else VERDICT_OF_RUNG.get(rung),
+        cause=finding.cause if is_held else CAUSE_OF_RUNG[rung],
+        verdict=finding.verdict if is_held else VERDICT_OF_RUNG.get(rung),
         remedy=Remedy(action=action, returns_bytes=finding.bytes),
     )
 
@@ -335,8 +312,6 @@ def _shared(group: Sequence[_Row], explained: Explained) -> int:
     shared = 0
     for row in group:
         explanation = row.explanation
-        if explanation is None:
-            continue
         first = next((turn for turn, hop in enumerate(explanation.path) if hop.suspect), None)
         freed = explanation.freed[first] if first is not None and first < len(explanation.freed) else None
         if freed is not None and not explained.is_retained(row.held.key, freed):
