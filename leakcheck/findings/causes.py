@@ -111,9 +111,7 @@ def _as_one(group: Sequence[Finding], cause: CommonCause | None) -> Finding:
     first, *parts = sorted(group, key=_rank)
     of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
     advice = first.advice or cause.advice or of_setting
-    if not cause.holder:
-        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
-    if first.path:
+    if first.path or not cause.holder:
         # One that was explained by itself knows more of its way.
         return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
     kind = first.cause if first.cause != "unknown" else cause.kind
