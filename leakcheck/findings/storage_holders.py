@@ -69,9 +69,7 @@ class Explained:
     def bytes_retained(self, freed: Sequence[AbstractSet[int] | None], sizes: Mapping[Key, int]) -> list[int | None]:
         """Return, for the tensors that each edge of a path frees, the bytes of the storages that are free then.
 
-        Args:
-            freed: what `Explanation.freed` says.
-            sizes: bytes of the storages.
+        Which these are is in `freed`, as `Explanation` has it; `sizes` are the bytes of the storages.
         """
         found: list[int | None] = []
         known: dict[int, tuple[Ints, Ints]] = {}

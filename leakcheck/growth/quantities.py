@@ -28,13 +28,7 @@ Things = Mapping[ResourceName, Mapping[int, str]]
 
 
 class Level(NamedTuple):
-    """What one process holds of one quantity.
-
-    Attributes:
-        pid: the process.
-        device: the card; empty for none.
-        amount: bytes, or how many.
-    """
+    """What one process holds of one quantity, in bytes or how many; the card is empty for none."""
 
     pid: int
     device: str
@@ -189,9 +183,7 @@ def things_of(pid: int, *, mapped: bool = False) -> dict[ResourceName, Mapping[i
 def own_descriptors(pid: int, *, mapped: bool = True) -> dict[int, str]:
     """Return its descriptors, without those of its agent, whose connections come and go with questions.
 
-    Args:
-        pid: the process.
-        mapped: whether those count that shared memory has which the process maps: that is one thing.
+    Those that shared memory has which the process maps count if `mapped`: that is one thing.
     """
     before = sockets_of_agents(pid)
     found = numbered_descriptors(pid)

@@ -218,8 +218,7 @@ def _falls(floors: Iterable[float]) -> Iterable[float]:
 def slope_of(values: Sequence[float]) -> Slope:
     """Return the median of the slopes between all pairs of values: outliers do not move it (Theil 1950, Sen 1968).
 
-    Args:
-        values: one behind the other, at equal distances; at least two.
+    There are at least two, one behind the other at equal distances.
     """
     pairs = itertools.combinations(enumerate(values), 2)
     slopes = sorted((later - earlier) / (right - left) for (left, earlier), (right, later) in pairs)
@@ -242,9 +241,6 @@ def chance_of_rise(steps: Sequence[float]) -> float:
 
     The test of Fisher (1935) that turns the sign of each step. Unlike a test for a trend (Mann-Kendall), it does not
     take for growth that a level wanders, as that of a heap does, which keeps what it once had.
-
-    Args:
-        steps: from each value to the next, in their order.
     """
     moving = [step for step in steps if step]
     total = sum(moving)

@@ -32,12 +32,7 @@ _OUTWEIGHS = 2
 
 
 class LevelKey(NamedTuple):
-    """What a level is of.
-
-    Attributes:
-        resource: which.
-        device: on which device; empty for what is on none.
-    """
+    """What a level is of, and on which device; that is empty for what is on none."""
 
     resource: ResourceName
     device: str = ""
