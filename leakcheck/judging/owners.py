@@ -345,7 +345,7 @@ class Claims:
         return reached
 
     def owner_of(self, item: object) -> Owner | None:
-        """Return who reaches an object; a gradient is, with its tensor, which Python's graph does not show."""
+        """Return the first owner that reaches an object."""
         for owner, reached in self._reached:
             if id(item) in reached:
                 return owner
@@ -357,66 +357,42 @@ class Claims:
             *(ways_to(items, set(map(id, owner.roots())), list(reached.values())) for owner, reached in self._reached)
         )
 
-    def gradients(self, tensor_type: type, wanted: Iterable[int]) -> dict[int, Owner]:
-        """Return those of the `wanted` tensors, by identity, that are the gradient of a tensor that an owner holds."""
-        ids = set(wanted)
-        found: dict[int, Owner] = {}
-        for owner, reached in self._reached:
-            with plain_tensors(loaded("torch")):
-                gradients = set(map(id, gradients_of(Census(reached.values()).instances_of(tensor_type))))
-            found.update(dict.fromkeys(gradients & ids, owner))
-        return found
-
-    def saved(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Owner]:
-        """Return those of the `wanted` storages that an owner's tensor holds by its autograd graph.
-
-        These are what the graph's nodes have saved, and the gradients of that.
-        """
+    @functools.cached_property
+    def _tensors(self) -> list[tuple[Owner, list[Any], list[frozenset[Key]]]]:
+        """Return the tensors and storages that each owner holds, with the keys of what lies under each of them."""
         torch: Any = loaded("torch")
-        found: dict[tuple[str, int], Owner] = {}
-        for owner, reached in self._reached:
-            tensors = Census(reached.values()).instances_of(torch.Tensor)
-            outputs = [tensor for tensor in tensors if not torch_member(tensor, "is_leaf")]
-            seen: set[Any] = set()
-            with plain_tensors(torch):
-                held = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
-                held += gradients_of(held)
-            keys = keys_of_each(tensor for tensor in held if tensor is not None)
-            found.update(dict.fromkeys(set().union(*keys).intersection(wanted), owner))
+        if not hasattr(torch, "UntypedStorage"):
+            return []
+        held = [(owner, held_in_all(torch, Census(reached.values()))) for owner, reached in self._reached]
+        return [(owner, tensors, keys_of_each(tensors)) for owner, tensors in held]
+
+    @functools.cached_property
+    def by_storage(self) -> dict[Key, Owner]:
+        """All storages that owners hold, each with the first that does.
+
+        By a tensor, by its gradient, which Python may never have seen, or by what an autograd graph has saved.
+        """
+        found: dict[Key, Owner] = {}
+        for owner, _, keys in self._tensors:
+            for key in frozenset[Key]().union(*keys):
+                found.setdefault(key, owner)
         return found
 
     def storages(self, known: Mapping[int, Mapping[Key, int]], fresh: Collection[Key]) -> dict[int, dict[Key, int]]:
         """Return the storages with their bytes, by the identity of the first owner that holds them.
 
-        Those of gradients and those that a graph has saved are among them.
-
         Args:
             known: the bytes of storages that were asked before, by owner: to ask again would take 40 µs each.
             fresh: storages that may have another length than one at their address had before.
         """
-        torch: Any = loaded("torch")
         found: dict[int, dict[Key, int]] = {}
-        taken: set[Key] = set()
-        for owner, reached in self._reached if torch is not None and hasattr(torch, "UntypedStorage") else ():
-            tensors = held_in_all(torch, Census(reached.values()))
+        for owner, tensors, keys in self._tensors:
             sizes = {key: size for key, size in known.get(id(owner), {}).items() if key not in fresh}
-            keys = keys_of_each(tensors)
             unknown = [tensor for tensor, under in zip(tensors, keys, strict=True) if under - sizes.keys()]
             sizes.update(((item.device, item.address), item.bytes) for item in survey_storages(unknown).storages)
-            under_it = set().union(*keys) - taken
-            found[id(owner)] = {key: sizes[key] for key in under_it if key in sizes}
-            taken |= under_it
+            under_it = frozenset[Key]().union(*keys) & sizes.keys()
+            found[id(owner)] = {key: sizes[key] for key in under_it if self.by_storage[key] is owner}
         return found
-
-    def gradient_addresses(self) -> list[int]:
-        """Return where the gradients of the owners' tensors lie."""
-        torch = loaded("torch")
-        if torch is None:
-            return []
-        tensors = [t for _, reached in self._reached for t in Census(reached.values()).instances_of(torch.Tensor)]
-        with plain_tensors(torch):
-            gradients = [grad for grad in gradients_of(tensors) if grad is not None]
-            return [torch_member(grad, "data_ptr")() for grad in gradients if _is_strided(torch, grad)]
 
     def names(self, key: str) -> dict[str, Owner]:
         """Return the items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
@@ -434,10 +410,6 @@ class Claims:
 
 def _those(identities: Container[int]) -> Callable[[Any], bool]:
     return lambda item: id(item) in identities
-
-
-def _is_strided(torch: Any, tensor: Any) -> bool:
-    return torch_member(tensor, "layout") is torch.strided
 
 
 def gradients_of(tensors: Iterable[Any]) -> list[Any]:

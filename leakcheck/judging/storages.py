@@ -109,12 +109,12 @@ def read_heap(
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
         readings, unreadable = new_storages(newborn.values(), older)
-        claimed = _claimed(torch, claims, newborn) if readings else {}
-        claimed = {**claimed, **_claimed_with_parts(readings, claimed)}
+        claimed = _claimed(claims, readings)
+        claimed |= _claimed_with_parts(readings, claimed)
         held = _held_anew(readings, claimed, {owner.label: owner for owner in (*claims.owners, *ended)}, ended)
         moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
         if moved:
-            claimed = {**claimed, **_claimed(torch, claims, _over(moved, old, births.label))}
+            claimed |= _claimed(claims, moved)
             held += [
                 replace(made, text=f"{made.text}, made before")
                 for key in sorted(moved - claimed.keys())
@@ -153,13 +153,6 @@ def _bytes_on_cpu(readings: Mapping[Key, tuple[StorageReading, str, int]]) -> in
     """Return the bytes of host memory under some storages, each byte once."""
     of_host = ((storage.address, storage.bytes) for key, (storage, *_) in readings.items() if key[0] == "cpu")
     return total(merge(of_host))
-
-
-def _over(storages: Collection[Key], items: Sequence[Any], label: str) -> dict[int, Newborn]:
-    """Return those tensors that lie over some storages, by identity, as if they were born in a stage."""
-    wanted = frozenset(storages)
-    each = zip(items, keys_of_each(items), strict=True)
-    return {id(item): Newborn(item, label) for item, keys in each if keys & wanted}
 
 
 def _held_anew(
@@ -340,21 +333,9 @@ def _hidden_gradients(
     return found
 
 
-def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict[Key, Owner]:
-    found: dict[Key, Owner] = {}
-    open_ones = []
-    for born in newborn.values():
-        owner = claims.owner_of(born.item)
-        if owner is None:
-            open_ones.append(born.item)
-        else:
-            found.update(dict.fromkeys(storage_keys([born.item]), owner))
-    gradients = claims.gradients(torch.Tensor, map(id, open_ones)) if open_ones else {}
-    for item in open_ones:
-        if id(item) in gradients:
-            found.update(dict.fromkeys(storage_keys([item]), gradients[id(item)]))
-    nobodys = storage_keys(item for item in open_ones if id(item) not in gradients) - found.keys()
-    return {**found, **claims.saved(nobodys)} if nobodys else found
+def _claimed(claims: Claims, storages: Collection[Key]) -> dict[Key, Owner]:
+    """Return those of some storages that an owner holds, which is asked where there are any."""
+    return {key: claims.by_storage[key] for key in storages if key in claims.by_storage}
 
 
 def _claimed_with_parts(

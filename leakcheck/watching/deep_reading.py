@@ -214,7 +214,7 @@ def _unowned_on_card(key: str, items: Mapping[str, int], claims: Claims) -> Mapp
     if not items or not key.startswith("native "):
         return items
     starts = {name: int(name.rpartition(" ")[2], 16) for name in items}
-    held = claims.gradient_addresses()
+    held = [address for _, address in claims.by_storage]
     return {
         name: size
         for name, size in items.items()

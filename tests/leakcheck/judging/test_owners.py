@@ -174,6 +174,10 @@ def test_it_is_not_asked_before_somebody_wants_to_know() -> None:
     Claims([Owner("fixture", roots)])
 
 
+def key_of(tensor: torch.Tensor) -> tuple[str, int]:
+    return "cpu", tensor.untyped_storage().data_ptr()
+
+
 def test_the_gradient_of_what_it_holds_is_its_own(owner: Owner, engine: Engine) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     engine.held.append(model)
@@ -181,12 +185,8 @@ def test_the_gradient_of_what_it_holds_is_its_own(owner: Owner, engine: Engine) 
         each(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
     assert other.weight.grad is not None
-    wanted = [id(model.weight.grad), id(other.weight.grad)]
-    assert Claims([owner]).gradients(torch.Tensor, wanted) == {id(model.weight.grad): owner}
-
-
-def key_of(tensor: torch.Tensor) -> tuple[str, int]:
-    return "cpu", tensor.untyped_storage().data_ptr()
+    found = Claims([owner]).by_storage
+    assert (found.get(key_of(model.weight.grad)), found.get(key_of(other.weight.grad))) == (owner, None)
 
 
 @pytest.mark.parametrize("is_freed", [False, True])
@@ -199,9 +199,9 @@ def test_what_the_graph_of_what_it_holds_has_saved_is_its_own(is_freed: bool, ow
         loss.backward()
     engine.held.append(loss)
     assert other.grad is not None
-    wanted = {key_of(each) for each in (weight, hidden, other, other.grad)}
-    own = {key_of(weight)} if is_freed else {key_of(weight), key_of(hidden)}
-    assert Claims([owner]).saved(wanted) == dict.fromkeys(own, owner)
+    claims = Claims([owner])
+    found = [key_of(each) in claims.by_storage for each in (weight, hidden, other, other.grad)]
+    assert found == [True, not is_freed, False, False]
 
 
 def test_the_gradient_of_what_a_graph_has_saved_is_its_own_too(owner: Owner, engine: Engine) -> None:
@@ -210,13 +210,13 @@ def test_the_gradient_of_what_a_graph_has_saved_is_its_own_too(owner: Owner, eng
     loss.backward()
     engine.held.append(loss)
     assert weight.grad is not None
-    assert Claims([owner]).saved({key_of(weight.grad)}) == {key_of(weight.grad): owner}
+    assert Claims([owner]).by_storage[key_of(weight.grad)] is owner
 
 
 def test_asking_for_gradients_makes_none(owner: Owner, engine: Engine) -> None:
     model = nn.Linear(2, 2)
     engine.held.append(model)
-    assert Claims([owner]).gradients(torch.Tensor, [1]) == {}
+    assert Claims([owner]).by_storage.keys() == {key_of(each) for each in model.parameters()}
     assert model.weight.grad is None
 
 
