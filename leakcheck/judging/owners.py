@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 from lowtide.leakcheck.growth.steps import KeptSteps, LevelKey, rises
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.resources.settings import (
     ABSENT,
@@ -407,6 +408,25 @@ class Claims:
             found.update(dict.fromkeys(names, owner))
         return found
 
+    def unclaimed(self, key: str, items: Mapping[str, int]) -> dict[str, int]:
+        """Return those items of a resource that no owner holds; the others are the owners' from now on."""
+        if not items:
+            return {}
+        owners = self.names(key)
+        resource = resource_of(key)
+        objects = {} if resource is None else resource.objects(items)
+        left = {}
+        for name, amount in items.items():
+            number, _, target = name.partition(" -> ")
+            owner = owners.get(name) or owners.get(f"{number} ->") or owners.get(target)
+            if owner is None and name in objects:
+                owner = self.owner_of(objects[name])
+            if owner is None:
+                left[name] = amount
+            else:
+                owner.items.setdefault(key, set()).add(name)
+        return left
+
 
 def _those(identities: Container[int]) -> Callable[[Any], bool]:
     return lambda item: id(item) in identities
@@ -653,6 +673,10 @@ class Ownership:
             excess -= share
         found[id(None)] = excess
         return found
+
+    def share(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> int | None:
+        """Return how far a level is too high by one subject; None where that is not known."""
+        return self.shares(key, now, ended)[id(subject)]
 
     def _floor(self, key: str, owner: Owner) -> int:
         later = sum(other.growth.get(key, 0) for other in self.live if other.serial > owner.serial)

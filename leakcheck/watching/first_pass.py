@@ -204,7 +204,7 @@ def wait_for_return(
             for key in _WAITED_FOR
             for name in ownership.new_items(key, now, subject, ended)
         }
-        shares = {key: ownership.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
+        shares = {key: ownership.share(key, now, None, ended) for key in now.amounts if key.startswith("driver ")}
         return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
 
     def made(now: Counters) -> Stayed:
@@ -369,7 +369,7 @@ class KeptHostMemory:
 
     def share(self, now: Counters, ended: Sequence[Owner]) -> int | None:
         """Return the bytes by which the test itself has raised the level; None where that is not known."""
-        return self._watched.ownership.shares("host-memory", now, ended)[id(None)]
+        return self._watched.ownership.share("host-memory", now, None, ended)
 
     def read_trimmed(self, ended: Sequence[Owner]) -> Counters:
         """Return the counters; where host memory has moved, without what is free in the heap.

@@ -13,24 +13,36 @@ from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
-from lowtide.leakcheck.judging.device_memory import allocation_name
+from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL, allocation_name
 from lowtide.leakcheck.judging.ladder import LadderStep, climb
-from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.judging.owners import Claims, Owner, Subject
-from lowtide.leakcheck.judging.storages import HeapReading, Key, is_storage, is_tensor, thaw
+from lowtide.leakcheck.judging.storages import (
+    HeapReading,
+    HeldStorage,
+    Key,
+    is_storage,
+    is_tensor,
+    read_heap,
+    survey_births,
+    thaw,
+)
+from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted, unheld_threads
-from lowtide.leakcheck.resources.resource import Rung
-from lowtide.leakcheck.watching.deep_reading import Deep, DeepReader, unclaimed
+from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.watching.watched import Verdict, Watched
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.graph import References
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.reach import BoundSince
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.memory.ranges import common
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import any_frozen
-from lowtide.probes.originals import loaded
+from lowtide.probes.originals import loaded, os
+from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 
 _RUNGS = (Rung.IPC_COLLECT, Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
@@ -89,6 +101,60 @@ class Case:
     def subjects(self) -> tuple[Subject, ...]:
         """Return the test itself, as None, and the owners."""
         return (None, *self.ended)
+
+
+@dataclass(frozen=True)
+class Deep:
+    """A full reading.
+
+    Attributes:
+        readings: one per subject.
+        heap: the storages behind them.
+        explained: bytes of new host memory that are judged by name: under new tensors and in new files of /dev/shm.
+    """
+
+    readings: tuple[Reading, ...]
+    heap: HeapReading
+    explained: int
+
+    @classmethod
+    def of_no_heap(cls, subjects: int, alive: frozenset[Key]) -> Deep:
+        """Return what a reading takes over where nothing in the heap is to be judged.
+
+        Args:
+            subjects: how many there are.
+            alive: the storages at the last full reading.
+        """
+        return cls((Reading({"lru-cache": {}}, {}),) * subjects, HeapReading((), {}, alive, {}, 0), 0)
+
+    def with_hidden(self, hidden: Sequence[HeldStorage]) -> Deep:
+        """Return the same with storages of the test's that no walk could find."""
+        own, *others = self.readings
+        more: dict[str, dict[str, int]] = {}
+        for held in hidden:
+            more.setdefault(f"tensors {held.key[0]}", {})[held.name] = held.bytes
+        items = {**own.items, **{key: {**own.items.get(key, {}), **found} for key, found in more.items()}}
+        heap = replace(self.heap, held=(*self.heap.held, *hidden))
+        return replace(self, readings=(replace(own, items=items), *others), heap=heap)
+
+    def settled(self, distinguished: Sorted, now: Counters) -> Deep:
+        """Return the same without what libraries are excused for, and with what they are not excused for any more."""
+        return self._changed(lambda key, found: distinguished.applied(key, found, now.items.get(key, {})))
+
+    def without(self, storages: Collection[Key]) -> Deep:
+        """Return the same without some storages, whoever's they are."""
+        if not storages:
+            return self
+        names = {(f"tensors {held.key[0]}", held.name) for held in self.heap.held if held.key in storages}
+        left = tuple(held for held in self.heap.held if held.key not in storages)
+        kept = self._changed(lambda key, found: {name: found[name] for name in found if (key, name) not in names})
+        return replace(kept, heap=replace(self.heap, held=left))
+
+    def _changed(self, change: Callable[[str, Items], Items]) -> Deep:
+        """Return the same with the items of each key that something makes of them."""
+        changed = ({key: change(key, found) for key, found in reading.items.items()} for reading in self.readings)
+        readings = [replace(reading, items=items) for reading, items in zip(self.readings, changed, strict=True)]
+        return replace(self, readings=tuple(readings))
 
 
 _MOST_KNOWN = 10_000
@@ -310,7 +376,7 @@ class OwnersInUse:
         # Again even where its last test was read: others may have emptied since what they had filled.
         claims = Claims(self._watched.ownership.live)
         for key in COUNTED:
-            unclaimed(key, self._watched.ownership.new_items(key, now, None, ()), claims)
+            claims.unclaimed(key, self._watched.ownership.new_items(key, now, None, ()))
         note_growth([owner], claims, frozenset(), now, self._watched.ownership.baseline)
         # What it reached is not to be found there as a holder.
         del claims
@@ -386,9 +452,6 @@ class FullReadings:
     def __init__(self, watched: Watched, in_use: OwnersInUse) -> None:
         self._watched = watched
         self._in_use = in_use
-        self._reader = DeepReader(
-            watched.counters.read, watched.ownership, watched.births, watched.device_memory, watched.caches
-        )
         self._library_items = LibraryItems(watched.makers)
         self._cached_values = CachedValues()
         self.subject = ""
@@ -427,9 +490,8 @@ class FullReadings:
         """
         if case.things is not None:
             last = Deep.of_no_heap(len(case.subjects), case.seen)
-        note = self._in_use.note if notes and case.final and last is None else _no_note
         with sharing_walk(walk) as walk:
-            deep = self._reader(case.subjects, case.ended, case.seen, note, walk, last)
+            deep = self._read(case, notes=notes, walk=walk, last=last)
             if self.distinguished is None:
                 self.values = self._cached_values.sort(
                     deep.heap.held, self._watched.caches.known(), self.subject, case.known or walk
@@ -445,6 +507,89 @@ class FullReadings:
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
             self.distinguished = self._library_items.sort(new, now, self.subject, tensors, self.values.natively, unheld)
         return deep.settled(self.distinguished, now).without(self.values.excused)
+
+    def _read(self, case: Case, *, notes: bool, walk: SharedWalk, last: Deep | None) -> Deep:
+        """Return a full reading as it is; for the arguments see `read`."""
+        watched = self._watched
+        now = watched.counters.read()
+        claims = Claims(watched.ownership.live)
+        born: Sequence[Newborn] = ()
+        if last is None:
+            survey = survey_births(watched.births)
+            heap = read_heap(watched.births, claims, case.ended, case.seen, survey)
+            born = survey[1]
+            del survey
+        else:
+            heap = last.heap
+        explained = heap.new_on_cpu + self._named_shared_memory(now)
+        storages = {**dict.fromkeys(heap.alive, 0), **{held.key: held.bytes for held in heap.held}}
+        cards = watched.device_memory.new_items(now, now.devices, storages, watched.ownership.baseline)
+        readings: list[Reading] = []
+        for subject in case.subjects:
+            items: dict[str, Mapping[str, int]] = {}
+            for key in (*now.items, "globals"):
+                items[key] = watched.ownership.new_items(key, now, subject, case.ended)
+                # No object stands for a setting.
+                if subject is None and key != "globals":
+                    items[key] = claims.unclaimed(key, items[key])
+            items |= self._idle_pools(now, subject, case.ended)
+            for key in [key for key in items if key.startswith("arena ")]:
+                items[key] = _without_tensors(key.partition(" ")[2], items[key], heap.alive)
+            tensors: dict[str, dict[str, int]] = {}
+            for held in heap.held:
+                if held.owner is subject:
+                    tensors.setdefault(f"tensors {held.key[0]}", {})[held.name] = held.bytes
+            items |= tensors
+            items |= self._own_allocations(now, subject)
+            if subject is None:
+                items |= {key: _unowned_on_card(key, found, claims) for key, found in cards.items()}
+                items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
+                judged = {held.key for held in heap.held}
+                known = None if last is None else last.readings[len(readings)].items["lru-cache"]
+                items["lru-cache"] = watched.caches.held(born, judged, walk) if known is None else known
+            readings.append(Reading(items, self._levels(now, subject, case.ended, explained)))
+        if notes and case.final and last is None:
+            self._in_use.note(claims, heap, born, now)
+        return Deep(tuple(readings), heap, explained)
+
+    def _named_shared_memory(self, now: Counters) -> int:
+        """Return the bytes of the new files in /dev/shm that are mapped here: whoever's they are, they have names."""
+        before = self._watched.ownership.baseline
+        new = now.items.get("shared-memory", {}).keys() - before.items.get("shared-memory", {}).keys()
+        mapped = new & mapped_shared_memory([os.getpid()]) if new else set()
+        return sum(_size_of(name) for name in mapped)
+
+    def _own_allocations(self, now: Counters, owner: Subject) -> dict[str, dict[str, int]]:
+        """Return the driver's allocations that an owner's setup made and that are still there."""
+        found = {}
+        for key, names in () if owner is None else owner.items.items():
+            if names and key.startswith("allocations "):
+                there = self._watched.device_memory.all_items(now, key.partition(" ")[2], {}).get(key, {})
+                found[key] = {name: size for name, size in there.items() if name in names}
+        return found
+
+    def _idle_pools(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, dict[str, int]]:
+        """Return what the driver's memory pools keep of what a subject has freed."""
+        found = {}
+        for key in now.amounts:
+            share = self._watched.ownership.share(key, now, subject, ended) if key.startswith(MEMORY_POOL) else None
+            if share is not None and share > 0:
+                found[key] = {IDLE_POOL: share}
+        return found
+
+    def _levels(self, now: Counters, subject: Subject, ended: Sequence[Owner], explained: int) -> dict[str, int | None]:
+        """Return by how much each level is above what it should be, as far as nothing finer explains it."""
+        levels: dict[str, int | None] = {}
+        for key in now.amounts:
+            share = self._watched.ownership.share(key, now, subject, ended)
+            if key.startswith(("allocated ", "reserved ", MEMORY_POOL)):
+                continue  # their parts are judged one by one
+            if key.startswith("driver ") and self._watched.device_memory.lists_allocations(key.partition(" ")[2]):
+                continue
+            if share is not None and subject is None and key == "host-memory":
+                share -= explained
+            levels[key] = share
+        return levels
 
     def climb(
         self,
@@ -522,5 +667,37 @@ class FullReadings:
         return found
 
 
-def _no_note(claims: Claims, heap: HeapReading, born: Sequence[Newborn], now: Counters) -> None:
-    """Note nothing: in the middle of a test it is not known yet what it will have left."""
+def _size_of(name: str) -> int:
+    try:
+        return os.stat(f"/dev/shm/{name}").st_size
+    except OSError:  # it is gone by now
+        return 0
+
+
+def _unowned_on_card(key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:
+    """Leave out what a live owner holds: other libraries' arrays, gradients of its tensors that Python has not seen."""
+    if resource_of(key) is not None:
+        return claims.unclaimed(key, items)
+    if not items or not key.startswith("native "):
+        return items
+    starts = {name: int(name.rpartition(" ")[2], 16) for name in items}
+    held = [address for _, address in claims.by_storage]
+    return {
+        name: size
+        for name, size in items.items()
+        if not any(starts[name] <= address < starts[name] + size for address in held)
+    }
+
+
+def _without_tensors(device: str, items: Mapping[str, int], alive: Iterable[Key]) -> dict[str, int]:
+    """Leave out the parts of arenas under a live tensor: those are the tensor's."""
+    if not items:
+        return {}
+    parts = {
+        f"{pool.tag} at {address:#x}": (address, length)
+        for pool in announced_pools()
+        if pool.kind == "arena" and pool.device == device
+        for address, length in pool.ranges
+    }
+    tensors = [(address, 1) for where, address in alive if where == device]
+    return {name: size for name, size in items.items() if name in parts and not common([parts[name]], tensors)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -33,12 +33,11 @@ from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL
 from lowtide.leakcheck.judging.judge import FROZEN, REMEDIES_SHARE, Budget, judge, listed, missing
 from lowtide.leakcheck.judging.ladder import LadderStep, collect, release
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric, Reading, may_be_of_libraries, plain_metrics
-from lowtide.leakcheck.judging.storages import HeapReading, Key, live_keys, tensors_in
+from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_in
 from lowtide.leakcheck.resources.first_use import excused_by_libraries
 from lowtide.leakcheck.resources.library_caches import Emptied, empty_library_caches
 from lowtide.leakcheck.resources.resource import Rung
-from lowtide.leakcheck.watching.deep_reading import Deep
-from lowtide.leakcheck.watching.full_reading import Case, FullReadings, OwnersInUse, Unsettled
+from lowtide.leakcheck.watching.full_reading import Case, Deep, FullReadings, OwnersInUse, Unsettled
 from lowtide.leakcheck.watching.watched import Thing, Verdict, Watched
 from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.graph import Graph, NewBehindKnown, References
@@ -167,21 +166,6 @@ def _new_work(names: Collection[str], born: Collection[int]) -> list[int]:
     return [id(item) for thread in running for item in works_for(thread) if id(item) in born]
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What came of it.
-
-    Attributes:
-        verdict: on the test, and on the owners that ended with it.
-        heap: the storages at the last reading.
-        explained: bytes of new host memory that are judged by name.
-    """
-
-    verdict: Verdict
-    heap: HeapReading
-    explained: int
-
-
 class WatchJudge:
     """Judges what one watch finds suspect.
 
@@ -204,8 +188,8 @@ class WatchJudge:
         # What libraries kept on cards beside torch, and have given back for the judgement.
         self._emptied = Emptied()
 
-    def __call__(self, case: Case, *, card_came: bool) -> Judged:
-        """Judge.
+    def __call__(self, case: Case, *, card_came: bool) -> tuple[Verdict, Deep]:
+        """Return the verdict on a test, and on the owners that ended with it, with the last reading.
 
         Args:
             case: what.
@@ -233,8 +217,7 @@ class WatchJudge:
                 owner.storages.setdefault(key, owner.stage)
             context = replace(case.context, hints=(*case.context.hints, *self.readings.values.hints))
             verdict = self._verdict(case, metrics, steps, frozen, context, case.known or walk, card_came=card_came)
-        last = steps[-1].reading
-        return Judged(verdict, last.heap, last.explained)
+        return verdict, steps[-1].reading
 
     def _give_back(self, rung: Rung) -> bool:
         """Do what a rung of the ladder does; return False where there is nothing to act on."""

@@ -2,7 +2,7 @@
 
 A test owns what appears while it runs.  A fixture of a wider scope owns what appears while it is set up and what later
 grows under it (a pool that starts its threads at the first request); both are judged when their own scope ends.  What
-appears while a module is imported belongs to the process.
+appears while a module is imported belongs to the process, and so does what the first use of a card takes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
@@ -29,10 +30,10 @@ from lowtide.leakcheck.judging.storages import (
     live_keys,
     new_storages,
     read_heap,
+    storage_keys,
     within,
 )
-from lowtide.leakcheck.resources.first_use import driver_is_open
-from lowtide.leakcheck.watching.attribution import Attribution, CardArrival
+from lowtide.leakcheck.resources.first_use import CardsWithoutTorch, WarmUp, driver_is_open, may_be_a_drivers
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Stayed, Suspects, wait_for_return
 from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse, Unsettled
 from lowtide.leakcheck.watching.judgement import STANDING, WatchJudge
@@ -43,15 +44,19 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
 from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.originals import gc
+from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, time, torch_with_cuda
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 
 _MOST_GENERATIONS = 4
 """How often a process that ends while it is read may leave another one."""
 
+_FORGETTING = 1.0
+_FORGETTING_SHARE = 0.1
+"""Seconds, and of what a test takes the share, that finding the dead among what was born may cost."""
 
-class Watch(Attribution):
+
+class Watch:
     """Watches one process, one test at a time.
 
     Args:
@@ -64,17 +69,23 @@ class Watch(Attribution):
         collected: bytes that it may leave to the collector before that is told.
         out_of_memory: says who held what when memory was not enough.
         heap: where the heap of the test of now is kept if it leaves something; None: nowhere.
+        turns: how often each stage has run since the test began.
     """
 
     def __init__(self, policy: Policy | None = None, watched: Watched | None = None) -> None:
-        super().__init__(watched or Watched(policy or Policy()))
+        self._watched = watched or Watched(policy or Policy())
         self.policy = self._watched.policy
         self.others = self._watched.others
         self.tolerance = self.policy.tolerance
         self.collected = COLLECTED
         self.out_of_memory = OutOfMemoryWatch(self._watched.births, self._watched.stacks.stacks_at, "before it began")
         self.heap: HeapFile | None = None
+        self.turns: dict[str, int] = {}
         self._peak: PeakWatch | None = None
+        self._labels: list[str] = []
+        self._begun = self._forgetting = 0.0
+        # The stage of what the next reading counts, where that is not the one of now.
+        self._unread = ""
         self._subject = ""
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
@@ -147,7 +158,9 @@ class Watch(Attribution):
         # Again before every test: torch may have come meanwhile, or a card's context.
         if watched.stacks.has_work:
             watched.stacks.start()
-        self._begin_attribution(stage)
+        watched.births.mark(stage)
+        self._begun, self._forgetting = time.perf_counter(), 0.0
+        self.turns, self._unread = {stage: 1}, ""
         watched.caches.mark()
         self._judge.readings.subject = subject
         if self._judge.readings.any_kept:
@@ -204,21 +217,130 @@ class Watch(Attribution):
         """Take the process-wide settings for what they were: whoever judges has put them back."""
         self._watched.ownership.forget_settings()
 
+    @property
+    def stage_now(self) -> str:
+        """Return the stage to which what appears is attributed."""
+        return self._watched.births.label
+
+    def stage(self, label: str, *, again: bool = False) -> None:
+        """Attribute tensors that appear from here on to stage `label`.
+
+        Args:
+            label: the stage.
+            again: whether this is a new turn of it, not the return from a stage inside it.
+        """
+        self._watched.others.look()
+        self.attribute_births(label, again=again)
+
+    def attribute_births(self, label: str, *, again: bool = False) -> None:
+        """Attribute as `stage` does, where no other process can have begun since the last reading."""
+        if self._peak is not None:
+            self._peak.stage_ended(label)
+        if again:
+            self.turns[label] = self.turns.get(label, 0) + 1
+            if self.turns[label] > 1:
+                self._forget_dead()
+        self._watched.births.begin(label, self.turns.setdefault(label, 1))
+
+    def _forget_dead(self) -> None:
+        """Let no new object pass for a dead one of an earlier turn.
+
+        Not for ever in a loop over a frozen heap, where it takes half a second each time.
+        """
+        now = time.perf_counter()
+        if self._forgetting > _FORGETTING + _FORGETTING_SHARE * (now - self._begun):
+            return
+        self._watched.births.forget_dead()
+        self._forgetting += time.perf_counter() - now
+
+    def phase(self, label: str, *, again: bool = False, settings_later: bool = False) -> None:
+        """Attribute as `stage` does, and all that is counted but the cards' levels.
+
+        Args:
+            label: the stage that begins.
+            again: see `stage`.
+            settings_later: whether the process-wide settings are left to the next reading, since nothing can change
+                them before; what has changed then is of the stage that ends here.
+        """
+        counters, last = self._watched.counters, self._watched.ownership.last
+        now = counters.read_in_part(last, settings="none") if settings_later else counters.read(last)
+        self.others.look(always=True, now=now)
+        self._attribute(now, settings_later=settings_later)
+        self.attribute_births(label, again=again)
+
+    def unread_phase(self, label: str) -> None:
+        """Attribute what is born as `stage` does; what is counted at the next reading is still of the stage before.
+
+        Args:
+            label: the stage that begins, in which no code of the program's is known to run.
+        """
+        self._unread = self._unread or self._watched.births.label
+        self.attribute_births(label)
+
+    def full_phase(self, label: str) -> None:
+        """Attribute as `phase` does, and the cards' levels too."""
+        self._read_to_attribute()
+        self.attribute_births(label)
+
+    def _read_to_attribute(self) -> Counters:
+        """Return the counters; what they have is of the stage that ends here."""
+        now = self._watched.counters.read()
+        self.others.look(now=now)
+        self._attribute(now)
+        return now
+
+    def _attribute(self, now: Counters, *, settings_later: bool = False) -> None:
+        """Attribute what is counted by now to the stage of now; what the next reading finds is of the one of then."""
+        ending, self._unread = self._unread or self.stage_now, ""
+        self._watched.caches.note(ending)
+        self._watched.ownership.attribute(ending, now, settings_later=settings_later)
+
     def enter(self, owner: Owner) -> None:
         """Attribute what appears from here to `leave` to `owner`; nests."""
         if self._peak is not None and not owner.ends_with_test:
             self._peak.entered()
-        super().enter(owner)
+        self._labels.append(self.stage_now)
+        now = self._read_to_attribute()
+        if owner.only_adds:
+            # Modules are imported by the thousand, so that this must not look at all young objects each time.
+            self._watched.births.begin_aside(owner.label)
+        else:
+            self.attribute_births(owner.label)
+        self._watched.caches.enter()
+        self._watched.ownership.enter(owner, now)
 
     def leave(self) -> None:
         """End the setup of the owner entered last, whether it succeeded or not."""
-        outlives = not self._watched.ownership.innermost.ends_with_test
-        super().leave()
-        if self._peak is not None and outlives:
+        watched, before = self._watched, self._labels.pop()
+        born = watched.births.end_aside() if watched.ownership.innermost.only_adds else None
+        if born is None:
+            self.stage(before)
+        now = watched.counters.read()
+        owner = watched.ownership.leave(now)
+        if not owner.only_adds:
+            self.others.follow()
+            owner.note_made(watched.births.born() or ())
+        watched.ownership.attribute(owner.stage, now)
+        for device in now.devices:
+            # Listing takes some tenths of a second.
+            if owner.growth.get(f"driver {device}", 0) > 0 and watched.device_memory.knows(device):
+                self._take_allocations(owner, device, now)
+        survivors = watched.births.survivors(owner.label) if born is None else born
+        watched.caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        watched.caches.leave()
+        own = [born.item for born in survivors if is_tensor(born.item)]
+        owner.storages = dict.fromkeys(storage_keys(own), owner.stage) if own else {}
+        if self._peak is not None and not owner.ends_with_test:
             self._peak.left()
         self._arrival.queue()
         # A library may have come with it that binds sockets in C.
-        self._watched.makers.start()
+        watched.makers.start()
+
+    def _take_allocations(self, owner: Owner, device: str, now: Counters) -> None:
+        """Give an owner the driver's allocations that its setup made, unless a library was first used there."""
+        names = self._watched.device_memory.adopt_allocations(now, device)
+        if names and not self._watched.first_use.libraries():
+            owner.items[f"allocations {device}"] = set(names)
 
     def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
         """Note that the test uses some owners: what it leaves under them may be growth.
@@ -236,12 +358,6 @@ class Watch(Attribution):
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
         self._in_use.ending(owner)
         self._in_use.add(owner, self.others.growth_of(owner))
-
-    def attribute_births(self, label: str, *, again: bool = False) -> None:
-        """See `Attribution`; a stage of which the peak is followed ends."""
-        if self._peak is not None:
-            self._peak.stage_ended(label)
-        super().attribute_births(label, again=again)
 
     def end(
         self,
@@ -303,12 +419,10 @@ class Watch(Attribution):
             return found if found is not None and found.bytes >= self.collected else None
 
         now = self._host.read_trimmed(ended)
-        ending = self._take_ending()
-        watched.ownership.attribute(ending, now)
+        self._attribute(now)
         if final:
             watched.ownership.over(now)
         self.others.look(always=True, now=now)
-        watched.caches.note(ending)
         # Before anything is collected: what is young now will be old then.
         watched.caches.born(watched.births.born() if watched.caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
@@ -433,12 +547,11 @@ class Watch(Attribution):
         """Judge in full, and take what is there then for the new baseline."""
         watched = self._watched
         try:
-            judged = self._judge(case, card_came=self._arrival.came_in_this_test)
+            verdict, last = self._judge(case, card_came=self._arrival.came_in_this_test)
         finally:
             # The hints hold caches.
             self._judge.readings.forget()
-        verdict = judged.verdict
-        self._adopt(watched.counters.read(), judged.heap)
+        self._adopt(watched.counters.read(), last.heap)
         now = watched.counters.read()
         left = [watched.ownership.new_items("processes", now, subject, case.ended) for subject in case.subjects]
         reported = {int(name) for names in left if case.final for name in names}
@@ -450,7 +563,7 @@ class Watch(Attribution):
         if any(finding.changed for found in (verdict.findings, *verdict.of_owners.values()) for finding in found):
             self._seen &= live_keys()
         # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.
-        share = None if verdict.findings or share is None else share - judged.explained
+        share = None if verdict.findings or share is None else share - last.explained
         trim_heap()
         kept = self._kept(share, watched.counters.read(), final=case.final)
         return replace(
@@ -478,3 +591,116 @@ class Watch(Attribution):
         if now.devices or driver_is_open(now):
             self._watched.first_use.adopt()
         self._watched.device_memory.adopt(now, now.devices, dict.fromkeys(heap.alive, 0))
+
+
+class CardArrival:
+    """Notices the first use of a card, by torch or past it.
+
+    Args:
+        watched: what is followed.
+        watch: makes what the warm-up takes its own.
+
+    Attributes:
+        warm_up: uses a card once.
+        came_in_this_test: whether a card was warmed up since the test began.
+    """
+
+    def __init__(self, watched: Watched, watch: Watch) -> None:
+        self._watched = watched
+        self._watch = watch
+        self._past_torch = CardsWithoutTorch()
+        self._is_in_a_test = False
+        self.warm_up = WarmUp(watched.handles, self._warming_up)
+        self.came_in_this_test = False
+
+    def begin_test(self) -> None:
+        """Give what a card takes from here on to an owner of its own."""
+        self._is_in_a_test = True
+        self.came_in_this_test = False
+
+    def end_test(self) -> None:
+        """Take what comes from here on for no test's."""
+        self._is_in_a_test = False
+
+    def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
+        """Return what of cards could not be judged."""
+        found: tuple[NotMeasured, ...] = self.warm_up.not_measured() if self.warm_up.problem else ()
+        if self._watched.policy.card and self._may_be_past_torch(now):
+            found += self._past_torch.not_measured(now)
+        return found + self._watched.device_memory.not_measured if now.devices else found
+
+    def queue(self) -> None:
+        """Have a card warmed up once it is used.
+
+        Again and again: torch may have been imported meanwhile, or a card used by another thread.
+        """
+        has_news = not self.warm_up.is_queued or initialized_torch() is not None
+        if self._warms_up and has_news and torch_with_cuda() is not None:
+            self.warm_up.queue()
+
+    def joins(self, now: Counters) -> bool:
+        """Return whether torch has just been warmed up on a card that the program uses without it.
+
+        It is judged from here on: the program has a context there already.
+        """
+        if not self._warms_up or loaded("torch") is None or self.warm_up.is_done:
+            return False
+        if not self._may_be_past_torch(now) or not self._past_torch.cards(now):
+            return False
+        self.warm_up.now()
+        return True
+
+    def meet(self) -> None:
+        """Take what the first use of a further card takes for the process's, where the test has used one.
+
+        What the program has there by its end is judged, but for memory to which no address leads: nobody knows how
+        much the context was.
+        """
+        torch = initialized_torch()
+        if not (self._warms_up and self.warm_up.is_done and in_main_thread()) or torch is None:
+            return
+        memory = self._watched.device_memory
+        if torch.cuda.device_count() == 1:
+            return
+        for device in self._watched.counters.read().devices:
+            if not memory.knows(device):
+                index = int(device.rpartition(":")[2])
+                self._aside(partial(self.warm_up.use_too, index))
+                memory.adopt_first_use(self._watched.counters.read(), device, self._watched.handles.sizes(index))
+
+    def _may_be_past_torch(self, now: Counters) -> bool:
+        return now.items["file-descriptors"] is not self._past_torch.without_driver
+
+    @property
+    def _warms_up(self) -> bool:
+        return self._watched.policy.card and self._watched.policy.warm_up != "off"
+
+    def _warming_up(self, use: Callable[[], None]) -> None:
+        """Give the process what the first use of a card takes, whoever's test it is in."""
+        watched = self._watched
+        if not self._is_in_a_test:
+            use()
+            # A card that another thread has used before is known as it was then.
+            watched.device_memory.forget()
+            return
+        now = self._aside(use)
+        watched.first_use.adopt()
+        # Nothing of the program is on a card that was used by nobody before.
+        unknown = [device for device in now.devices if not watched.device_memory.knows(device)]
+        watched.device_memory.adopt(now, unknown, {})
+
+    def _aside(self, use: Callable[[], None]) -> Counters:
+        """Use a card, and give the process what comes meanwhile; return the counters then."""
+        watched = self._watched
+        owner = Owner("the card's warm-up", only_adds=True)
+        self._watch.enter(owner)
+        try:
+            use()
+        finally:
+            self._watch.leave()
+            now = watched.counters.read()
+            self.came_in_this_test = True
+            # The driver has opened its own before it could be known that it would.
+            new = now.items["file-descriptors"].keys() - watched.ownership.baseline.items["file-descriptors"].keys()
+            owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
+        return now

@@ -14,7 +14,7 @@ import torch
 
 from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.leakcheck.judging.storages import HeapReading
-from lowtide.leakcheck.watching import deep_reading
+from lowtide.leakcheck.watching import full_reading
 from lowtide.leakcheck.watching.full_reading import Renewals
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
@@ -52,13 +52,13 @@ class Session:
         self.watch.open()
         self.engine = Engine()
         self.owner = Owner("fixture", lambda: [self.engine])
-        read_heap = deep_reading.read_heap
+        read_heap = full_reading.read_heap
 
         def read(*args: Any) -> Any:
             self.readings += 1
             return read_heap(*args)
 
-        monkeypatch.setattr(deep_reading, "read_heap", read)
+        monkeypatch.setattr(full_reading, "read_heap", read)
         self.watch.begin(module="test_program.py")
         self.watch.enter(self.owner)
         self.watch.leave()
