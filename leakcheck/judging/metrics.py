@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test
 from lowtide.leakcheck.resources.resource import Bound, Items, Rule, Rung
+from lowtide.probes.device.torch_allocator import PoolSegments
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os
@@ -179,7 +180,7 @@ def as_counted(resource: str, name: str) -> str:
     return name.partition(" ")[0] if resource == "processes" else name
 
 
-def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
+def _own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
     """Return the bytes of what is this process's in /dev/shm, by name.
 
     That is what it maps, what processes of its left there, and what carries its process id in its name.
@@ -205,30 +206,31 @@ def _pools(snapshot: Snapshot, kind: PoolKind) -> dict[str, int]:
     }
 
 
-def native_held(snapshot: Snapshot, device: str) -> int | None:
-    """Return the bytes of torch's blocks in use that no tensor visible to Python explains, and no library workspace."""
+def _torch_pools(snapshot: Snapshot, device: str) -> tuple[PoolSegments, ...] | None:
+    """Return the pools of torch's allocator on a device; None where its counters do not say what is there."""
     allocator = snapshot.allocator(device)
     if allocator is None:
-        return 0
-    return sum(pool.unclaimed for pool in allocator.pools) if allocator.trusted else None
+        return ()
+    return allocator.pools if allocator.trusted else None
 
 
-def awaiting_a_stream(snapshot: Snapshot, device: str) -> int | None:
-    """Return the bytes of torch's blocks that were freed while a stream still worked on them."""
-    allocator = snapshot.allocator(device)
-    if allocator is None:
-        return 0
-    return sum(pool.pending for pool in allocator.pools) if allocator.trusted else None
+def _in_torch_pools(amount: Callable[[PoolSegments], int]) -> Callable[[Snapshot, str], int | None]:
+    """Return the reading of bytes that each pool of torch's allocator has some of."""
+
+    def level(snapshot: Snapshot, device: str) -> int | None:
+        pools = _torch_pools(snapshot, device)
+        return None if pools is None else sum(map(amount, pools))
+
+    return level
 
 
-def exported_memory(snapshot: Snapshot, device: str) -> dict[str, int]:
+def _exported_memory(snapshot: Snapshot, device: str) -> dict[str, int]:
     """Return the bytes of torch's blocks that wait for who has opened them by CUDA IPC, by name."""
-    allocator = snapshot.allocator(device)
-    pools = () if allocator is None or not allocator.trusted else allocator.pools
+    pools = _torch_pools(snapshot, device) or ()
     return {f"block at {address:#x}": size for pool in pools for address, size in pool.exported_at}
 
 
-def arena_without_tensors(snapshot: Snapshot, device: str) -> int:
+def _arena_without_tensors(snapshot: Snapshot, device: str) -> int:
     """Return the bytes mapped by arenas over which no tensor lives: one with a tensor over it is that tensor's leak."""
     tensors = snapshot.tensors.on(device).ranges
     return sum(
@@ -238,25 +240,14 @@ def arena_without_tensors(snapshot: Snapshot, device: str) -> int:
     )
 
 
-def empty_segments(snapshot: Snapshot, device: str) -> int | None:
-    """Return the bytes of the default pool's segments in which nothing is in use."""
-    allocator = snapshot.allocator(device)
-    if allocator is None:
-        return 0
-    return sum(pool.empty for pool in allocator.pools if not pool.private) if allocator.trusted else None
-
-
-def empty_private_pools(snapshot: Snapshot, device: str) -> dict[str, int]:
+def _empty_private_pools(snapshot: Snapshot, device: str) -> dict[str, int]:
     """Return the bytes of private pools' segments with nothing in use, by name: no library's first use makes these.
 
     They go back only when the pool's owner is gone.
     """
-    allocator = snapshot.allocator(device)
-    if allocator is None or not allocator.trusted:
-        return {}
     return {
         f"pool {pool.pool_id}, segment at {address:#x}": size
-        for pool in allocator.pools
+        for pool in _torch_pools(snapshot, device) or ()
         if pool.private
         for address, size in pool.empty_at
     }
@@ -296,10 +287,11 @@ def unaccounted_host_memory(snapshot: Snapshot) -> int:
 _LEVELS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], int | None]] = {
     "tensors": lambda snapshot, device: snapshot.tensors.bytes_on(device),
     "unreadable": lambda snapshot, _: snapshot.tensors.unreadable,
-    "native": native_held,
-    "in-flight": awaiting_a_stream,
-    "arena": arena_without_tensors,
-    "empty-segments": empty_segments,
+    # Of blocks in use what no tensor that Python sees explains, and no library's workspace.
+    "native": _in_torch_pools(lambda pool: pool.unclaimed),
+    "in-flight": _in_torch_pools(lambda pool: pool.pending),
+    "arena": _arena_without_tensors,
+    "empty-segments": _in_torch_pools(lambda pool: 0 if pool.private else pool.empty),
     "driver": unaccounted_driver_memory,
     "pinned-cache": lambda snapshot, _: snapshot.pinned.torch_reserved,
     "host-memory": lambda snapshot, _: unaccounted_host_memory(snapshot),
@@ -308,14 +300,14 @@ _LEVELS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], int | None]] = {
 """How a row of the table is read from a snapshot on a device, by the row's key, where it is one figure."""
 
 _ITEMS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], Items]] = {
-    "cuda-ipc": exported_memory,
-    "reserved": empty_private_pools,
+    "cuda-ipc": _exported_memory,
+    "reserved": _empty_private_pools,
     "pinned": lambda snapshot, _: _pools(snapshot, "pinned"),
     "host-pools": lambda snapshot, _: _pools(snapshot, "host"),
     "threads": _counted("threads", lambda snapshot: snapshot.host.threads),
     "processes": _counted("processes", lambda snapshot: snapshot.host.children),
     "file-descriptors": _counted("file-descriptors", lambda snapshot: snapshot.host.descriptors),
-    "shared-memory": lambda snapshot, _: own_shared_memory(snapshot),
+    "shared-memory": lambda snapshot, _: _own_shared_memory(snapshot),
     "temporary-files": _counted("temporary-files", lambda snapshot: snapshot.host.temporary_files),
 }
 """How the others are read: by name."""

@@ -411,21 +411,16 @@ _MOST_LINES = 8
 
 PR_SET_CHILD_SUBREAPER = 36
 
+_GETTER = re.compile(r"\.(_?)get(\w+)\(\)$")
 _MODULE = re.compile(r"\b([a-z]\w*)\.")
 
 _SETTERS: Mapping[str, str] = {
     "gc.get_threshold()": "gc.set_threshold{}",
-    "gc.get_debug()": "gc.set_debug({})",
-    "sys.getrecursionlimit()": "sys.setrecursionlimit({})",
-    "sys.getswitchinterval()": "sys.setswitchinterval({})",
-    "sys.get_int_max_str_digits()": "sys.set_int_max_str_digits({})",
-    "sys.get_coroutine_origin_tracking_depth()": "sys.set_coroutine_origin_tracking_depth({})",
     "sys.dont_write_bytecode": "sys.dont_write_bytecode = {}",
     "time.tzname": "time.tzset()",
     "os.getcwd()": "os.chdir({})",
     "os.sched_getaffinity(0)": "os.sched_setaffinity(0, {})",
     "os.getpriority(os.PRIO_PROCESS, 0)": "os.setpriority(os.PRIO_PROCESS, 0, {})",
-    "sys.getdlopenflags()": "sys.setdlopenflags({})",
     "signal.pthread_sigmask(signal.SIG_BLOCK, ())": "signal.pthread_sigmask(signal.SIG_SETMASK, {})",
     "the child subreaper": f"ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, {{}}, 0, 0, 0)",
     **{
@@ -436,11 +431,8 @@ _SETTERS: Mapping[str, str] = {
     "threading.stack_size()": "threading.stack_size({})",
     "logging.root.manager.disable": "logging.disable({})",
     "locale.setlocale(locale.LC_ALL)": "locale.setlocale(locale.LC_ALL, {})",
-    "socket.getdefaulttimeout()": "socket.setdefaulttimeout({})",
     "multiprocessing.get_start_method()": "multiprocessing.set_start_method({}, force=True)",
     "numpy.geterr()": "numpy.seterr(**{})",
-    "torch.get_default_dtype()": "torch.set_default_dtype({})",
-    "torch.get_num_threads()": "torch.set_num_threads({})",
     "torch.is_grad_enabled()": "torch.set_grad_enabled({})",
     "torch.is_anomaly_enabled()": "torch.set_anomaly_enabled({})",
     "torch.is_anomaly_check_nan_enabled()": "torch.set_anomaly_enabled(torch.is_anomaly_enabled(), {})",
@@ -450,11 +442,6 @@ _SETTERS: Mapping[str, str] = {
     ),
     "torch.is_warn_always_enabled()": "torch.set_warn_always({})",
     "torch.is_autocast_cache_enabled()": "torch.set_autocast_cache_enabled({})",
-    "torch.get_float32_matmul_precision()": "torch.set_float32_matmul_precision({})",
-    "torch.backends.cuda.flash_sdp_enabled()": "torch.backends.cuda.enable_flash_sdp({})",
-    "torch.backends.cuda.mem_efficient_sdp_enabled()": "torch.backends.cuda.enable_mem_efficient_sdp({})",
-    "torch.backends.cuda.math_sdp_enabled()": "torch.backends.cuda.enable_math_sdp({})",
-    "torch.backends.cuda.cudnn_sdp_enabled()": "torch.backends.cuda.enable_cudnn_sdp({})",
     "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": (
         "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp({})"
     ),
@@ -464,30 +451,19 @@ _SETTERS: Mapping[str, str] = {
     "torch.autograd.forward_ad._is_fwd_grad_enabled()": "torch._C._set_fwd_grad_enabled({})",
     "torch._C._is_view_replay_enabled()": "torch._C._set_view_replay_enabled({})",
     "torch._C._jit_texpr_fuser_enabled()": "torch._C._jit_set_texpr_fuser_enabled({})",
-    **{
-        f"torch._C._get_{name}()": f"torch._C._set_{name}({{}})"
-        for name in ("autograd_fallback_mode", "graph_executor_optimize")
-    },
     "torch._C._is_multithreading_enabled()": "torch._C._set_multithreading_enabled({})",
     "torch._C._accelerator_getAllocatorSettings()": "torch._C._accelerator_setAllocatorSettings({})",
-    "torch.__future__.get_swap_module_params_on_conversion()": (
-        "torch.__future__.set_swap_module_params_on_conversion({})"
-    ),
-    "torch.__future__.get_overwrite_module_params_on_conversion()": (
-        "torch.__future__.set_overwrite_module_params_on_conversion({})"
-    ),
     "torch._tensor_str.PRINT_OPTS": "torch.set_printoptions({})",
     "torch.set_flush_denormal": "torch.set_flush_denormal({})",
-    "torch.multiprocessing.get_sharing_strategy()": "torch.multiprocessing.set_sharing_strategy({})",
     "torch.cuda.current_device()": "torch.cuda.set_device({})",
-    "torch.cuda.get_sync_debug_mode()": "torch.cuda.set_sync_debug_mode({})",
     "torch.cuda.memory._record_memory_history": "torch.cuda.memory._record_memory_history({})",
 }
-"""The code that sets a setting, with a place for what it was."""
+"""The code that sets a setting, with a place for what it was, where that is not `set` for `get`."""
 
 _PATTERNS: Mapping[str, str] = {
     r"torch\.is_autocast_enabled\((.+)\)": "torch.set_autocast_enabled({name}, {value})",
     r"torch\.get_autocast_dtype\((.+)\)": "torch.set_autocast_dtype({name}, {value})",
+    r"torch\.backends\.cuda\.(\w+_sdp)_enabled\(\)": "torch.backends.cuda.enable_{name}({value})",
     r"(torch\.backends\..+[^)])": "{name} = {value}",
     r"(decimal\.getcontext\(\)\.(?!traps).+)": "{name} = {value}",
     r"(logging\.raiseExceptions)": "{name} = {value}",
@@ -735,13 +711,16 @@ def _value(name: str, before: str) -> str | None:
     if name == "torch.cuda.current_stream()":
         stream = "default_stream()" if before == DEFAULT_STREAM else f"Stream{before}"
         return f"torch.cuda.set_stream(torch.cuda.{stream})"
-    expression = _expression(before)
+    if name in _ADVICE:
+        return None
+    setter = _GETTER.sub(r".\1set\2", name)
+    expression = _expression(before) if setter == name or " at " in before else before
     if expression is None or expression == name:
         return None
+    if setter != name:
+        return f"{setter}({expression})"
     if name.startswith("signal.getsignal("):
         return f"signal.signal({name.removeprefix('signal.getsignal(')[:-1]}, {expression})"
-    if name.startswith(("sys.get", "threading.get", "logging.get", "numpy.get")):
-        return f"{name.replace('.get', '.set', 1).removesuffix('()')}({expression})"
     return f"{name} = {expression}" if re.fullmatch(r"[\w.]+", name) else None
 
 

@@ -11,14 +11,13 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.findings.storage_watch import Collected
 from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, trim_heap
+from lowtide.leakcheck.judging.ladder import SettlePolicy, settle, trim_heap
 from lowtide.leakcheck.judging.metrics import (
     DRIVER_TOLERANCE,
     HOST_MEMORY_TOLERANCE,
@@ -27,7 +26,7 @@ from lowtide.leakcheck.judging.metrics import (
 )
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
-from lowtide.leakcheck.resources.resource import MIB, Rung
+from lowtide.leakcheck.resources.resource import MIB
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -193,7 +192,7 @@ def wait_for_return(
         let_go: lets go of what the test runner holds.
         stayed: what did not come until now; added to.
     """
-    ownership, settle = watched.ownership, watched.policy.settle
+    ownership, stability = watched.ownership, watched.policy.settle
 
     def missing(now: Counters) -> set[tuple[str, str | int]]:
         _reap_children()
@@ -212,24 +211,25 @@ def wait_for_return(
 
     start = watched.counters.read()
     first = missing(start)
+    if not first:
+        return
     lines = made(start)
     are_levels = any(type(thing) is int for _, thing in first)
     if not are_levels and all(line and stayed.get((key, line)) in start.items.get(key, ()) for key, line in lines):
-        settle = min(settle, _MOMENT_S)
+        stability = min(stability, _MOMENT_S)
 
     def moves(now: Counters) -> set[tuple[str, str | int]]:
         return {(key, thing) for key, thing in missing(now) if type(thing) is int or (key, thing) in first}
 
-    steps = climb(
-        watched.counters.read,
-        lambda now: not missing(now),
-        still_waiting=lambda now: bool(missing(now)),
-        moved=lambda then, now: moves(then) != moves(now),
-        policy=SettlePolicy(stability=settle, limit=max(LONGEST_WAIT, settle)),
-        rungs=(Rung.SETTLE,),
-        climbed=[LadderStep(Rung.RAW, start, 0.0)],
+    stayed |= made(
+        settle(
+            watched.counters.read,
+            lambda now: bool(missing(now)),
+            lambda then, now: moves(then) != moves(now),
+            start,
+            SettlePolicy(stability=stability, limit=max(LONGEST_WAIT, stability)),
+        )
     )
-    stayed |= made(steps[-1].reading)
 
 
 def _reap_children() -> None:
@@ -238,14 +238,6 @@ def _reap_children() -> None:
         multiprocessing.active_children()
     if "subprocess" in sys.modules:
         subprocess._cleanup()  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One test: its name, and whether what it keeps counts."""
-
-    name: str
-    counts: bool
 
 
 class SmallRetention:
@@ -257,14 +249,16 @@ class SmallRetention:
 
     def __init__(self) -> None:
         self._levels = [0]
-        self._turns: list[_Turn] = []
+        # Of each test its name, and the bytes that it may keep without counting.
+        self._names: list[str] = []
+        self._allowed: list[int] = []
 
     def fell(self, size: int) -> None:
-        """What earlier tests had kept was given back between two tests, in bytes."""
+        """Note that so many bytes of what earlier tests had kept were given back between two tests."""
         self._levels[-1] -= size
 
     def add(self, name: str, share: int, *, counts: bool = True) -> None:
-        """A test is over.
+        """Note that a test is over.
 
         Args:
             name: its name.
@@ -272,15 +266,16 @@ class SmallRetention:
             counts: whether it is judged.
         """
         self._levels.append(self._levels[-1] + share)
-        self._turns.append(_Turn(name, counts))
+        self._names.append(name)
+        self._allowed.append(LEAST_KEPT - 1 if counts else ANYTHING)
 
     @property
     def has_risen(self) -> bool:
         """Return whether the last test kept so much that it counts."""
-        return bool(self._turns) and self._levels[-1] - self._levels[-2] >= LEAST_KEPT
+        return len(self._levels) > 1 and self._levels[-1] - self._levels[-2] >= LEAST_KEPT
 
     def is_too_much(self, tolerance: int) -> bool:
-        """Whether the last test kept something, and all tests together have kept more than the tolerance, in bytes."""
+        """Return whether the last test kept something, and all together more than the tolerance, in bytes."""
         if not self.has_risen:
             return False
         if self._levels[-1] - min(self._levels) <= tolerance:
@@ -289,30 +284,25 @@ class SmallRetention:
         return len(steps.turns) >= FEWEST_STEPS and steps.repeated > tolerance
 
     def _steps(self) -> KeptSteps:
-        return KeptSteps.between(self._levels, [LEAST_KEPT - 1 if turn.counts else ANYTHING for turn in self._turns])
+        return KeptSteps.between(self._levels, self._allowed)
 
     def finding(self, stage: str) -> Finding:
-        """What tests have kept, the last one included; it is reported once.
-
-        Args:
-            stage: to which it is attributed.
-        """
+        """Return what tests have kept, the last one included, attributed to a stage; it is reported once."""
         steps = self._steps()
-        turns = steps.turns
         # What came once beside it, as the tables of a first look at a large heap, is no part of what the tests keep.
         total = steps.repeated
-        module = self._turns[-1].name.partition("::")[0]
-        names = _last_of([self._turns[turn - 1].name for turn in turns])
+        module = self._names[-1].partition("::")[0]
+        names = [self._names[turn - 1] for turn in steps.turns]
         size = KeptSteps(steps.added).said(format_bytes)
-        self._levels, self._turns = [self._levels[-1]], []
+        self._levels, self._names, self._allowed = [self._levels[-1]], [], []
         return Finding(
             resource="host-memory",
             cause="unknown",
             bytes=total,
-            count=len(turns),
+            count=len(names),
             device="",
             stage=stage,
-            message=f"{format_bytes(total)} of host-memory kept over the session, {size}: {names}",
+            message=f"{format_bytes(total)} of host-memory kept over the session, {size}: {_last_of(names)}",
             fingerprint=fingerprint(
                 resource="host-memory", device="", stage=stage, suspects=("session",), module=module
             ),
