@@ -97,8 +97,7 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
 
         if isinstance(question, messages.ExplainGrown):
             return explain_grown(question) if is_fork else apart(lambda: explain_grown(question), list[Finding])
-        seen = look(lists=question.lists)
-        return msgspec.structs.replace(seen, variables=_rank_variables(), called=_called())
+        return msgspec.structs.replace(look(lists=question.lists), **_names())
     if isinstance(question, messages.TellStacks):
         return list(_stacks())
     own = _own_tensors(importing)
@@ -132,7 +131,7 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
         if question.collects:
             gc.collect()
         levels = messages.Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
-        return msgspec.structs.replace(levels, variables=_rank_variables(), called=_called())
+        return msgspec.structs.replace(levels, **_names())
     return [] if own is None else _of_tensors(question, own)
 
 
@@ -178,9 +177,7 @@ def _after_turn(question: messages.ReadTurn, own: OwnTensors | None, importing: 
     cards = own.allocated() if own is not None and question.seconds else {}
     # What was imported here, to read and to explain, is none of the program's.
     _modules = len(sys.modules)
-    return msgspec.structs.replace(
-        grown, cards=cards, variables=_rank_variables(), called=_called(), imported=max(0, imported)
-    )
+    return msgspec.structs.replace(grown, cards=cards, imported=max(0, imported), **_names())
 
 
 def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownContainers:
@@ -213,10 +210,6 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
     return messages.GrownContainers(findings=tuple(messages.written(found)), more=more)
 
 
-def _rank_variables() -> dict[str, str]:
-    return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-
-
 def _stacks() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Return what each thread does; without a lock that one of them may hold."""
     running = getattr(loaded("threading"), "_active", {})
@@ -230,11 +223,13 @@ def _stacks() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield thread_name(running[ident]) if ident in running else f"thread {ident}", tuple(frames)
 
 
-def _called() -> str:
-    """This process's name in `multiprocessing`, where another process has started it by that."""
+def _names() -> dict[str, Any]:
+    """Return what names this process: the variables that say its rank, and its name in `multiprocessing`."""
+    variables = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     process = loaded("multiprocessing.process")
+    # Where another process has started it by that name.
     own = None if process is None or process.parent_process() is None else process.current_process()
-    return str(own.name) if own is not None else ""
+    return {"variables": variables, "called": str(own.name) if own is not None else ""}
 
 
 def _trim(importing: Importing) -> int:

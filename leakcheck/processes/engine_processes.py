@@ -29,12 +29,10 @@ from lowtide.leakcheck.processes.process_growth import (
 )
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
-from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import name_of, rollup
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
-from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
@@ -221,8 +219,8 @@ class EngineProcesses:
         return finding if facts is None else with_holder(finding, facts)
 
     def _holder_of_arrays(self, finding: Finding, size: int) -> HolderFacts | None:
-        pid = None if finding.process is None or finding.resource != "host-memory" else finding.process.pid
-        if pid is None or not self.agents.has_agent(pid):
+        pid = process_levels.pid_of(finding)
+        if finding.resource != "host-memory" or not self.agents.has_agent(pid):
             return None
         return self._one(pid, messages.ExplainHostMemory(bytes=size))
 
@@ -230,10 +228,7 @@ class EngineProcesses:
         """Read what each holds after a stage."""
         levels = self._each(self._pids(), messages.Read())
         family = self.tree.descendants()
-        asks = bool(family) and self.device != "cpu"
-        cards = by_process(read_card_holders(self.driver())) if self.driver is not None and asks else {}
-        for pid in cards.keys() & set(family):
-            self.ended.note(pid)
+        cards = self.ended.on_cards(family) if self.device != "cpu" else {}
         self._silent = [
             process_levels.ProcessLevels.of(pid, process_levels.NOTHING_SAID, cards.get(pid, {}))
             for pid in family
@@ -307,13 +302,13 @@ class EngineProcesses:
             tells=self._turn >= FEWEST_TO_GROW,
         )
         more = 0
-        before = {pid: _private_bytes_of(pid) for pid in self._now}
+        before = {pid: _private_bytes(pid) or 0 for pid in self._now}
         answers = self._each(list(self._now), question)
         # Once it has let go of what it needed to answer, which it has before it answers again.
         self._each(list(answers), messages.TellStacks())
         for pid, answer in answers.items():
             # At rest: what it has more than before, or less, is by what it was asked.
-            self._imported[pid] = self._imported.get(pid, 0) + _private_bytes_of(pid) - before[pid]
+            self._imported[pid] = self._imported.get(pid, 0) + (_private_bytes(pid) or 0) - before[pid]
             process, more = self._now[pid].process, max(more, answer.more)
             self._in_turns[pid] = tuple(in_process(each, process) for each in answer.findings)
             self._undecided.pop(pid, None)
@@ -391,7 +386,7 @@ class EngineProcesses:
             levels: what it has answered last.
         """
         # To ask the kernel takes 50 ms where it has gigabytes.
-        private = now.host if levels is now.levels else _private_or_none(now.process.pid)
+        private = now.host if levels is now.levels else _private_bytes(now.process.pid)
         private = None if private is None else private - self._imported.get(now.process.pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
@@ -401,9 +396,8 @@ class EngineProcesses:
         self._first_things.setdefault(pid, things)
         return {LevelKey(resource): len(each) for resource, each in things.items()}
 
-    def _holder_of_things(self, finding: Finding) -> HolderFacts | None:
+    def _holder_of_things(self, finding: Finding, pid: int) -> HolderFacts | None:
         """Return who holds the threads or descriptors that a process has more, and what these are."""
-        pid = 0 if finding.process is None else finding.process.pid
         known = self._first_things.get(pid, {}).get(finding.resource, {})
         things = things_of(pid).get(finding.resource, {})
         new = {number: what for number, what in things.items() if known.get(number) != what}
@@ -416,27 +410,22 @@ class EngineProcesses:
 
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""
-        before = _private_bytes(finding)
+        pid = process_levels.pid_of(finding)
         if finding.resource == "shared-memory":
-            pid = 0 if finding.process is None else finding.process.pid
             return mappings_of(pid, {os.getpid(), *self.tree.descendants()})
+        before = _private_bytes(pid) or 0
         if finding.resource == "tensors":
-            facts = self._holder_of_tensors(finding)
+            # Those of most turns.
+            left = self._one(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
+            facts = growing_holder(left or (), finding.device, finding.stage)
         elif finding.resource in COUNTED:
-            facts = self._holder_of_things(finding)
+            facts = self._holder_of_things(finding, pid)
         else:
             facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
-        if finding.process is not None and self.trim(finding.process.pid) is not None:
+        if self.trim(pid) is not None:
             # What an earlier search has left may be given back by this one.
-            taken = self._imported[finding.process.pid] + _private_bytes(finding) - before
-            self._imported[finding.process.pid] = max(0, taken)
+            self._imported[pid] = max(0, self._imported[pid] + (_private_bytes(pid) or 0) - before)
         return facts
-
-    def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
-        """Return who holds the tensors of most turns of the process that a finding is about."""
-        pid = 0 if finding.process is None else finding.process.pid
-        left = self._one(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
-        return growing_holder(left or (), finding.device, finding.stage)
 
     def _with_holder(self, finding: Finding) -> Finding:
         facts = self._holders.get(finding.fingerprint)
@@ -557,17 +546,7 @@ class EngineProcesses:
         return None if pid in self.not_measured else self._each([pid], question).get(pid)
 
 
-def _private_bytes(finding: Finding) -> int:
-    """Return the bytes of host memory that the process of a finding alone has; 0 where that may not be read."""
-    return 0 if finding.process is None else _private_bytes_of(finding.process.pid)
-
-
-def _private_bytes_of(pid: int) -> int:
-    """Return the bytes of host memory that a process alone has; 0 where that may not be read."""
-    return _private_or_none(pid) or 0
-
-
-def _private_or_none(pid: int) -> int | None:
+def _private_bytes(pid: int) -> int | None:
     """Return the bytes of host memory that a process alone has; None where that may not be read."""
     memory = rollup(pid)
     return None if memory is None else memory.private

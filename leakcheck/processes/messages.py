@@ -22,7 +22,19 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of all messages."""
 
 
-class Levels(_Message, frozen=True, kw_only=True):
+class _Said(_Message, frozen=True, kw_only=True):
+    """What a process says, with what names it.
+
+    Attributes:
+        variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
+        called: its name in `multiprocessing`; empty for a main process.
+    """
+
+    variables: dict[str, str] = {}
+    called: str = ""
+
+
+class Levels(_Said, frozen=True, kw_only=True):
     """What one process holds; bytes.
 
     Attributes:
@@ -33,9 +45,7 @@ class Levels(_Message, frozen=True, kw_only=True):
         has_torch: whether the process has imported torch.
         resident: bytes of host memory, that is no file's, under tensors, in pools and in torch's cache of pinned
             memory.
-        variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
-        called: its name in `multiprocessing`; empty for a main process.
     """
 
     tensors: dict[str, int]
@@ -43,9 +53,7 @@ class Levels(_Message, frozen=True, kw_only=True):
     reserved: dict[str, int | None]
     has_torch: bool
     resident: int = 0
-    variables: dict[str, str] = {}
     communicators: tuple[str, ...] = ()
-    called: str = ""
 
     def of(self, kind: str) -> int:
         """Return the bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""
@@ -57,7 +65,7 @@ class Levels(_Message, frozen=True, kw_only=True):
         )
 
 
-class GrownContainers(_Message, frozen=True, kw_only=True):
+class GrownContainers(_Said, frozen=True, kw_only=True):
     """The containers that grow; and host memory beside them, where that was read.
 
     Attributes:
@@ -65,16 +73,12 @@ class GrownContainers(_Message, frozen=True, kw_only=True):
         more: how many more turns may tell whether others do; 0 where that is known, or was not asked.
         cards: bytes that torch has given out to tensors and others on each card, where turns are parts of the time.
         imported: how many modules the program has imported since the turn that was read before.
-        variables: as of `Levels`.
-        called: as of `Levels`.
     """
 
     findings: tuple[Finding, ...] = ()
     more: int = 0
     cards: dict[str, int] = {}
     imported: int = 0
-    variables: dict[str, str] = {}
-    called: str = ""
 
 
 class TensorKind(msgspec.Struct, frozen=True):
@@ -111,7 +115,7 @@ class FilledCache(msgspec.Struct, frozen=True):
     tensor_bytes: int
 
 
-class Seen(_Message, frozen=True, kw_only=True):
+class Seen(_Said, frozen=True, kw_only=True):
     """What there is in a process at one moment.
 
     Attributes:
@@ -123,8 +127,6 @@ class Seen(_Message, frozen=True, kw_only=True):
         tensors: bytes under live tensors, by device.
         tensor_kinds: the largest kinds of these, where they are listed.
         caches: where they are listed.
-        variables: as of `Levels`.
-        called: as of `Levels`.
     """
 
     ids: bytes
@@ -135,8 +137,6 @@ class Seen(_Message, frozen=True, kw_only=True):
     tensors: dict[str, int]
     tensor_kinds: tuple[TensorKind, ...] = ()
     caches: tuple[FilledCache, ...] = ()
-    variables: dict[str, str] = {}
-    called: str = ""
 
 
 Left: TypeAlias = list[tuple[Finding, dict[int, int]]]

@@ -22,17 +22,15 @@ from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors, left_by_test
-from lowtide.leakcheck.processes.process_levels import describe_process
+from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
-from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import rollup, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
-from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.stages import EnteredStage
 from lowtide.reports.outcomes import KNOW_GROWTH
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
@@ -262,7 +260,7 @@ class OtherProcesses:
         question = messages.ReadTurn(turns="tests", turn=turn, tells=True, ends=True, module=module, since=since)
         found = self._ask_turn(question)
         for finding in found:
-            self._in_containers[0 if finding.process is None else finding.process.pid] += finding.bytes
+            self._in_containers[pid_of(finding)] += finding.bytes
         return found
 
     def _ask_turn(self, question: messages.ReadTurn) -> list[Finding]:
@@ -324,7 +322,7 @@ class OtherProcesses:
                 if self._clears:
                     tensors = self._engine.with_caches_cleared(pid, tensors)
             found += tensors
-            named = Counter(_by_device(tensors))
+            named = _by_device(tensors)
             named["cpu"] += self._in_containers.pop(pid, 0)
             for finding in turns.findings(named):
                 if is_trimmed:
@@ -470,13 +468,11 @@ class OtherProcesses:
     def _outside(self) -> dict[int, _Outside]:
         """Return what is seen of each descendant."""
         pids = self._tree.descendants()
-        cards = by_process(read_card_holders(self._driver())) if pids and self._driver is not None else {}
+        cards = self._ended.on_cards(pids)
         found = {}
         for pid in pids:
             process, memory = stat(pid), rollup(pid)
             if process is not None:
-                if cards.get(pid):
-                    self._ended.note(pid)
                 private = None if memory is None else memory.private
                 found[pid] = _Outside(process.started, private, cards.get(pid, {}))
         return found
@@ -495,9 +491,9 @@ def _has_ended(pid: int) -> bool:
     return process is None or process.state == "Z"
 
 
-def _by_device(findings: Sequence[Finding]) -> dict[str, int]:
+def _by_device(findings: Sequence[Finding]) -> Counter[str]:
     """Return the bytes of some findings, by their device."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for finding in findings:
-        found[finding.device] = found.get(finding.device, 0) + finding.bytes
+        found[finding.device] += finding.bytes
     return found

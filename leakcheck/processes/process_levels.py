@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.host.process_files import name_of, rollup, stat
 from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
-from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import reworded
 
@@ -64,6 +64,11 @@ def describe_process(
         ranks=role.dimensions,
         device=", ".join(sorted(devices)),
     )
+
+
+def pid_of(finding: Finding) -> int:
+    """Return the number of the process that a finding is about; 0 for this one."""
+    return 0 if finding.process is None else finding.process.pid
 
 
 def role_of(name: str) -> str:
@@ -193,23 +198,20 @@ def communicators_kept(
             continue
         amount = format_amount(len(groups), "NCCL communicators")
         found.append(
-            Finding(
-                resource="process-groups",
-                cause="not-restored",
+            _not_given_up(
+                "process-groups",
+                now.process,
+                "cuda",
+                stage,
+                "nccl",
                 bytes=0,
                 count=len(groups),
-                device=now.process.device or "cuda",
-                stage=stage,
                 message=f"{now.process.text} keeps {amount} in {stage}: {', '.join(groups)}; of what the driver counts "
                 f"for it {format_bytes(now.of_libraries)} are under no tensor, in no arena and in nothing of torch's, "
                 f"and at work it was {format_bytes(before.of_libraries)}",
-                fingerprint=fingerprint(
-                    resource="process-groups", device="cuda", stage=stage, suspects=("nccl", role_of(now.process.name))
-                ),
                 holder=", ".join(groups),
                 advice=f"destroy its process groups in {stage} or suspend them (ncclCommSuspend), and make them again "
                 "in the wake",
-                process=now.process,
             )
         )
     return found
@@ -227,26 +229,40 @@ def mapped_by_failed_wake(
         after: what each holds since.
     """
     return [
-        Finding(
-            resource="arena",
-            cause="not-restored",
+        _not_given_up(
+            "arena",
+            process,
+            kind,
+            stage,
+            f"failed {tag}",
             bytes=left,
             count=1,
-            device=process.device or kind,
-            stage=stage,
             message=f"{process.text}: {format_bytes(left)} of arena {tag!r} stay mapped after a {stage} that failed",
-            fingerprint=fingerprint(
-                resource="arena", device=kind, stage=stage, suspects=(f"failed {tag}", role_of(process.name))
-            ),
             holder=f"arena {tag!r}",
             advice=f"where {stage} fails, unmap what it has mapped before it raises",
-            process=process,
         )
         for pid, levels in after.items()
         for process in [asleep[pid].process]
         for tag, mapped in ProcessLevels(process, levels).arenas(kind).items()
         if (left := mapped - asleep[pid].arenas(kind).get(tag, 0)) > 0
     ]
+
+
+def _not_given_up(
+    resource: ResourceName, process: ProcessName, kind: str, stage: str, suspect: str, **facts: Any
+) -> Finding:
+    """Return a finding about what a process holds on its devices of a kind while the engine sleeps."""
+    suspects = (suspect, role_of(process.name))
+    mark = fingerprint(resource=resource, device=kind, stage=stage, suspects=suspects)
+    return Finding(
+        resource=resource,
+        cause="not-restored",
+        device=process.device or kind,
+        stage=stage,
+        fingerprint=mark,
+        process=process,
+        **facts,
+    )
 
 
 def judged_asleep(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.held_series import GrownLevel, HeldSeries
-from lowtide.leakcheck.processes.process_levels import describe_process
+from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.timed_growth import SHORTEST_S, TimeWindow
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, NotMeasured
@@ -204,7 +204,7 @@ class ServerWatch:
             return found
         explained: defaultdict[tuple[int, bool], float] = defaultdict(float)
         for each in found:
-            explained[_key(each.finding)[0], each.finding.device not in ("", "cpu")] += each.rate
+            explained[pid_of(each.finding), each.finding.device not in ("", "cpu")] += each.rate
         told = {_counted_in(each.finding) for each in found}
         more = self.series.grown(explained)
         return [*found, *(each for each in more if each.finding.bytes or _counted_in(each.finding) not in told)]
@@ -277,11 +277,11 @@ class ServerWatch:
 
 
 def _key(finding: Finding) -> tuple[int, str]:
-    return 0 if finding.process is None else finding.process.pid, finding.fingerprint
+    return pid_of(finding), finding.fingerprint
 
 
 def _counted_in(finding: Finding) -> tuple[int, str]:
-    return _key(finding)[0], finding.resource
+    return pid_of(finding), finding.resource
 
 
 def _by_request(grown: GrownLevel, count: int, window: TimeWindow) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,32 +72,29 @@ class EndJudgement:
         """Wait until nothing is left, or for `settle` seconds, and report what stays."""
         orphans, gone = self._settled()
         findings = [self._orphan(pid) for pid in orphans]
-        findings += [self._on_card(pid, by_card) for pid, by_card in gone.items()]
+        for pid, by_card in gone.items():
+            findings.append(held_by_a_gone(ProcessName(pid=pid, name=self.traces.name(pid) or "unknown"), by_card))
         # Before the agents are gone, whose names say which processes there were.
         system_v, of_nobody, of_unseen = self.traces.system_v()
         # Its sockets and its number are in names that would pass for the program's.
         self.agents.stop()
         dead, undecided, why = self.traces.shared_memory()
-        for file in dead:
-            findings.append(_left("shared-memory", file.path, file.bytes, _made_by(file), file.remove, file.library))
+        findings += map(_left, dead)
         files, unknown = self.traces.files()
         alike: dict[str, list[Path]] = {}
         for path in files:
             alike.setdefault(_lasting_name(str(path)), []).append(path)
         findings += map(self._left_files, alike.values())
-        findings += [_system_v(each) for each in system_v]
+        findings += map(_system_v, system_v)
+        unseen = {"/dev/shm": why} if why else {}
+        unseen |= {each.file.path: each.why for each in undecided}
+        unseen |= {str(path): reason for path, reason in unknown}
+        unseen |= {_named(each): reason for each, reason in of_nobody}
+        if self.traces.cards_not_measured:
+            unseen["memory of ended processes on cards"] = self.traces.cards_not_measured
         return TreeEnd(
             tuple(findings),
-            tuple(
-                self._not_measured(
-                    why,
-                    [
-                        *((each.file.path, each.why) for each in undecided),
-                        *((str(path), reason) for path, reason in unknown),
-                        *((_named(each), reason) for each, reason in of_nobody),
-                    ],
-                )
-            ),
+            tuple(NotMeasured(what=what, why=reason) for what, reason in unseen.items()),
             tuple(NotMeasured(what=_named(each), why=reason) for each, reason in of_unseen),
         )
 
@@ -142,17 +139,6 @@ class EndJudgement:
             suspects=("left file", _lasting_name(told[0])),
             count=len(paths),
         )
-
-    def _on_card(self, pid: int, by_card: ByCard) -> Finding:
-        return held_by_a_gone(ProcessName(pid=pid, name=self.traces.name(pid) or "unknown"), by_card)
-
-    def _not_measured(self, shared_memory: str, undecided: Sequence[tuple[str, str]]) -> Iterator[NotMeasured]:
-        if shared_memory:
-            yield NotMeasured(what="/dev/shm", why=shared_memory)
-        for path, why in undecided:
-            yield NotMeasured(what=path, why=why)
-        if self.traces.cards_not_measured:
-            yield NotMeasured(what="memory of ended processes on cards", why=self.traces.cards_not_measured)
 
 
 @dataclass(frozen=True)
@@ -266,13 +252,13 @@ def _amounts(cards: ByCard) -> list[str]:
     return [f"{'memory' if size is None else format_bytes(size)} on {device}" for device, size in cards.items()]
 
 
-def _left(resource: ResourceName, path: str, size: int, made: str, remove: str, library: str = "") -> Finding:
+def _left(file: SharedMemoryFile) -> Finding:
     return _finding(
-        resource,
-        f"{path}{_amount(size, made)} is left, and no living process uses it",
-        f"unlink shared memory when its process ends; now: {remove}",
-        size=size,
-        suspects=("left file", library or _lasting_name(path)),
+        "shared-memory",
+        f"{file.path}{_amount(file.bytes, _made_by(file))} is left, and no living process uses it",
+        f"unlink shared memory when its process ends; now: {file.remove}",
+        size=file.bytes,
+        suspects=("left file", file.library or _lasting_name(file.path)),
     )
 
 
@@ -364,8 +350,15 @@ class EndedHolders:
             self._started[pid] = process.started
             self._names[pid] = describe_process(pid)
 
+    def on_cards(self, pids: Collection[int]) -> Mapping[int, ByCard]:
+        """Return what the driver counts for each process; those of some that hold anything are noted."""
+        cards = by_process(read_card_holders(self.driver())) if pids and self.driver is not None else {}
+        for pid in cards.keys() & set(pids):
+            self.note(pid)
+        return cards
+
     def findings(self) -> list[Finding]:
-        """One for each noted process that has ended and is listed; each is reported once."""
+        """Return one for each noted process that has ended and is listed; each is reported once."""
         until = time.monotonic() + self.patience
         while (gone := self._gone()) and time.monotonic() < until:
             time.sleep(_STEP_S)

@@ -205,20 +205,17 @@ def _is_vllm(name: str) -> bool:
 
 
 def _is_helper(pid: int) -> bool:
-    """Return whether a process serves a library, and is no engine whatever it holds on the host."""
-    names: Collection[str] = exempt("processes", (str(pid),))
-    try:
-        return bool(names) or _comm(pid) in _HELPERS
-    except OSError:  # it ended
-        return True
+    """Return whether a process serves a library, and is no engine whatever it holds on the host, or has ended."""
+    return bool(exempt("processes", (str(pid),))) or _comm(pid) in (*_HELPERS, "")
 
 
 def _is_data_worker(pid: int) -> bool:
-    try:
-        return _comm(pid) == _DATA_WORKER
-    except OSError:  # it ended
-        return False
+    return _comm(pid) == _DATA_WORKER
 
 
 def _comm(pid: int) -> str:
-    return contents(f"/proc/{pid}/comm").decode(errors="replace").strip()
+    """Return the name of a process as the kernel has it; empty where it has ended."""
+    try:
+        return contents(f"/proc/{pid}/comm").decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from lowtide.leakcheck.growth.quantities import own_descriptors
-from lowtide.leakcheck.processes import engine_processes, other_processes, tree_end
+from lowtide.leakcheck.processes import tree_end
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.processes.tree_end import EndedHolders, EndJudgement, held_by_a_gone
@@ -241,8 +241,7 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    for module in (tree_end, engine_processes, other_processes):
-        monkeypatch.setattr(module, "read_card_holders", card.holders)
+    monkeypatch.setattr(tree_end, "read_card_holders", card.holders)
     monkeypatch.setattr(tree_end, "PATIENCE_S", 0.1)
     return card
 
