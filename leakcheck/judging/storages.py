@@ -102,17 +102,19 @@ def read_heap(
         newborn = {id(born.item): born for born in survivors if is_tensor(born.item)}
         newborn |= _hidden_gradients(torch, births, newborn, everything)
         old = [item for item in everything if id(item) not in newborn]
-        owned = {key for owner in (*claims.owners, *ended) for key in owner.storages}
+        known = {*seen, *(key for owner in (*claims.owners, *ended) for key in owner.storages)}
         if births.froze:
             # First: of a storage that a frozen and a young tensor view, the frozen one is the older.
-            newborn = {**_newborn_and_frozen(births, old, {*seen, *owned}), **newborn}
+            newborn = {**_newborn_and_frozen(births, old, known), **newborn}
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
         readings, unreadable = new_storages(newborn.values(), older)
-        claimed = _claimed(claims, readings)
+        # An older tensor may have got memory since, over which a new one lies, too.
+        given = frozenset[Key]().union(*keys_of_each(born.item for born in newborn.values())) & older.keys() - known
+        claimed = _claimed(claims, {*readings, *given})
         claimed |= _claimed_with_parts(readings, claimed)
         held = _held_anew(readings, claimed, {owner.label: owner for owner in (*claims.owners, *ended)}, ended)
-        moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
+        moved = {key for key in older if key[0] != "cpu" and key not in known}
         if moved:
             claimed |= _claimed(claims, moved)
             held += [
@@ -138,13 +140,12 @@ def read_heap(
         )
 
 
-def _newborn_and_frozen(births: Births, old: Sequence[Any], known: Collection[Key]) -> dict[int, Newborn]:
+def _newborn_and_frozen(births: Births, old: Sequence[Any], known: set[Key]) -> dict[int, Newborn]:
     """Return what was frozen before it was ever seen young, by identity.
 
     New is what lies where nothing lay before, and nothing that an earlier import or fixture has made, of which a clean
     test took no full reading.
     """
-    known = frozenset(known)
     hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
     return {id(item): Newborn(item, births.froze_in or births.label) for item in hidden}
 

@@ -71,6 +71,12 @@ class Session:
         self.watch.used([self.owner])
         return self.watch.end().findings
 
+    def ended(self) -> list[Finding]:
+        """What the fixture leaves when it has ended."""
+        self.watch.begin(module="test_program.py")
+        self.engine = Engine()
+        return [*self.watch.end([self.owner]).of_owners[self.owner.label]]
+
     def ending(self) -> list[Finding]:
         """What has grown under the fixture when it ends."""
         self.watch.begin(module="test_program.py")
@@ -95,6 +101,28 @@ def view(engine: Engine) -> None:
 
 def fresh(engine: Engine) -> None:
     engine.batch = Batch(torch.ones(16))
+
+
+def test_what_a_fixture_has_a_view_of_is_not_the_fixtures(session: Session) -> None:
+    session.watch.begin(module="test_program.py")
+    session.watch.enter(Owner("import of program", only_adds=True))
+    session.program.WEIGHTS = torch.ones(1000)
+    session.watch.leave()
+    assert session.watch.end().findings == ()
+    assert session.judge(lambda engine: engine.others.extend([session.program.WEIGHTS[10:], torch.ones(50)])) == ()
+    assert session.ended() == []
+
+
+def test_memory_that_an_older_tensor_gets_in_a_test_is_the_fixtures_with_the_new_tensor_over_it(
+    session: Session,
+) -> None:
+    def give(engine: Engine) -> None:
+        engine.others.append(torch.ones(1000))
+        engine.old.data = engine.others[0]  # type: ignore[assignment]
+
+    assert session.judge(give) == ()
+    session.program.KEPT.append(session.engine.old)
+    assert [finding.bytes for finding in session.ended()] == [4000]
 
 
 def test_a_view_in_a_new_object_takes_one_full_reading_for_all_tests(session: Session) -> None:
