@@ -347,13 +347,20 @@ def after_failed_wake(stage: str, device: str, before: Snapshot, after: Snapshot
     ]
 
 
-def after_infer(stage: str, expected: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[Finding]:
+Tokens = Sequence[Sequence[int]]
+
+
+def _unlike(expected: Tokens, tokens: Tokens) -> int:
+    """Return how many prompts have other tokens than were expected."""
+    return sum(list(then) != list(now) for then, now in zip_longest(expected, tokens, fillvalue=()))
+
+
+def after_infer(stage: str, expected: Tokens, tokens: Tokens) -> list[Finding]:
     """Report other tokens for the same prompts than at an earlier point of the life: contents come back, too."""
     if not any(expected):
         message = f"{stage} gave no token"
         return [finding_of("contents", stage=stage, device="", suspects=("none", "unknown"), message=message)]
-    pairs = zip_longest(expected, tokens, fillvalue=())
-    wrong = sum(list(then) != list(now) for then, now in pairs)
+    wrong = _unlike(expected, tokens)
     if not wrong:
         return []
     return [
@@ -422,8 +429,6 @@ def failed_teardown(stage: str, error: BaseException) -> Finding:
 
 _WHERE_SENT = "look where its parameters are looked up and copied: it says that it is done, and the engine has others"
 
-Tokens = Sequence[Sequence[int]]
-
 
 def after_update(
     device: str, before: Mapping[str, Any], sent: Mapping[str, Any], held: Mapping[str, Any]
@@ -485,8 +490,7 @@ def says_otherwise(stage: str, tokens: Tokens, expected: Tokens) -> list[Finding
         tokens: with the weights that were sent.
         expected: of the same prompts with the same weights, when the engine had these first.
     """
-    pairs = zip_longest(expected, tokens, fillvalue=())
-    wrong = sum(list(then) != list(now) for then, now in pairs)
+    wrong = _unlike(expected, tokens)
     if not wrong:
         return []
     message = f"{wrong} of {len(expected)} prompts give other tokens after {UPDATE} than the same weights gave before"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
@@ -256,20 +257,14 @@ def _finding(
 
 def _fingerprints(metric: Metric, stage: str, cause: Cause, new: Sequence[str]) -> tuple[str, str]:
     """Return a finding's fingerprint, and the one without the names of its items."""
-    mark = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
-    former = fingerprint(
-        resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause), by_phase=True
-    )
-    if new:
-        mark = fingerprint_of_items(
-            metric.resource,
-            new,
-            resource=metric.resource,
-            device=metric.device,
-            stage=stage,
-            suspects=(metric.what, cause),
-        )
-    return mark, former
+    facts: dict[str, Any] = {
+        "resource": metric.resource,
+        "device": metric.device,
+        "stage": stage,
+        "suspects": (metric.what, cause),
+    }
+    mark = fingerprint_of_items(metric.resource, new, **facts) if new else fingerprint(**facts)
+    return mark, fingerprint(**facts, by_phase=True)
 
 
 def named_amount(metric: Metric, amount: int) -> str:

@@ -316,9 +316,6 @@ _ITEMS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], Items]] = {
 HOST_MEMORY_TOLERANCE = bound_of_test("host-memory").allowed(card=False)
 """Bytes of the process's own memory that may stay."""
 
-HOST_MEMORY_TOLERANCE_WITH_CARD = bound_of_test("host-memory").allowed(card=True)
-"""The same where the process uses a card."""
-
 DRIVER_TOLERANCE = bound_of_test("driver").tolerance
 """Bytes that the driver may count more where its allocations cannot be listed."""
 
@@ -331,7 +328,7 @@ _LEVELS = ("pinned", "gc-frozen", "host-memory", "driver")
 
 def host_memory_tolerance(devices: Collection[str]) -> int:
     """Return the bytes of the process's own memory that may stay, by the devices that it uses."""
-    return HOST_MEMORY_TOLERANCE if set(devices) <= {"cpu"} else HOST_MEMORY_TOLERANCE_WITH_CARD
+    return bound_of_test("host-memory").allowed(card=not set(devices) <= {"cpu"})
 
 
 def may_be_of_libraries(finding: Finding, devices: Collection[str]) -> bool:
@@ -348,19 +345,14 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric,
             list of allocations, `host-memory`) keep their own tolerance where that is larger.
     """
     card = not set(devices) <= {"cpu"}
-    tested = [(rule, rule.test) for rule in RULES if rule.test is not None]
-    metrics = [_of_tests(rule, bound, "", tolerance, card=card) for rule, bound in tested if rule.place == "process"]
-    for device in devices:
-        places = ("device",) if device == "cpu" else ("device", "card")
-        metrics += [
-            _of_tests(rule, bound, device, tolerance, card=card) for rule, bound in tested if rule.place in places
-        ]
+    metrics = []
+    for device in ("", *devices):
+        places = ("process",) if not device else ("device",) if device == "cpu" else ("device", "card")
+        for rule in RULES:
+            if rule.test is not None and rule.place in places:
+                # What arrays explain has no more room in a process that uses a card: see `may_be_of_libraries`.
+                allowed = rule.test.allowed(card=card and rule.key != "host-memory")
+                if rule.unit == "bytes":
+                    allowed = max(allowed, tolerance)
+                metrics.append(_metric_of(rule, rule.test, device, allowed, is_named=rule.key not in _LEVELS))
     return tuple(metrics)
-
-
-def _of_tests(rule: Rule, bound: Bound, device: str, tolerance: int, *, card: bool) -> Metric:
-    # What arrays explain has no more room in a process that uses a card: see `may_be_of_libraries`.
-    allowed = bound.allowed(card=card and rule.key != "host-memory")
-    if rule.unit == "bytes":
-        allowed = max(allowed, tolerance)
-    return _metric_of(rule, bound, device, allowed, is_named=rule.key not in _LEVELS)

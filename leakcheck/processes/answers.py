@@ -139,15 +139,13 @@ def _of_tensors(question: messages.Question[Any], own: OwnTensors) -> object:
     if isinstance(question, messages.ExplainLeft):
         return own.left(question.cycle, question.stage)
     if isinstance(question, messages.ExplainAsleep):
-        found = own.asleep(question.cycle, question.kind)
-    elif isinstance(question, messages.ExplainAwake):
-        found = own.more_awake(question.stage, question.kind)
-    elif isinstance(question, messages.ExplainHeld):
-        found = own.held(question.stage, question.kind, question.most)
-    else:
-        assert isinstance(question, messages.ClearCaches)
-        found = own.clear_caches(question.holders)
-    return messages.written(found)
+        return own.asleep(question.cycle, question.kind)
+    if isinstance(question, messages.ExplainAwake):
+        return own.more_awake(question.stage, question.kind)
+    if isinstance(question, messages.ExplainHeld):
+        return own.held(question.stage, question.kind, question.most)
+    assert isinstance(question, messages.ClearCaches)
+    return messages.written(own.clear_caches(question.holders))
 
 
 def _preserved(

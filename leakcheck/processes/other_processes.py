@@ -142,10 +142,6 @@ class OtherProcesses:
         """End it; legal without a start."""
         self.agents.stop()
 
-    def began(self) -> Mapping[int, float]:
-        """Return each process that has had an agent, with the time at which it began; see `Agents.began`."""
-        return self.agents.began()
-
     def begin(self, now: Counters) -> None:
         """Begin a test: what is there now is its baseline.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -106,9 +106,13 @@ class OwnTensors:
 
         def explained() -> list[Finding]:
             by_device = [leftovers.explain_asleep(None, cycle, device, ()) for device in _devices(kind)]
-            return written(finding for found in by_device for finding in found)
+            return [finding for found in by_device for finding in found]
 
-        return self._apart(explained, list[Finding])
+        return self._explained(explained)
+
+    def _explained(self, work: Callable[[], Iterable[Finding]]) -> list[Finding]:
+        """Return what is found apart from the program."""
+        return self._apart(lambda: written(work()), list[Finding])
 
     def more_awake(self, stage: str, kind: str) -> list[Finding]:
         """Return who holds what there is more after a wake than before the sleep; asked where there is more.
@@ -123,12 +127,10 @@ class OwnTensors:
         if not self._slept.looks_away and not self._slept.is_more():
             return []
 
-        def explained() -> list[Finding]:
-            if self._slept.looks_away:
-                return written(leftovers.explain_awake(stage, self._cycle, kind))
-            return written(self._slept.more_awake(stage, lambda: replace(leftovers.context(None), living=True)))
-
-        return self._apart(explained, list[Finding])
+        if self._slept.looks_away:
+            return self._explained(lambda: leftovers.explain_awake(stage, self._cycle, kind))
+        context = lambda: replace(leftovers.context(None), living=True)  # noqa: E731
+        return self._explained(lambda: self._slept.more_awake(stage, context))
 
     def left(self, cycle: int | None, stage: str = "") -> Left:
         """Return who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
@@ -215,7 +217,7 @@ class OwnTensors:
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
         """Return who holds the largest storages on devices of a kind, arenas aside."""
-        return self._apart(lambda: written(self._held(stage, kind, most)), list[Finding])
+        return self._explained(lambda: self._held(stage, kind, most))
 
     def _held(self, stage: str, kind: str, most: int) -> list[Finding]:
         leftovers = self._leftovers or LeftoverTensors(Births(), AllocationStacks(card=False))
@@ -339,11 +341,7 @@ class OwnPreserved:
             self.tensors += len(tensors)
 
     def compare(self, stage: str) -> list[Finding]:
-        """Return what was lost, has moved, or points to where nothing is.
-
-        Args:
-            stage: which one has ended.
-        """
+        """Return what was lost, has moved, or points to where nothing is, after the stage that has ended."""
         found: list[Finding] = []
         recorded = announced_preserved().graph_addresses
         for device, state in self._states.items():

@@ -289,6 +289,8 @@ class SettingHistory:
 
         As a test that configures `logging` as the one before did: each has a handler of its own then, and there is one.
         """
+        if not changes:
+            return []
         put_back = [change for change in changes if self.is_earlier(change.name, change.now)]
         given_up = Counter(change.setting for change in put_back if change.now == ABSENT)
         found = []

@@ -7,6 +7,7 @@ may give it back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import explain
@@ -16,7 +17,7 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
 from lowtide.leakcheck.growth.steps import FEWEST_STEPS
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.process_growth import Turns, grown_under
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.watching.watch import Watch
@@ -118,20 +119,14 @@ class SleepWatch:
             # What nothing holds is of an engine before this one, whose memory had these addresses too.
             if not explanation.path:
                 continue
-            finding = Finding(
-                resource="pointers",
+            finding = finding_of(
+                "pointers",
                 cause="not-restored",
                 bytes=8 * item.aligned,
-                count=1,
                 device=device,
                 stage=stage,
                 message=_message(item, explanation.holder or "a tensor"),
-                fingerprint=fingerprint(
-                    resource="pointers",
-                    device=device,
-                    stage=stage,
-                    suspects=(*explanation.suspects[:1], "not-restored"),
-                ),
+                suspects=(*explanation.suspects[:1], "not-restored"),
                 holder=explanation.holder,
                 verdict=explanation.verdict,
                 path=explanation.path,
@@ -194,6 +189,16 @@ def _readable(device: str) -> Sequence[Range] | None:
     return merge(read_allocations(int(device.partition(":")[2])) or ())
 
 
+@dataclass
+class _Followed:
+    """A stage whose turns are followed: how the watch calls it, after how many is looked next, and what was found."""
+
+    turns: Turns
+    label: str = ""
+    next: int = FEWEST_STEPS
+    found: dict[str, Finding] = field(default_factory=dict)
+
+
 class EngineGrowth:
     """Looks at the engine of a test, at a growing number of turns of a stage, since a look goes through the heap.
 
@@ -212,19 +217,15 @@ class EngineGrowth:
 
     def _begin(self) -> None:
         """Begin a test: nothing is known of its engine."""
-        self._turns = [Turns("infer"), Turns(UPDATE)]
-        # By the stage: how the watch calls it, after how many turns is looked, and what was found.
-        self._labels = {turns.stage: "" for turns in self._turns}
-        self._next = dict.fromkeys(self._labels, FEWEST_STEPS)
-        self._found: dict[str, dict[str, Finding]] = {stage: {} for stage in self._labels}
+        self._followed = [_Followed(Turns("infer")), _Followed(Turns(UPDATE))]
         self._inferences, self._readings = 0, OpenEnd()
         self._of_containers: tuple[Finding, ...] = ()
 
     def before(self, stage: str, engine: object) -> None:
         """Look before a stage that may give back what has grown: a shutdown."""
-        for turns in self._turns if stage == "shutdown" else ():
-            if not turns.missing:
-                self._look(turns, engine)
+        for followed in self._followed if stage == "shutdown" else ():
+            if not followed.turns.missing:
+                self._look(followed, engine)
         self._named.begin(stage)
 
     def after(self, stage: str, engine: object, label: str) -> None:
@@ -236,19 +237,19 @@ class EngineGrowth:
             label: how the watch calls the stage.
         """
         self._named.end(stage)
-        for turns in self._turns:
-            turns.after(stage)
-            if stage == turns.stage:
-                self._labels[stage] = label
-            if len(turns.again) >= self._next[turns.stage]:
-                self._look(turns, engine)
-                self._next[turns.stage] = 2 * len(turns.again)
+        for followed in self._followed:
+            followed.turns.after(stage)
+            if stage == followed.turns.stage:
+                followed.label = label
+            if len(followed.turns.again) >= followed.next:
+                self._look(followed, engine)
+                followed.next = 2 * len(followed.turns.again)
         if stage == "infer":
             self._read_containers(engine)
 
-    def _look(self, turns: Turns, engine: object) -> None:
-        left = self._watch.kept_of(self._labels[turns.stage], ENGINE, engine)
-        self._found[turns.stage] |= {each.fingerprint: each for each in grown_under(ENGINE, left, turns)}
+    def _look(self, followed: _Followed, engine: object) -> None:
+        left = self._watch.kept_of(followed.label, ENGINE, engine)
+        followed.found |= {each.fingerprint: each for each in grown_under(ENGINE, left, followed.turns)}
 
     def _read_containers(self, engine: object) -> None:
         self._inferences += 1
@@ -273,7 +274,7 @@ class EngineGrowth:
         """
         of_tensors = {finding.device for finding in known if finding.resource == "tensors"}
         of_items = {finding.resource for finding in known}
-        grown = [each for found in self._found.values() for each in found.values()]
+        grown = [each for followed in self._followed for each in followed.found.values()]
         found = [each for each in grown if each.device not in of_tensors]
         found += [each for each in self._named.findings() if each.resource not in of_items]
         self._named.forget()

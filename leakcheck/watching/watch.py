@@ -381,7 +381,7 @@ class Watch:
             self._arrival.meet()
             closed = self._watched.ownership.close(ended)
             in_others = self.others.judge([*self._watched.ownership.live, *closed])
-            verdict = self._judged(closed, let_go, hints, final=True)
+            verdict = self._verdict(closed, let_go, hints, final=True)
             if self._in_use.any_used:
                 verdict = self._in_use.with_growth(verdict)
             return replace(
@@ -390,6 +390,7 @@ class Watch:
                 not_measured=(*verdict.not_measured, *hidden),
             )
         finally:
+            self._suspects.forget()
             self._arrival.end_test()
             self._watched.caches.forget()
             if self._in_use.any_used:
@@ -397,13 +398,8 @@ class Watch:
 
     def check(self) -> Verdict:
         """Judge in the middle of a test: as `end`, but nothing ends, and nothing is changed to prove a remedy."""
-        return self._judged([], lambda: None, (), final=False)
-
-    def _judged(
-        self, ended: list[Owner], let_go: Callable[[], None], hints: Sequence[tuple[str, object]], *, final: bool
-    ) -> Verdict:
         try:
-            return self._verdict(ended, let_go, hints, final=final)
+            return self._verdict([], lambda: None, (), final=False)
         finally:
             self._suspects.forget()
 
