@@ -62,12 +62,7 @@ def listed(key: str, names: Iterable[str]) -> str | None:
 
 
 def described(key: str, names: Iterable[str]) -> list[str]:
-    """Return how a finding calls some things, sorted.
-
-    Args:
-        key: their resource.
-        names: what the counters call them.
-    """
+    """Return how a finding calls some things of a resource, sorted, by what the counters call them."""
     resource = resource_of(key)
     return sorted(names if resource is None else map(resource.describe, names))
 

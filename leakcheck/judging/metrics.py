@@ -119,12 +119,9 @@ def _key_of(rule: Rule, device: str) -> str:
 
 
 def shutdown_metrics(device: str) -> tuple[Metric, ...]:
-    """Return what must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
+    """Return what must be back on a device after an engine's shutdown, by the table, as far as snapshots have it.
 
     `globals` are not among them: `lowtide.leakcheck.lives.life_reader` compares them one by one.
-
-    Args:
-        device: where the engine ran.
     """
     card = device != "cpu"
     return tuple(

@@ -118,11 +118,7 @@ class OwnerHistory:
         return not self._levels
 
     def begin_turn(self, allowed: int) -> None:
-        """Begin a turn: a test uses the owner.
-
-        Args:
-            allowed: bytes that it may add.
-        """
+        """Begin a turn: a test uses the owner, and may add so many bytes."""
         self._allowed.append(allowed)
         for levels in (*self._levels.values(), *self._numbers.values()):
             levels.append(levels[-1])
@@ -591,9 +587,9 @@ class Ownership:
             }
         else:
             known = self.baseline.items.get(key, {})
-            fresh = names.keys() - known.keys()
-            if not fresh:
+            if names.keys() <= known.keys():
                 return {}
+            fresh = names.keys() - known.keys()
             owned = {name for owner in (*self.live, *ended) for name in owner.items.get(key, ())}
             found = {name: names[name] for name in sorted(fresh - owned) if not self._is_anothers(key, name, now)}
         stays = exempt(key, found)

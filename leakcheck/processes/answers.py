@@ -59,10 +59,6 @@ _T = TypeVar("_T")
 def apart(work: Callable[[], _T], kind: Any) -> _T:
     """Return what work gives that goes through the whole heap: in a fork, so that the program notices nothing.
 
-    Args:
-        work: what is done.
-        kind: of what it gives.
-
     Raises:
         ForkError: it failed, or took too long.
     """

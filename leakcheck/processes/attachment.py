@@ -45,9 +45,6 @@ _Answer = TypeVar("_Answer")
 class Attachment:
     """Answers about a process that runs on, while the block lasts.
 
-    Args:
-        pid: the process.
-
     Attributes:
         folder: with what is asked and answered, open to the process's user alone; None outside of the block.
     """

@@ -363,12 +363,7 @@ def encode(message: object) -> bytes:
 
 
 def ask(send: Callable[[bytes], bytes], question: Question[_Answer], whom: str) -> _Answer:
-    """Return what is answered to a question.
-
-    Args:
-        send: gives the answer's bytes.
-        question: what is asked.
-        whom: who is asked, in words.
+    """Return what somebody, in words, answers to a question; `send` gives the answer's bytes.
 
     Raises:
         AgentError: the answer is of another kind; and what `send` raises.

@@ -115,12 +115,7 @@ class OwnTensors:
         return self._apart(lambda: written(work()), list[Finding])
 
     def more_awake(self, stage: str, kind: str) -> list[Finding]:
-        """Return who holds what there is more after a wake than before the sleep; asked where there is more.
-
-        Args:
-            stage: the wake, which has ended.
-            kind: of the engine's device.
-        """
+        """Return who holds what there is more after a wake than before the sleep; asked where there is more."""
         leftovers = self._leftovers
         if leftovers is None:
             return []
@@ -321,10 +316,7 @@ def _uses_cards() -> bool:
 
 
 class OwnPreserved:
-    """Remembers the contents of the tensors that there are when it is made.
-
-    Args:
-        kind: of their devices: `cpu` or `cuda`.
+    """Remembers the contents of the tensors that there are on devices of a kind when it is made.
 
     Attributes:
         tensors: how many there are.

@@ -30,11 +30,7 @@ def end(code: int) -> NoReturn:
 
 
 def end_soon(code: int) -> None:
-    """End this process: in the ordinary way, or after `LINGER_S` without what is waited for.
-
-    Args:
-        code: its exit code then.
-    """
+    """End this process: in the ordinary way, or after `LINGER_S` without what is waited for, with an exit code."""
     for seconds, end in ((LINGER_S, _end_without), (_EXIT_S, os._exit)):
         timer = threading.Timer(seconds, end, [code])
         timer.daemon = True

@@ -182,11 +182,6 @@ def communicators_kept(
 
     Their buffers are in nothing that torch counts, so a communicator counts as kept where there is one and the driver's
     figure beside torch's segments and arenas has not fallen: `ncclCommSuspend` gives up the buffers and keeps groups.
-
-    Args:
-        stage: the sleep.
-        at_work: what each process held before it.
-        asleep: what it holds now.
     """
     found = []
     for pid, now in asleep.items():

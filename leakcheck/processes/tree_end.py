@@ -157,13 +157,7 @@ class Running:
 
 
 def read_running(pid: int, agents: Agents, cards: ByCard) -> Running:
-    """Return what a process holds, as seen from outside and as its agent says.
-
-    Args:
-        pid: its process identifier.
-        agents: through whom it is asked.
-        cards: what the driver counts for it.
-    """
+    """Return what a process holds, as seen from outside, with what the driver counts for it, and as its agent says."""
     memory, held = rollup(pid), _asked(pid, agents)
     process = describe_process(pid, variables={} if held is None else held.variables, devices=cards)
     size = 0 if memory is None else memory.private

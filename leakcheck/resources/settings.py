@@ -473,6 +473,20 @@ _PATTERNS: Mapping[str, str] = {
     r"numpy\.get_printoptions\(\)\['(\w+)'\]": "numpy.set_printoptions({name}={value})",
 }
 
+_ENTRIES: Mapping[str, tuple[str, str | None]] = {
+    r"os\.environ\[(.+)\]": ("os.environ.pop({name})", "os.environ[{name}] = {value}"),
+    r"level of (.+)": ("{name}.setLevel(0)", "{name}.setLevel({value})"),
+    r"disabled of (.+)": ("{name}.disabled = False", "{name}.disabled = {value}"),
+    r"propagate of (.+)": ("{name}.propagate = True", "{name}.propagate = {value}"),
+    r"interval timer (.+)": ("signal.setitimer({name}, 0)", None),
+    r"name of logging level (.+)": (
+        "logging._nameToLevel.pop(logging._levelToName.pop({name}), None)",
+        "logging.addLevelName({name}, {value})",
+    ),
+    r"sys\.path entry (.+)": ("sys.path.remove({name})", "sys.path.append({name})"),
+}
+"""For what is an entry of something, the code that puts it back if it was not there before, and if it was."""
+
 _ADVICE: Mapping[str, str] = {
     "torch.get_num_interop_threads()": (
         "it can be set once in a process: set it in conftest.py, or run the test in a process of its own"
@@ -585,26 +599,13 @@ def _entry(change: SettingChange) -> str | None:
     name, before = change.name, change.before
     if change.is_replaced:
         return _replaced(change)
-    if name.startswith("os.environ["):
-        if before == ABSENT:
-            return f"os.environ.pop({name.removeprefix('os.environ[')[:-1]})"
-        return None if is_secret(name, before) else f"{name} = {before}"
-    if name.startswith("level of "):
-        return f"{name.removeprefix('level of ')}.setLevel({before or 0})"
-    if name.startswith("interval timer "):
-        return f"signal.setitimer({name.removeprefix('interval timer ')}, 0)" if before == ABSENT else None
-    if name.startswith("name of logging level "):
-        level = name.removeprefix("name of logging level ")
-        taken = f"logging._nameToLevel.pop(logging._levelToName.pop({level}), None)"
-        return taken if before == ABSENT else f"logging.addLevelName({level}, {before})"
-    if name.startswith("sys.path entry "):
-        entry = name.removeprefix("sys.path entry ")
-        return f"sys.path.remove({entry})" if before == ABSENT else f"sys.path.append({entry})"
+    for pattern, (added, changed) in _ENTRIES.items():
+        if match := re.fullmatch(pattern, name, re.DOTALL):
+            if before == ABSENT:
+                return added.format(name=match[1])
+            return None if changed is None or is_secret(name, before) else changed.format(name=match[1], value=before)
     if name.startswith("handler ") and before == ABSENT:
         return _removing_handler(name)
-    for switch, usual in (("disabled", False), ("propagate", True)):
-        if name.startswith(f"{switch} of "):
-            return f"{name.removeprefix(f'{switch} of ')}.{switch} = {before or usual}"
     if name.startswith(_REDUCER) and before == ABSENT:
         cls = _expression(name.removeprefix(_REDUCER))
         return None if cls is None else f"copyreg.dispatch_table.pop({cls})"

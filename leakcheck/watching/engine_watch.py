@@ -200,11 +200,7 @@ class _Followed:
 
 
 class EngineGrowth:
-    """Looks at the engine of a test, at a growing number of turns of a stage, since a look goes through the heap.
-
-    Args:
-        watch: knows what appeared in which turn.
-    """
+    """Looks at the engine of a test, at a growing number of turns of a stage, since a look goes through the heap."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -229,13 +225,7 @@ class EngineGrowth:
         self._named.begin(stage)
 
     def after(self, stage: str, engine: object, label: str) -> None:
-        """Note that a stage has ended.
-
-        Args:
-            stage: its name.
-            engine: whose.
-            label: how the watch calls the stage.
-        """
+        """Note that a stage of an engine has ended, which the watch calls `label`."""
         self._named.end(stage)
         for followed in self._followed:
             followed.turns.after(stage)

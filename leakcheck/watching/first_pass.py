@@ -54,11 +54,7 @@ _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "tem
 
 
 class Suspects:
-    """Finds what may have been left.
-
-    Args:
-        watched: what is followed.
-    """
+    """Finds what may have been left."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -324,9 +320,6 @@ def _last_of(names: Sequence[str]) -> str:
 
 class KeptHostMemory:
     """Sums up what the tests of one watch keep of host memory.
-
-    Args:
-        watched: what is followed.
 
     Attributes:
         level_at_end: the process's own memory when the last test had been judged, in bytes; None before the first.

@@ -183,9 +183,6 @@ class Renewals:
     a new one, for which one is gone that tests had made.
 
     Holds identities only.
-
-    Args:
-        births: what was born.
     """
 
     def __init__(self, births: Births) -> None:
@@ -323,9 +320,6 @@ class OwnersInUse:
     """Follows the owners that the tests of one watch use, and what the tests leave under them.
 
     That is judged when an owner ends, or passes the policy's limit.
-
-    Args:
-        watched: what is followed.
 
     Attributes:
         tolerance: bytes that the test of now may leave.

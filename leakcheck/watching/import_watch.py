@@ -31,16 +31,12 @@ class Imported:
         self._growth: dict[str, int] = {}
 
     def begin(self, owner: Owner) -> None:
-        """A module is about to be executed.
-
-        Args:
-            owner: whose what it makes will be.
-        """
+        """Note that a module is about to be executed; what it makes will be the owner's."""
         owner.before = self._read()
         self._owner = owner
 
     def end(self) -> Owner:
-        """The module has been executed; returns its owner, with all that is its own."""
+        """Return the owner of the module that has been executed, with all that is its own."""
         owner, self._owner = self._owner, None
         assert owner is not None
         owner.take(self._read(), (), ())
@@ -51,11 +47,11 @@ class Imported:
         return owner
 
     def names(self, key: str) -> Collection[str]:
-        """The items of a resource that imports made, as the counters call them."""
+        """Return the items of a resource that imports made, as the counters call them."""
         return self._names.get(key, ())
 
     def growth(self, key: str) -> int:
-        """By how many bytes imports raised a level of the counters until now."""
+        """Return by how many bytes imports raised a level of the counters until now."""
         return self._growth.get(key, 0)
 
 
@@ -91,7 +87,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """What the other finders find, with a loader that reports."""
+        """Return what the other finders find, with a loader that reports."""
         if not self.active or self._importing is not None or not in_main_thread():
             return None
         if name.partition(".")[0] in _OWN:

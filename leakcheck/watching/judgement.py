@@ -466,11 +466,7 @@ def _keep(file: HeapFile, leaks: Sequence[Sequence[Leak]], context: Context, wal
 
 
 class RemedyTrials:
-    """Tries what gives leaks back: with the verdict, or when nothing of the program runs any more.
-
-    Args:
-        watched: what is followed.
-    """
+    """Tries what gives leaks back: with the verdict, or when nothing of the program runs any more."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched

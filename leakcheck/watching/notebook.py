@@ -61,11 +61,7 @@ def register(shell: InteractiveShell) -> None:
 
 
 class CellCheck:
-    """The magic of one shell.
-
-    Args:
-        shell: runs the cells.
-    """
+    """The magic of one shell, which runs the cells."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -225,11 +221,7 @@ def _show(report: Report, shell: InteractiveShell) -> None:
 
 
 class CellNames:
-    """The variables of the user before a cell runs: what is bound then, and to which object.
-
-    Args:
-        shell: whose variables.
-    """
+    """The variables of a shell's user before a cell runs: what is bound then, and to which object."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         # By address: what a cell replaces must be able to end.
@@ -241,13 +233,7 @@ class CellNames:
 
 
 def in_words_of_a_notebook(report: Report, shell: InteractiveShell, before: CellNames) -> Report:
-    """Return the report with holders as the user of a notebook writes them, and how each is given back.
-
-    Args:
-        report: of a cell.
-        shell: that has run it.
-        before: the variables before it ran.
-    """
+    """Return a cell's report with holders as the user of a notebook writes them, and how each is given back."""
     subjects = tuple(
         msgspec.structs.replace(
             subject, findings=tuple(_in_words(finding, shell, before) for finding in subject.findings)
