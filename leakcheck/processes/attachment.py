@@ -68,7 +68,7 @@ class Attachment:
         try:
             self._start(self.folder)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
         return self
 
@@ -167,9 +167,6 @@ class Attachment:
 
     def __exit__(self, *_: object) -> None:
         """End the thread."""
-        self._end()
-
-    def _end(self) -> None:
         folder, self.folder = self.folder, None
         if self._pipe >= 0:
             os.close(self._pipe)
