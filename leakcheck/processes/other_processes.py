@@ -446,16 +446,12 @@ class OtherProcesses:
     def _more(self, before: _Outside, now: _Outside, named: Mapping[str, int]) -> dict[LevelKey, int]:
         """Return by how many bytes each level of a process has risen, where that is more than it may."""
         risen: dict[LevelKey, int] = {}
-        if before.private is not None and now.private is not None:
-            on_host = now.private - before.private - named.get("cpu", 0)
-            if on_host > max(self._tolerance, host_memory_tolerance(())):
-                risen[HOST] = on_host
-        for device, size in now.cards.items():
-            then = before.cards.get(device, 0)
+        for key, size in now.levels.items():
+            then = before.levels.get(key, 0)
+            allowed = host_memory_tolerance(()) if key == HOST else DRIVER_TOLERANCE
             if size is not None and then is not None:
-                on_card = size - then - named.get(device, 0)
-                if on_card > max(self._tolerance, DRIVER_TOLERANCE):
-                    risen[LevelKey("driver", device)] = on_card
+                more = size - then - named.get(key.device, 0)
+                risen |= {key: more} if more > max(self._tolerance, allowed) else {}
         return risen
 
     def _has_torch(self, pid: int) -> bool:

@@ -245,14 +245,12 @@ class OwnTensors:
         survey = survey_storages()
         tensors = summarize(survey, pools)
         arenas: dict[str, dict[str, int]] = {}
-        pooled: dict[str, list[Range]] = {}
         for pool in pools:
-            pooled.setdefault(pool.device, []).extend(pool.addresses)
             if pool.kind == "arena":
                 of_device = arenas.setdefault(pool.device, {})
                 of_device[pool.tag] = of_device.get(pool.tag, 0) + pool.mapped
         allocators = read_allocators({storage.address for storage in survey.storages})
-        on_host = [*tensors.on("cpu").ranges, *pooled.get("cpu", ())]
+        on_host = [*tensors.on("cpu").ranges, *_pooled(pools, "cpu")]
         present = resident_in(on_host)
         return Levels(
             # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
@@ -268,10 +266,11 @@ class OwnTensors:
 
 def outside_pools(tensors: TensorReading, pools: Sequence[PoolReading]) -> dict[str, int]:
     """Return the bytes under tensors that lie in no announced pool, by device."""
-    pooled: dict[str, list[Range]] = {}
-    for pool in pools:
-        pooled.setdefault(pool.device, []).extend(pool.addresses)
-    return {each.device: total(without(each.ranges, pooled.get(each.device, ()))) for each in tensors.per_device}
+    return {each.device: total(without(each.ranges, _pooled(pools, each.device))) for each in tensors.per_device}
+
+
+def _pooled(pools: Sequence[PoolReading], device: str) -> list[Range]:
+    return [part for pool in pools if pool.device == device for part in pool.addresses]
 
 
 def _communicators() -> tuple[str, ...]:
