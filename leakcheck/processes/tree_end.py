@@ -90,11 +90,13 @@ class EndJudgement:
         unseen |= {each.file.path: each.why for each in undecided}
         unseen |= {str(path): reason for path, reason in unknown}
         unseen |= {_named(each): reason for each, reason in of_nobody}
+        not_measured = [NotMeasured(what=what, why=reason) for what, reason in unseen.items()]
         if self.traces.cards_not_measured:
-            unseen["memory of ended processes on cards"] = self.traces.cards_not_measured
+            cards = NotMeasured(what="memory of ended processes on cards", why=self.traces.cards_not_measured)
+            not_measured.append(cards)
         return TreeEnd(
             tuple(findings),
-            tuple(NotMeasured(what=what, why=reason) for what, reason in unseen.items()),
+            tuple(not_measured),
             tuple(NotMeasured(what=_named(each), why=reason) for each, reason in of_unseen),
         )
 

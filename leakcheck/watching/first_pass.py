@@ -288,17 +288,18 @@ class SmallRetention:
         # What came once beside it, as the tables of a first look at a large heap, is no part of what the tests keep.
         total = steps.repeated
         module = self._names[-1].partition("::")[0]
-        names = [self._names[turn - 1] for turn in steps.turns]
+        tests = [self._names[turn - 1] for turn in steps.turns]
+        names = _last_of(tests)
         size = KeptSteps(steps.added).said(format_bytes)
         self._levels, self._names, self._allowed = [self._levels[-1]], [], []
         return Finding(
             resource="host-memory",
             cause="unknown",
             bytes=total,
-            count=len(names),
+            count=len(tests),
             device="",
             stage=stage,
-            message=f"{format_bytes(total)} of host-memory kept over the session, {size}: {_last_of(names)}",
+            message=f"{format_bytes(total)} of host-memory kept over the session, {size}: {names}",
             fingerprint=fingerprint(
                 resource="host-memory", device="", stage=stage, suspects=("session",), module=module
             ),
