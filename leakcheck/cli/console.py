@@ -30,12 +30,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column
 
 import lowtide
+from lowtide.reports.escaping import escape_characters, escape_json, one_line
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.schema import Begun, Report, ReportError, Subject, encode, exit_code
+from lowtide.reports.terminal import render
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
     from lowtide.reports.folder import UnfinishedReport
-    from lowtide.reports.schema import Report, Subject
 
 
 INTERRUPTED = 130
@@ -105,8 +108,6 @@ class _Escaped:
     shown: ConsoleRenderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from lowtide.reports.escaping import escape_characters, one_line
-
         begun = ""
         for segment in console.render(self.shown, options):
             if segment.control:
@@ -143,8 +144,6 @@ def progress_line(console: Console) -> Progress:
 
 def say(*lines: str, err: bool = False) -> None:
     """Print lines. A line break within one is data, and shown as such: it may be of a file, or name one."""
-    from lowtide.reports.escaping import one_line
-
     typer.echo("\n".join(map(one_line, lines)), err=err)
 
 
@@ -153,10 +152,22 @@ def write(text: str | bytes) -> None:
     typer.echo(text, nl=False)
 
 
+def write_json(report: Report) -> None:
+    """Write a report to standard output as JSON."""
+    write(escape_json(encode(report).decode()))
+
+
 def refuse(message: str) -> NoReturn:
     """End with one line and exit code 2."""
     say(f"lowtide: {message}", err=True)
     raise typer.Exit(2)
+
+
+def check_positive(**options: int) -> None:
+    """Refuse an option that counts something and is less than 1."""
+    for name, value in options.items():
+        if value < 1:
+            refuse(f"--{name} {value} is not possible: use 1 or more")
 
 
 @contextmanager
@@ -319,7 +330,6 @@ def show_on_github(report: Report) -> None:
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     from lowtide.reports.github import append_summary, render_annotations
-    from lowtide.reports.schema import ReportError
 
     try:
         append_summary(report, os.environ)
@@ -339,7 +349,6 @@ def begin_report(folder: Path | None, driver: Driver, part: str = "") -> Iterato
         part: what is finished one after the other, as `cycle`.
     """
     from lowtide.reports.folder import UnfinishedReport
-    from lowtide.reports.schema import Begun
 
     if folder is None:
         yield None
@@ -371,7 +380,6 @@ def write_report(report: Report, folder: Path | None, *, is_final: bool = True) 
         is_final: as that of `write_folder`.
     """
     from lowtide.reports.folder import write_folder
-    from lowtide.reports.schema import ReportError
 
     try:
         return (None, "") if folder is None else (write_folder(report, folder, is_final=is_final), "")
@@ -402,9 +410,6 @@ def show_judged(
         wide: whether all columns of the tables are shown.
     """
     from lowtide.leakcheck.suppressions.entries import problems
-    from lowtide.reports import schema
-    from lowtide.reports.hanging_text import HangingText
-    from lowtide.reports.terminal import render
 
     # Written before it is shown: a pipe that breaks must not cost the report.
     where, unwritten = write_report(report, folder)
@@ -413,7 +418,7 @@ def show_judged(
     wrong = problems(known.entries, used, datetime.date.today(), subject.findings, ran_all=ran_all)
     for problem in wrong:
         console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
-    return schema.exit_code(report) or (1 if wrong else 0), unwritten
+    return exit_code(report) or (1 if wrong else 0), unwritten
 
 
 def ended_with(code: int, unwritten: str) -> int:

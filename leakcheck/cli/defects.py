@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Column, Table
 
-from lowtide.leakcheck.cli.console import find_console, refuse, say
+from lowtide.leakcheck.cli.console import check_positive, find_console, refuse, say
 from lowtide.leakcheck.targets.target import Device, device_name
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Subject
@@ -49,13 +50,10 @@ def defects(
 
     Exit codes of --verify: 0 each was found as it must be and nothing without it, 1 not so, 2 could not be measured.
     """
-    from rich.table import Column, Table
-
     from lowtide.engine.defects import DEFECTS
 
     if verify:
-        if jobs < 1:
-            refuse(f"--jobs {jobs} is not possible: use 1 or more")
+        check_positive(jobs=jobs)
         raise typer.Exit(_verify(device, jobs, engine_process))
     table = Table(
         Column("name", no_wrap=True),

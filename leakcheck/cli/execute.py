@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -34,16 +34,18 @@ from lowtide.leakcheck.cli.console import (
     make_report,
     refuse,
     show_judged,
-    write,
+    write_json,
 )
 from lowtide.leakcheck.cli.growth_report import (
     CommandsJson,
     MaxGrowth,
     allowed_bytes,
+    judged,
     seconds_of,
     watched_seconds,
     with_known,
 )
+from lowtide.reports.hanging_text import HangingText
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from lowtide.probes.device.driver import Driver
     from lowtide.probes.processes.tree_traces import TreeTraces
     from lowtide.probes.reported_stages import StageReport, StageReports
-    from lowtide.reports.schema import Finding, Subject
+    from lowtide.reports.schema import Finding, NotMeasured
 
 LOOK_S = 0.2
 """Seconds between two looks at the tree: a process that lives shorter is known by its agent, if it is a Python."""
@@ -159,68 +161,26 @@ def judge_command(
     """
     from lowtide.probes.device.driver import find_driver
 
-    driver = find_driver()
-    try:
-        with begin_report(report, driver):
-            ended = run_command(command, driver, settle=settle, to_stderr=as_json, growth=growth)
-        return _report(_subject(name, command[0], ended), ended.status, driver, report, as_json, known)
-    except CommandError as error:
-        refuse(str(error))
-    finally:
-        driver.close()
-
-
-def _subject(name: str, program: str, ended: CommandEnd) -> Subject:
-    from lowtide.reports.schema import Subject
-
-    end = ended.end
-    outcome = (
-        "leak"
-        if any(finding.suppressed_by is None for finding in end.findings)
-        else "unsupported"
-        if end.not_measured
-        else "clean"
-    )
-    reason = f"the command ended with exit code {ended.status}" if ended.status else ""
-    return Subject(
-        id=f"{name}[{os.path.basename(program)}]",  # noqa: PTH119 - it need not be a path
-        outcome=outcome,  # type: ignore[arg-type]
-        reason=reason,
-        findings=end.findings,
-        not_measured=(*end.not_measured, *end.not_judged),
-    )
-
-
-def _report(
-    subject: Subject, status: int, driver: Driver, folder: Path | None, as_json: bool, known: Suppressions
-) -> int:
-    from lowtide.reports import schema
-    from lowtide.reports.escaping import escape_json
-
-    subject, used = known.judge(subject, datetime.date.today())
-    written = make_report(subject, driver)
+    with closing(find_driver()) as driver:
+        try:
+            with begin_report(report, driver):
+                status, end = run_command(command, driver, settle=settle, to_stderr=as_json, growth=growth)
+        except CommandError as error:
+            refuse(str(error))
+        reason = f"the command ended with exit code {status}" if status else ""
+        program = os.path.basename(command[0])  # noqa: PTH119 - it need not be a path
+        subject = judged(f"{name}[{program}]", end.findings, end.not_measured, end.not_judged, reason)
+        subject, used = known.judge(subject, datetime.date.today())
+        written = make_report(subject, driver)
     # The command's own output is on stdout, for whoever reads it.
-    code, unwritten = show_judged(find_console(sys.stderr), written, folder, known, used, ran_all=not status)
+    code, unwritten = show_judged(find_console(sys.stderr), written, report, known, used, ran_all=not status)
     if as_json:
-        write(escape_json(schema.encode(written).decode()))
+        write_json(written)
     return ended_with(code or status, unwritten)
 
 
 class CommandError(RuntimeError):
     """A command that cannot be started; the message says why."""
-
-
-@dataclass(frozen=True)
-class CommandEnd:
-    """How a command has ended.
-
-    Attributes:
-        status: its exit status; 128 and the signal's number where a signal has ended it, as shells count it.
-        end: what its tree has left.
-    """
-
-    status: int
-    end: TreeEnd
 
 
 class _Signals:
@@ -284,27 +244,24 @@ class _MarkedLife:
         else:
             self.found += self.engine.leave_stage(report.path, 1, failed=report.failed, outside="program")
 
-    def added_to(self, end: TreeEnd) -> TreeEnd:
-        """Return what its tree has left, with what the life has shown."""
-        findings = (*self.found, *self.engine.findings_at_end(), *end.findings)
-        unknown = (*self.engine.not_measured.values(), *self.engine.not_judged)
-        return replace(end, findings=findings, not_measured=(*end.not_measured, *unknown))
 
-
-def _with_growth(end: TreeEnd, growth: TimedGrowth | ServerWatch, allowed: int) -> TreeEnd:
-    """Return what a tree has left, with what has grown in it meanwhile; what may grow is known."""
+def _with(
+    end: TreeEnd,
+    findings: Iterable[Finding],
+    not_measured: Iterable[NotMeasured],
+    not_judged: Iterable[NotMeasured] = (),
+) -> TreeEnd:
+    """Return what a tree has left, with what was seen of it while it ran."""
     return replace(
         end,
-        findings=(*with_known(growth.findings(), allowed), *end.findings),
-        not_measured=(*end.not_measured, *growth.not_measured),
-        not_judged=(*end.not_judged, *growth.not_judged),
+        findings=(*findings, *end.findings),
+        not_measured=(*end.not_measured, *not_measured),
+        not_judged=(*end.not_judged, *not_judged),
     )
 
 
 def tell(text: str) -> None:
     """Say something while a command runs, whose output is on standard output."""
-    from lowtide.reports.hanging_text import HangingText
-
     find_console(sys.stderr).print(HangingText(f"lowtide: {text}", style="dim"))
 
 
@@ -324,7 +281,7 @@ def run_command(
     settle: float,
     to_stderr: bool = False,
     growth: WatchedGrowth | None = None,
-) -> CommandEnd:
+) -> tuple[int, TreeEnd]:
     """Run a command to its end and judge what its tree leaves.
 
     Args:
@@ -333,6 +290,10 @@ def run_command(
         settle: seconds that what it has left has to end, and the driver to give back.
         to_stderr: whether what it writes to standard output goes to standard error.
         growth: what is asked about growth while it runs; None: nothing.
+
+    Returns:
+        Its exit status (128 and the signal's number where a signal has ended it, as shells count it), and what its tree
+        has left.
 
     Raises:
         CommandError: it cannot be started.
@@ -368,11 +329,14 @@ def run_command(
                 watch.end(process.returncode, asked=signals.heard)
             reports.stop()
             judgement = EndJudgement(tree, traces, agents, settle, lambda: signals.is_cut)
-            end = life.added_to(judgement.judge())
+            end, engine = judgement.judge(), life.engine
+            found = (*life.found, *engine.findings_at_end())
+            end = _with(end, found, (*engine.not_measured.values(), *engine.not_judged))
             if watch is not None and growth is not None:
-                end = _with_growth(end, watch, growth.allowed)
+                grown = with_known(watch.findings(), growth.allowed)
+                end = _with(end, grown, watch.not_measured, watch.not_judged)
     status = 0 if stopped else process.returncode
-    return CommandEnd(128 - status if status < 0 else status, end)
+    return 128 - status if status < 0 else status, end
 
 
 def _started(command: Sequence[str], to_stderr: bool) -> subprocess.Popen[bytes]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lowtide.leakcheck.cli.console import (
     begin_report,
+    check_positive,
     check_writable,
     ended_with,
     find_console,
@@ -74,9 +75,7 @@ def fuzz(
 
     Exit codes: 0 nothing was found, 1 a life fails, 2 bad input or could not be measured, 130 interrupted.
     """
-    for name, value in (("--examples", examples), ("--steps", steps), ("--jobs", jobs)):
-        if value < 1:
-            refuse(f"{name} {value} is not possible: use 1 or more")
+    check_positive(examples=examples, steps=steps, jobs=jobs)
     if jobs > 1 and not faults:
         refuse(f"--jobs {jobs} shares out the points of --faults: add --faults, or leave --jobs out")
     if arguments and target is None:

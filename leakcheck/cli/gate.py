@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import (
+    check_positive,
     check_writable,
     ended_with,
     find_console,
@@ -21,14 +23,16 @@ from lowtide.leakcheck.cli.console import (
     say,
     show_on_github,
 )
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.schema import Report, ReportError, Subject, exit_code
+from lowtide.reports.terminal import finding_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from lowtide.leakcheck.gate.cells import CellResult
     from lowtide.leakcheck.gate.gate import Gate
-    from lowtide.leakcheck.gate.matrix import Cell
-    from lowtide.reports.schema import Report, Subject
+    from lowtide.leakcheck.gate.matrix import Cell, Shard
 
 _KNOWN_DAYS = 90
 
@@ -63,8 +67,7 @@ def gate(
 
     Exit codes: 0 clean, 1 a leak was found, 2 bad input or something could not be measured, 130 interrupted.
     """
-    if days < 1:
-        refuse(f"--days {days} is not possible: use 1 or more")
+    check_positive(days=days)
     if (reason or owner) and not update:
         refuse("--reason and --owner belong to --update: add it, or leave them out")
     from lowtide.leakcheck.gate.cells import RayCluster, count_cards
@@ -72,7 +75,6 @@ def gate(
     from lowtide.leakcheck.gate.matrix import GateError, Shard, cells_of, load_settings
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.reports.from_snapshot import this_machine
-    from lowtide.reports.schema import ReportError, exit_code
 
     with interruptible("interrupted; the report has what was finished"), ExitStack() as stack:
         try:
@@ -108,20 +110,18 @@ def gate(
         raise typer.Exit(ended_with(exit_code(written), unwritten))
 
 
-def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:
+def _chosen(cells: list[Cell], only: str | None, shard: Shard | None) -> list[Cell]:
     """Return the cells that this job runs."""
-    from lowtide.leakcheck.gate.matrix import GateError, Shard
+    from lowtide.leakcheck.gate.matrix import GateError
 
     chosen = [cell for cell in cells if only is None or fnmatch(cell.name, only)]
     if not chosen:
         names = ", ".join(cell.name for cell in cells)
         raise GateError(f"--only {only} matches no cell; there are {names}")
-    return shard.part(chosen) if isinstance(shard, Shard) else chosen
+    return chosen if shard is None else shard.part(chosen)
 
 
 def _list(cells: list[Cell]) -> None:
-    import shlex
-
     for cell in cells:
         missing = f"  ({cell.missing})" if cell.missing else ""
         say(f"{cell.name}: {shlex.join(cell.command)}{missing}")
@@ -136,8 +136,6 @@ class _Lines:
     ended: int = 0
 
     def show(self, cell: Cell, result: CellResult) -> None:
-        from lowtide.reports.hanging_text import HangingText
-
         self.ended += 1
         word, style = _outcome(result.subjects)
         line = f"{self.ended}/{self.cells} {cell.name}: {word}, {result.seconds:.1f} s"
@@ -156,9 +154,7 @@ def _outcome(subjects: Iterable[Subject]) -> tuple[str, str]:
 
 def _show(console: Console, run: Gate, report: Report) -> None:
     """Print what failed and why, what is known, and what the baseline no longer needs."""
-    from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.markdown import verdict
-    from lowtide.reports.terminal import finding_text
 
     today = datetime.date.today()
     for subject in report.subjects:
@@ -180,8 +176,6 @@ def _show(console: Console, run: Gate, report: Report) -> None:
 
 def _update(console: Console, run: Gate, reason: str, owner: str, days: int) -> Report:
     """Bring the baseline up to date, show the difference, and write the report anew."""
-    from lowtide.reports.hanging_text import HangingText
-
     expires = datetime.date.today() + datetime.timedelta(days=days)
     known, change = run.known.updated(run.report().subjects, run.judged(), reason=reason, owner=owner, expires=expires)
     known.save()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from contextlib import closing
+from typing import Annotated
 
 import msgspec
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, make_report, refuse, write
-
-if TYPE_CHECKING:
-    from lowtide.reports.schema import Finding, NotMeasured, Outcome
-
+from lowtide.leakcheck.cli.console import find_console, make_report, refuse, write_json
+from lowtide.reports.schema import Finding, NotMeasured, Outcome, Subject, exit_code
+from lowtide.reports.sizes import format_amount, format_bytes, parse_bytes
+from lowtide.reports.terminal import render
 
 MaxGrowth = Annotated[
     str | None,
@@ -43,20 +43,22 @@ def watched_seconds(option: str, text: str) -> float:
     return seconds
 
 
-def allowed_bytes(max_growth: str | None) -> int:
-    """Return the bytes of `--max-growth`, or end the command where these are none."""
-    from lowtide.reports.sizes import parse_bytes
-
+def bytes_of(option: str, text: str) -> int:
+    """Return the bytes that an option gives, or end the command where it gives none."""
     try:
-        return 0 if max_growth is None else parse_bytes(max_growth)
+        return parse_bytes(text)
     except ValueError as error:
-        refuse(f"--max-growth: {error}")
+        refuse(f"{option}: {error}")
+
+
+def allowed_bytes(max_growth: str | None) -> int:
+    """Return the bytes of `--max-growth`."""
+    return 0 if max_growth is None else bytes_of("--max-growth", max_growth)
 
 
 def with_known(found: Sequence[Finding], allowed: int) -> list[Finding]:
     """Return what has grown; in processes where all of it together is no more than some bytes it is known."""
     from lowtide.leakcheck.processes.timed_growth import grown_above
-    from lowtide.reports.sizes import format_bytes
 
     above = grown_above(found, allowed)
     known = f"--max-growth {format_bytes(allowed)}"
@@ -67,6 +69,20 @@ def with_known(found: Sequence[Finding], allowed: int) -> list[Finding]:
         else msgspec.structs.replace(finding, suppressed_by=known)
         for finding in found
     ]
+
+
+def judged(
+    name: str,
+    findings: Sequence[Finding],
+    not_measured: Sequence[NotMeasured],
+    not_judged: Sequence[NotMeasured],
+    reason: str = "",
+) -> Subject:
+    """Return a subject: a leak where something is found that is not known, clean only where all was measured."""
+    is_leak = any(finding.suppressed_by is None for finding in findings)
+    outcome: Outcome = "leak" if is_leak else "unsupported" if not_measured else "clean"
+    everything = (*not_measured, *not_judged)
+    return Subject(id=name, outcome=outcome, reason=reason, findings=tuple(findings), not_measured=everything)
 
 
 def report_growth(
@@ -92,28 +108,12 @@ def report_growth(
         processes: how many were looked at.
     """
     from lowtide.probes.device.driver import find_driver
-    from lowtide.reports import schema
-    from lowtide.reports.escaping import escape_json
-    from lowtide.reports.sizes import format_amount
-    from lowtide.reports.terminal import render
 
-    told = with_known(found, allowed)
-    is_more = any(finding.suppressed_by is None for finding in told)
-    outcome: Outcome = "leak" if is_more else "unsupported" if silent else "clean"
-    judged = schema.Subject(
-        id=subject,
-        outcome=outcome,
-        findings=tuple(told),
-        not_measured=(*silent, *unknown),
-    )
-    driver = find_driver()
-    try:
-        report = make_report(judged, driver)
-    finally:
-        driver.close()
+    with closing(find_driver()) as driver:
+        report = make_report(judged(subject, with_known(found, allowed), silent, unknown), driver)
     if as_json:
-        write(escape_json(schema.encode(report).decode()))
+        write_json(report)
     else:
         nothing = () if found else (f"nothing has grown {where} in {format_amount(processes, 'processes')}",)
         find_console().print(render(report, *nothing))
-    return schema.exit_code(report)
+    return exit_code(report)

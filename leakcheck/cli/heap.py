@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import find_console, refuse, write
+from lowtide.reports.escaping import escape_json
 from lowtide.reports.figure_table import Column, FigureTable
+from lowtide.reports.finding_lines import hop_lines
 from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.reading.json_files import UnreadableError
+from lowtide.reports.schema import json_bytes
+from lowtide.reports.sizes import format_amount, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,11 +57,8 @@ def heap(
     """
     if sum(question is not None for question in (path_to, holds, dominators)) > 1:
         refuse("--path-to, --holds and --dominators exclude each other: ask for one of them")
-    from lowtide.reports.escaping import escape_json
     from lowtide.reports.heap.kept_heap import read_heap
-    from lowtide.reports.heap.questions import AskedError, AskedHeap
-    from lowtide.reports.reading.json_files import UnreadableError
-    from lowtide.reports.schema import json_bytes
+    from lowtide.reports.heap.questions import AskedError, AskedHeap, FoundPath, Overview
 
     try:
         asked = AskedHeap(read_heap(file))
@@ -68,8 +70,6 @@ def heap(
     if as_json:
         write(f"{escape_json(json_bytes(answer).decode())}\n")
         return
-    from lowtide.reports.heap.questions import FoundPath, Overview
-
     console = find_console()
     if isinstance(answer, Overview):
         parts: Iterator[RenderableType] = _overview(answer)
@@ -103,8 +103,6 @@ def _dominated(asked: AskedHeap, what: str, top: int) -> Sequence[HeldAlone]:
 
 
 def _overview(found: Overview) -> Iterator[RenderableType]:
-    from lowtide.reports.sizes import format_amount, format_bytes
-
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(found.time))
     yield HangingText(f"heap after {found.subject}", style="bold")
     yield HangingText(f"kept {moment} UTC by lowtide {found.version}, Python {found.python}")
@@ -135,8 +133,6 @@ def _overview(found: Overview) -> Iterator[RenderableType]:
 
 
 def _held_alone(title: str, rows: Sequence[HeldAlone], notes: tuple[str, ...] = ()) -> RenderableType:
-    from lowtide.reports.sizes import format_bytes
-
     if not rows:
         return HangingText(f"{title}: nothing")
     return FigureTable(
@@ -176,8 +172,6 @@ def _holders(rows: Sequence[HolderRow], asked: str, top: int) -> Iterator[Render
 
 
 def _path(found: FoundPath, asked: str, others: int) -> Iterator[RenderableType]:
-    from lowtide.reports.finding_lines import hop_lines
-
     more = f", one of {others + 1} that are {asked}" if others else ""
     yield HangingText(f"object {found.id}, {found.type}{more}", style="bold")
     if not found.hops:

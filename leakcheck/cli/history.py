@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,13 +14,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.leakcheck.cli.console import find_console, refuse
-
-if TYPE_CHECKING:
-    from lowtide.leakcheck.gate.history import Trend
+from lowtide.leakcheck.cli.console import check_positive, find_console, refuse
+from lowtide.reports import schema
 from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.terminal.sparkline import sparkline
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Engine
+
+    from lowtide.leakcheck.gate.history import Trend
 
 _FILE = "lowtide-history.sqlite"
 VARIABLE = "LOWTIDE_HISTORY"
@@ -57,23 +60,15 @@ def history(
 
     Exit codes: 0 shown, whatever it shows; 2 bad input, or the history cannot be used.
     """
-    if last < 1:
-        refuse(f"--last {last} is not possible: use 1 or more")
+    check_positive(last=last)
     if commit is not None and not add:
         refuse("--commit belongs to --add: add it, or leave it out")
     address = database or os.environ.get(VARIABLE) or _FILE
-    try:
-        from lowtide.leakcheck.gate.history import open_database, read_trends
+    with needing_history():
+        from lowtide.leakcheck.gate.history import HistoryError, open_database, read_trends
         from lowtide.leakcheck.gate.history_page import render_page
         from lowtide.leakcheck.gate.watch_history import read_watches
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("lowtide"):
-            raise
-        refuse(f'{error.name} is not installed: pip install "lowtide[history]"')
-    from lowtide.leakcheck.gate.history import HistoryError
     from lowtide.reports.folder import write_whole
-    from lowtide.reports.hanging_text import HangingText
-    from lowtide.reports.schema import ReportError
 
     if not add and "://" not in address and not Path(address).exists():
         refuse(f"there is no history in {address}: add a report with --add DIR")
@@ -92,17 +87,24 @@ def history(
         if page is not None:
             write_whole(page, render_page(trends, watches))
             console.print(HangingText(f"page: {page}"))
-    except (HistoryError, ReportError) as error:
+    except (HistoryError, schema.ReportError) as error:
         refuse(str(error))
 
 
-def _add(engine: object, folder: Path, commit: str) -> str:
-    from sqlalchemy.engine import Engine
+@contextmanager
+def needing_history() -> Iterator[None]:
+    """End the command where a library that is imported within the block is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("lowtide"):
+            raise
+        refuse(f'{error.name} is not installed: pip install "lowtide[history]"')
 
+
+def _add(engine: Engine, folder: Path, commit: str) -> str:
     from lowtide.leakcheck.gate.history import add_report
-    from lowtide.reports import schema
 
-    assert isinstance(engine, Engine)
     run = add_report(engine, schema.read(folder), commit)
     return f"{folder} is in the history already" if run is None else f"{folder} is run {run}"
 

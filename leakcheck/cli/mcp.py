@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+import lowtide
 from lowtide.leakcheck.cli.console import refuse
+from lowtide.reports import schema
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import terminal_lines
+from lowtide.reports.reading.json_files import UnreadableError
+from lowtide.reports.schema import Finding, Report, ReportError, Subject
 
 if TYPE_CHECKING:
     from lowtide.reports.heap.questions import AskedHeap
-    from lowtide.reports.schema import Finding, Report, Subject
 
 _INSTRUCTIONS = (
     "Reports of lowtide, a leak checker, and heaps that it kept. Begin with list_reports, whose paths the other tools "
@@ -55,8 +60,6 @@ def mcp(
     from mcp.server.mcpserver import MCPServer
     from mcp.types import ToolAnnotations
 
-    import lowtide
-
     if not folder.is_dir():
         refuse(f"{folder} is no folder: name the one in which reports are")
     served = ServedFolder(folder)
@@ -73,8 +76,6 @@ def _bounded(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any
     from mcp.server.mcpserver.exceptions import ToolError
 
     from lowtide.reports.heap.questions import AskedError
-    from lowtide.reports.reading.json_files import UnreadableError
-    from lowtide.reports.schema import ReportError
 
     @functools.wraps(tool)
     def answer(*arguments: Any, **named: Any) -> dict[str, Any]:
@@ -88,8 +89,6 @@ def _bounded(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any
 
 def _shortened(value: Any) -> Any:
     """Return an answer with as many rows and characters as it may have, and nothing invisible in its texts."""
-    from lowtide.reports.escaping import one_line
-
     if isinstance(value, str):
         return one_line(value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…")
     if isinstance(value, dict):
@@ -112,10 +111,11 @@ class ServedFolder:
     def list_reports(self) -> dict[str, Any]:
         """List the folders with reports, and the kept heaps, by the paths that the other tools take."""
         from lowtide.reports.heap.kept_heap import SUFFIX
-        from lowtide.reports.schema import REPORT_FILE, UNFINISHED_FILE
 
         files = [file.relative_to(self._root) for file in self._files()]
-        reports = {file.parent.as_posix() for file in files if file.name in (REPORT_FILE, UNFINISHED_FILE)}
+        reports = {
+            file.parent.as_posix() for file in files if file.name in (schema.REPORT_FILE, schema.UNFINISHED_FILE)
+        }
         heaps = [file.as_posix() for file in files if file.name.endswith(SUFFIX)]
         return {"reports": sorted(reports), "heaps": heaps, "totals": {"reports": len(reports), "heaps": len(heaps)}}
 
@@ -135,8 +135,6 @@ class ServedFolder:
 
     def finding(self, report: str, fingerprint: str) -> dict[str, Any]:
         """Return all of one finding: its path, the change that frees it, advice, and the tests in which it was seen."""
-        from lowtide.reports.finding_lines import terminal_lines
-
         seen = [
             (subject.id, each) for subject, each in _findings(self._report(report)) if each.fingerprint == fingerprint
         ]
@@ -166,8 +164,6 @@ class ServedFolder:
         return self._ask(heap, lambda asked: {"holders": asked.holders(what)})
 
     def _report(self, path: str) -> Report:
-        from lowtide.reports import schema
-
         folder = self._inside(path)
         for name in (schema.REPORT_FILE, schema.UNFINISHED_FILE):
             self._inside(f"{path}/{name}")

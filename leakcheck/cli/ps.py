@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import lowtide
 from lowtide.leakcheck.cli.console import find_console, interruptible, refuse, say, write
-from lowtide.leakcheck.cli.growth_report import seconds_of
+from lowtide.leakcheck.cli.growth_report import bytes_of, seconds_of
+from lowtide.reports.escaping import escape_json
 
 if TYPE_CHECKING:
     from lowtide.probes.device.driver import Driver
@@ -36,19 +38,16 @@ def ps(
     Exit codes: 0 listed; with --fail-above: 1 something holds more, 2 a card could not be measured; 2 nothing could be
     measured, or bad input.
     """
-    limit = None if fail_above is None else _limit(fail_above)
+    limit = None if fail_above is None else bytes_of("--fail-above", fail_above)
     if watch is not None and (as_json or limit is not None):
         refuse("--watch redraws a terminal: leave --json and --fail-above out")
     from lowtide.probes.device.driver import find_driver
 
-    driver = find_driver()
-    try:
+    with closing(find_driver()) as driver:
         if watch is None:
             raise typer.Exit(_list(driver, limit, as_json))
         with interruptible("ended"):
             _list_again(driver, seconds_of("--watch", watch))
-    finally:
-        driver.close()
 
 
 def _list_again(driver: Driver, seconds: float) -> None:
@@ -65,7 +64,6 @@ def _list_again(driver: Driver, seconds: float) -> None:
 def _list(driver: Driver, limit: int | None, as_json: bool) -> int:
     """Print who holds what; return the exit code."""
     from lowtide.probes.processes.outside_view import read_holders
-    from lowtide.reports.escaping import escape_json
     from lowtide.reports.processes.listing import encode, make_listing
     from lowtide.reports.processes.text import render
 
@@ -76,15 +74,6 @@ def _list(driver: Driver, limit: int | None, as_json: bool) -> int:
     if code == 2:
         say("lowtide: what a card holds could not be measured", err=True)
     return code
-
-
-def _limit(size: str) -> int:
-    from lowtide.reports.sizes import parse_bytes
-
-    try:
-        return parse_bytes(size)
-    except ValueError as error:
-        refuse(f"--fail-above: {error}")
 
 
 def _exit_code(listing: Listing) -> int:

@@ -9,6 +9,7 @@ import threading
 import webbrowser
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import date
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import Wide, ended_with, find_console, refuse, say, write, write_report
+from lowtide.reports import schema, terminal
+from lowtide.reports.sizes import format_amount
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.suppressions.toml import Added
@@ -37,7 +40,6 @@ def report(
 
     Exit codes: those of the run that wrote it: 0 clean, 1 leak, 2 something could not be measured, or bad input.
     """
-    from lowtide.reports import schema, terminal
     from lowtide.reports.markdown import verdict
 
     try:
@@ -74,7 +76,6 @@ def open_page(
 
     Exit codes: 0 opened, 2 bad input, or there is no browser.
     """
-    from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
 
     if serve:
@@ -134,7 +135,6 @@ def diff(
     Exit codes: 0 no worse, 1 a leak is new or has grown and no suppression knows it, 2 bad input, or a subject that
     leaked before was not judged since.
     """
-    from lowtide.reports import schema
     from lowtide.reports.comparison.changes import (
         compare_reports,
         render_as_markdown,
@@ -176,7 +176,6 @@ def suppress(
     in force; 2 some are not.
     """
     from lowtide.leakcheck.suppressions.toml import SuppressionError, append_entries
-    from lowtide.reports import schema
 
     if check:
         lines = [line for path in paths for line in _not_in_force(path)]
@@ -198,8 +197,6 @@ def suppress(
 
 def _not_in_force(path: Path) -> list[str]:
     """Return what is wrong with the entries of a file as it stands, a line each."""
-    from datetime import date
-
     from lowtide.leakcheck.suppressions.entries import load, problems
     from lowtide.leakcheck.suppressions.toml import SuppressionError
 
@@ -214,8 +211,6 @@ def _not_in_force(path: Path) -> list[str]:
 
 def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:
     """Yield what to say of what was written."""
-    from lowtide.reports.sizes import format_amount
-
     already = f"{format_amount(added.known, 'leaks')} already listed in {file}" if added.known else ""
     if not added.entries:
         yield f"nothing to write: {already or f'{folder} has no leak that is not suppressed'}"

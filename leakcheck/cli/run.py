@@ -29,6 +29,7 @@ from lowtide.leakcheck.cli.console import (
     ReportFolder,
     Wide,
     begin_report,
+    check_positive,
     check_writable,
     ended_with,
     find_console,
@@ -38,6 +39,7 @@ from lowtide.leakcheck.cli.console import (
     refuse,
     show_judged,
 )
+from lowtide.leakcheck.lives.script import SCRIPT, UPDATES
 from lowtide.leakcheck.targets.target import Device, TargetError, device_name, load_factory
 from lowtide.reports.terminal.running_life import RunningLife
 
@@ -132,7 +134,6 @@ def run(
     with interruptible("interrupted before there was anything to report"):
         # Only now: importing torch takes seconds, and refusing bad input should not.
         from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-        from lowtide.leakcheck.lives.script import SCRIPT, UPDATES
         from lowtide.leakcheck.lives.tenant import tenant_of
         from lowtide.leakcheck.targets.reference import ReferenceLife
 
@@ -181,8 +182,7 @@ def _check_lives(
     keep_heap: bool,
 ) -> Suppressions:
     """Refuse options of lives that are not possible; return what is suppressed."""
-    if cycles < 1:
-        refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    check_positive(cycles=cycles)
     if until_decided and not turns:
         refuse("--until-decided needs --turns N: as many inferences are made in any case")
     if native and not turns:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -38,7 +39,10 @@ from lowtide.leakcheck.cli.growth_report import (
     seconds_of,
     watched_seconds,
 )
-from lowtide.leakcheck.cli.history import VARIABLE
+from lowtide.leakcheck.cli.history import VARIABLE, needing_history
+from lowtide.probes.originals import time
+from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.gate.watch_history import WatchHistory
@@ -53,7 +57,6 @@ if TYPE_CHECKING:
     from lowtide.leakcheck.targets.load import Load
     from lowtide.probes.processes.agents import AgentError, Agents
     from lowtide.reports.processes.stage_processes import ProcessName
-    from lowtide.reports.schema import Finding, NotMeasured
 
 _Answer = TypeVar("_Answer")
 
@@ -126,15 +129,19 @@ class MarkedMoments(msgspec.Struct, frozen=True):
 
 
 class _Asking:
-    """Asks the agents of one tree.
-
-    Args:
-        pid: the process at its top.
-    """
+    """Asks the agents of one tree, with the process of that number at its top."""
 
     def __init__(self, pid: int) -> None:
+        from lowtide.probes.host.process_files import name_of
+
         self._pid = pid
-        self._agents, self._pids = _agents_of(pid)
+        found = find_agents(pid)
+        if found is None:
+            refuse(
+                f"pid {pid} ({name_of(pid)}) has no agent, nor has a process below it: start the program by "
+                f"`lowtide exec`, or look into it by `lowtide attach {pid}`"
+            )
+        self._agents, self._pids = found
         self._silent: dict[int, AgentError] = {}
 
     def mark(self, name: str) -> None:
@@ -166,7 +173,6 @@ class _Asking:
     def since(self, name: str, requests: int, allowed: int, as_json: bool) -> int:
         """Tell what is more than at a mark; return the exit code."""
         from lowtide.leakcheck.processes.timed_growth import Moment, grown_between
-        from lowtide.reports.schema import NotMeasured
         from lowtide.reports.statement import in_process
 
         marked = self._marked(name)
@@ -208,7 +214,6 @@ class _Asking:
 
     def _wait_until_they_rest(self) -> None:
         from lowtide.leakcheck.processes.timed_growth import Start
-        from lowtide.probes.originals import time
 
         start = Start(None, began := time.monotonic())
         while not start.is_over(self._pids, time.monotonic()):
@@ -243,18 +248,6 @@ def _described(pid: int, moment: Moment) -> ProcessName:
     from lowtide.leakcheck.processes.process_levels import describe_process
 
     return describe_process(pid, variables=moment.seen.variables, called=moment.seen.called)
-
-
-def _agents_of(pid: int) -> tuple[Agents, list[int]]:
-    from lowtide.probes.host.process_files import name_of
-
-    found = find_agents(pid)
-    if found is None:
-        refuse(
-            f"pid {pid} ({name_of(pid)}) has no agent, nor has a process below it: start the program by "
-            f"`lowtide exec`, or look into it by `lowtide attach {pid}`"
-        )
-    return found
 
 
 def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
@@ -341,7 +334,6 @@ def _attach(pid: int, seconds: float, allowed: int, as_json: bool) -> int:
 
 def _watch_fork(attachment: Attachment, seconds: float, allowed: int, as_json: bool) -> int:
     from lowtide.leakcheck.processes.timed_growth import LookedGrowth
-    from lowtide.probes.originals import time
 
     pid = attachment.pid
     growth = LookedGrowth({pid: attachment}, seconds)
@@ -360,7 +352,6 @@ def _outside(pid: int) -> str:
     from lowtide.leakcheck.growth.quantities import counted
     from lowtide.probes.host.process_files import descriptors_of, thread_names
     from lowtide.probes.processes.injection import python_of
-    from lowtide.reports.sizes import first_of, format_amount
 
     python, threads, descriptors = python_of(pid), thread_names(pid), descriptors_of(pid)
     kinds = [f"{count} {kind}" for kind, count in counted(descriptors).most_common()]
@@ -375,7 +366,6 @@ def _looked(process: ProcessName, outside: str, seen: Seen) -> Iterator[str]:
     from lowtide.probes.host.memory_parts import NAMES
     from lowtide.probes.host.process_files import anonymous_bytes_of
     from lowtide.reports.processes.text import table
-    from lowtide.reports.sizes import format_bytes
 
     yield f"{process.text}: {outside}"
     yield ""
@@ -488,7 +478,7 @@ def watch(
     top = None if command is not None else pid or _listener(str(url))
     name = f"watch[{top if command is None else Path(command[0]).name}]"
     kept = history or os.environ.get(VARIABLE)
-    with _Watching(address, load, seconds, until, metrics, name, kept, is_needed=bool(url or load)) as watching:
+    with _Watching(name, address, load, bool(url or load), seconds, until, metrics, kept) as watching:
         if command is not None:
             growth = WatchedGrowth(watching.begin, allowed, stops=True)
             code = judge_command("watch", command, report, as_json, known, 5.0, growth)
@@ -503,38 +493,34 @@ def watch(
 _NO_URL = "--load needs the address of a server: give --url in place of --pid"
 
 
+@dataclass
 class _Watching:
     """What a watch has beside the processes: who asks the server, and the metrics.
 
-    Args:
+    Attributes:
+        name: what the watch is called.
         url: where the server answers; None where that is not known.
-        clients: see `Load`.
+        clients: how many ask it at once, as of `Load`.
+        is_needed: whether it is known to be there, or to come, as of `Load`.
         seconds: for how long it is watched at most.
         warm_up: as of `TimedGrowth`.
         metrics: the port for Prometheus; None for none.
-        name: what the watch is called.
         history: the address of the history; None for none.
-        is_needed: see `Load`.
     """
 
-    def __init__(
-        self,
-        url: str | None,
-        clients: int,
-        seconds: float,
-        warm_up: float | None,
-        metrics: int | None,
-        name: str,
-        history: str | None,
-        *,
-        is_needed: bool,
-    ) -> None:
-        self._name, self._history = name, history
+    name: str
+    url: str | None
+    clients: int
+    is_needed: bool
+    seconds: float
+    warm_up: float | None
+    metrics: int | None
+    history: str | None
+
+    def __post_init__(self) -> None:
         self._kept: WatchHistory | None = None
         self._earlier: Mapping[HeldKey, Sequence[Sequence[Point]]] = {}
         self._watching: ServerWatch | None = None
-        self._url, self._clients, self._is_needed = url, clients, is_needed
-        self._seconds, self._warm_up, self._metrics = seconds, warm_up, metrics
         self._client: Load | None = None
         # What is not known of processes that have agents and did not answer.
         self._silent: Callable[[], Collection[NotMeasured]] = tuple
@@ -546,11 +532,11 @@ class _Watching:
 
         self._driver = find_driver()
         self._open.callback(self._driver.close)
-        if self._history:
-            self._kept = _open_history(self._history, self._name)
+        if self.history:
+            self._kept = _open_history(self.history, self.name)
             self._open.callback(self._kept.close)
-        if self._url is not None:
-            self._client = self._open.enter_context(Load(self._url, self._clients, is_needed=self._is_needed))
+        if self.url is not None:
+            self._client = self._open.enter_context(Load(self.url, self.clients, is_needed=self.is_needed))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -568,7 +554,7 @@ class _Watching:
         from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 
         def begin(seconds: float, is_first: bool) -> TimedGrowth:
-            return TimedGrowth(engine, seconds, self._warm_up if is_first else 0.0, tell)
+            return TimedGrowth(engine, seconds, self.warm_up if is_first else 0.0, tell)
 
         def stacks_of(pid: int) -> messages.ThreadStacks:
             return messages.ask_agent(engine.agents, pid, messages.TellStacks(), _STACKS_S)
@@ -576,15 +562,8 @@ class _Watching:
         return self._watch(begin, engine.tree.descendants, stacks_of)
 
     def of_running(self, pid: int, allowed: int, as_json: bool) -> int:
-        """Watch a process that runs, and those below it; return the exit code.
-
-        Args:
-            pid: the process.
-            allowed: bytes by which each may grow.
-            as_json: whether the report is printed as JSON.
-        """
+        """Watch a process that runs, and those below it, which each may grow by some bytes; return the exit code."""
         from lowtide.probes.host.process_files import stat
-        from lowtide.probes.originals import time
         from lowtide.probes.processes.injection import InjectionError
 
         if self._kept is not None:
@@ -621,7 +600,6 @@ class _Watching:
         from lowtide.probes.host.process_tree import ProcessTree
         from lowtide.probes.processes.agents import NoAgentError
         from lowtide.probes.processes.injection import python_of
-        from lowtide.reports.sizes import format_amount
 
         found = find_agents(pid)
         if found is not None:
@@ -657,11 +635,11 @@ class _Watching:
         kept = self._kept
         source = HeldSource(pids, self._driver, lambda: watched.tensors)
         series = None
-        if kept is not None or self._metrics is not None:
+        if kept is not None or self.metrics is not None:
             series = HeldSeries(source, self._earlier, len if kept is None else kept.add, is_judged=kept is not None)
         self._watching = watched = ServerWatch(
             begin,
-            self._seconds,
+            self.seconds,
             tell,
             self._client,
             stacks=lambda: [line for pid in pids() for line in _stacks(pid, stacks_of)],
@@ -674,7 +652,7 @@ class _Watching:
     def _export(self, watch: ServerWatch, source: HeldSource, series: HeldSeries | None) -> None:
         """Serve metrics and the page, where somebody wants them."""
         sends = any(os.environ.get(name) for name in _OTLP)
-        if self._metrics is None and not sends:
+        if self.metrics is None and not sends:
             return
         from lowtide.leakcheck.gate.history_page import PastWatch, render_page
         from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
@@ -684,7 +662,7 @@ class _Watching:
         def page() -> str:
             grows = [finding.message for finding, _ in watch.rates]
             courses = [] if series is None else series.courses()
-            return render_page(watches=[PastWatch(self._name, began, "", grows, courses)], reload_s=_RELOAD_S)
+            return render_page(watches=[PastWatch(self.name, began, "", grows, courses)], reload_s=_RELOAD_S)
 
         try:
             exported = ExportedMetrics(
@@ -692,12 +670,12 @@ class _Watching:
                 lambda: (0, 0) if client is None else (client.answered, client.failed),
                 lambda: watch.rates,
                 page,
-                self._metrics,
+                self.metrics,
                 sends=sends,
             )
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or "there is no such port"
-            refuse(f"--metrics {self._metrics} is not possible ({why}): choose another port, or 0 for any")
+            refuse(f"--metrics {self.metrics} is not possible ({why}): choose another port, or 0 for any")
         self._open.enter_context(exported)
         if exported.port is not None:
             at = f"http://127.0.0.1:{exported.port}"
@@ -706,13 +684,9 @@ class _Watching:
 
 def _open_history(address: str, name: str) -> WatchHistory:
     """Open the history of a watch, or end the command where it cannot be used."""
-    try:
+    with needing_history():
         from lowtide.leakcheck.gate.history import HistoryError
         from lowtide.leakcheck.gate.watch_history import WatchHistory
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("lowtide"):
-            raise
-        refuse(f'{error.name} is not installed: pip install "lowtide[history]"')
     try:
         return WatchHistory(address, name, tell)
     except HistoryError as error:

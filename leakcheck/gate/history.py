@@ -131,9 +131,6 @@ _PATIENCE_S = 60
 NO_CARD = "CPU"
 """The hardware of a machine without cards."""
 
-_AT_ONCE = 500
-"""Values of one query; SQLite takes no more than 999 in older versions."""
-
 
 def open_database(address: str) -> Engine:
     """Open the database at an address, with today's tables.
@@ -291,13 +288,15 @@ def add_report(engine: Engine, report: Report, commit: str) -> int | None:
         # The same name twice, as of a test that is repeated, is one subject: what is worst counts.
         named = (msgspec.structs.replace(subject, id=storable(subject.id)) for subject in report.subjects)
         subjects = {subject.id: subject for subject in tries_as_one(named, of_all=True)}
-        places = _subject_places(connection, list(subjects))
+        known = _subjects(connection)
+        _insert(connection, SUBJECTS, [{"name": name} for name in subjects if name not in known])
+        known = _subjects(connection)
+        placed = {known[name]: subject for name, subject in subjects.items()}
         verdicts = [
-            {"run_id": run, "subject_id": places[name], "outcome": subject.outcome}
-            for name, subject in subjects.items()
+            {"run_id": run, "subject_id": place, "outcome": subject.outcome} for place, subject in placed.items()
         ]
         _insert(connection, VERDICTS, verdicts)
-        _add_residues(connection, run, {places[name]: subject for name, subject in subjects.items()})
+        _add_residues(connection, run, placed)
     return run
 
 
@@ -355,19 +354,16 @@ def _created(report: Report) -> datetime.datetime:
     return created.astimezone(datetime.timezone.utc).replace(tzinfo=None)
 
 
-def _subject_places(connection: Connection, names: Sequence[str]) -> dict[str, int]:
-    """Return the numbers of subjects, those of new ones too."""
-    known = _known_subjects(connection, names)
-    _insert(connection, SUBJECTS, [{"name": name} for name in names if name not in known])
-    return known | _known_subjects(connection, [name for name in names if name not in known])
+def _subjects(connection: Connection) -> dict[str, int]:
+    """Return the numbers of all subjects, by name."""
+    return {row.name: row.id for row in connection.execute(sa.select(SUBJECTS.c.name, SUBJECTS.c.id))}
 
 
-def _known_subjects(connection: Connection, names: Sequence[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for some in _parts(names):
-        rows = connection.execute(sa.select(SUBJECTS.c.name, SUBJECTS.c.id).where(SUBJECTS.c.name.in_(some)))
-        found.update((name, place) for name, place in rows)
-    return found
+def _series(connection: Connection) -> dict[tuple[int, SeriesKey], int]:
+    """Return the numbers of all series, by the number of the subject and what each is about."""
+    columns = [SERIES.c[name] for name in SeriesKey._fields]
+    rows = connection.execute(sa.select(SERIES.c.id, SERIES.c.subject_id, *columns))
+    return {(place, SeriesKey(*key)): number for number, place, *key in rows}
 
 
 def _add_residues(connection: Connection, run: int, subjects: dict[int, Subject]) -> None:
@@ -377,25 +373,14 @@ def _add_residues(connection: Connection, run: int, subjects: dict[int, Subject]
             total = sums.setdefault((place, residue.series), [0, 0])
             total[0] += residue.size
             total[1] += residue.things
-    known = _known_series(connection, list(subjects))
-    new = [key for key in sums if key not in known]
-    _insert(connection, SERIES, [{"subject_id": place, **key._asdict()} for place, key in new])
-    if new:
-        known = _known_series(connection, list(subjects))
+    known = _series(connection)
+    new = [{"subject_id": place, **key._asdict()} for place, key in sums if (place, key) not in known]
+    _insert(connection, SERIES, new)
+    known = _series(connection)
     rows = [
         {"run_id": run, "series_id": known[key], "bytes": size, "count": count} for key, (size, count) in sums.items()
     ]
     _insert(connection, RESIDUES, rows)
-
-
-def _known_series(connection: Connection, subjects: Sequence[int]) -> dict[tuple[int, SeriesKey], int]:
-    columns = [SERIES.c[name] for name in SeriesKey._fields]
-    found: dict[tuple[int, SeriesKey], int] = {}
-    for some in _parts(subjects):
-        chosen = sa.select(SERIES.c.id, SERIES.c.subject_id, *columns).where(SERIES.c.subject_id.in_(some))
-        for number, place, *key in connection.execute(chosen):
-            found[place, SeriesKey(*key)] = number
-    return found
 
 
 def _insert(connection: Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
@@ -407,11 +392,6 @@ def storable(text: str) -> str:
     """Return a text as any database takes it."""
     # PostgreSQL refuses this one character, and no database takes half of a pair.
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")
-
-
-def _parts(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(values), _AT_ONCE):
-        yield values[start : start + _AT_ONCE]
 
 
 _SHORTEST = 2
@@ -578,16 +558,14 @@ def read_trends(engine: Engine, subjects: str = "*", last: int = 400) -> list[Tr
     """
     with reading(engine) as connection:
         runs = _runs(connection, last)
-        names = {
-            place: name
-            for place, name in connection.execute(sa.select(SUBJECTS.c.id, SUBJECTS.c.name))
-            if fnmatch(name, subjects)
-        }
-        judged = _judged(connection, runs, names)
-        series = _series(connection, names)
-        values = _values(connection, runs, series)
+        names = {place: name for name, place in _subjects(connection).items() if fnmatch(name, subjects)}
+        series = _series(connection)
+        judged = _judged(connection, runs)
+        values = _values(connection, runs)
     trends = []
-    for number, (place, key) in series.items():
+    for (place, key), number in series.items():
+        if place not in names:
+            continue
         by_hardware: defaultdict[str, list[Run]] = defaultdict(list)
         for run in judged.get(place, ()):
             if key.kind == "finding" or run.id in values[number]:
@@ -619,37 +597,25 @@ def _runs(connection: Connection, last: int) -> dict[int, Run]:
     return {row.id: Run(*row) for row in connection.execute(ordered)}
 
 
-def _judged(connection: Connection, runs: Mapping[int, Run], names: Mapping[int, str]) -> dict[int, list[Run]]:
+def _judged(connection: Connection, runs: Mapping[int, Run]) -> dict[int, list[Run]]:
     """Return the runs that judged each subject, oldest first."""
     columns = (VERDICTS.c.run_id, VERDICTS.c.subject_id)
-    chosen = sa.select(*columns).where(VERDICTS.c.outcome.in_(("clean", "leak")), VERDICTS.c.run_id >= _first(runs))
+    since = VERDICTS.c.run_id >= min(runs, default=0)
+    rows = connection.execute(sa.select(*columns).where(VERDICTS.c.outcome.in_(("clean", "leak")), since))
     found: defaultdict[int, set[int]] = defaultdict(set)
-    for run, place in connection.execute(chosen):
-        if run in runs and place in names:
-            found[place].add(run)
+    for run, place in rows:
+        found[place].add(run)
     return {place: [run for number, run in runs.items() if number in some] for place, some in found.items()}
 
 
-def _series(connection: Connection, names: Mapping[int, str]) -> dict[int, tuple[int, SeriesKey]]:
-    columns = [SERIES.c[name] for name in SeriesKey._fields]
-    rows = connection.execute(sa.select(SERIES.c.id, SERIES.c.subject_id, *columns))
-    return {number: (place, SeriesKey(*key)) for number, place, *key in rows if place in names}
-
-
-def _values(
-    connection: Connection, runs: Mapping[int, Run], series: Mapping[int, object]
-) -> defaultdict[int, dict[int, tuple[int, int]]]:
+def _values(connection: Connection, runs: Mapping[int, Run]) -> defaultdict[int, dict[int, tuple[int, int]]]:
     """Return bytes and count of each series in each run."""
     columns = (RESIDUES.c.series_id, RESIDUES.c.run_id, RESIDUES.c.bytes, RESIDUES.c.count)
+    since = RESIDUES.c.run_id >= min(runs, default=0)
     found: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
-    for number, run, size, count in connection.execute(sa.select(*columns).where(RESIDUES.c.run_id >= _first(runs))):
-        if run in runs and number in series:
-            found[number][run] = size, count
+    for number, run, size, count in connection.execute(sa.select(*columns).where(since)):
+        found[number][run] = size, count
     return found
-
-
-def _first(runs: Mapping[int, Run]) -> int:
-    return min(runs, default=0)
 
 
 def _trend(

@@ -6,10 +6,10 @@ import functools
 import gc
 import json
 import mmap
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -21,7 +21,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver import find_driver
-from lowtide.reports.schema import Finding, ResourceName, Subject
+from lowtide.reports.schema import Finding, ResourceName
 
 MIB = 1 << 20
 
@@ -39,103 +39,62 @@ _KEPT: list[object] = []
 """Holds planted leaks."""
 
 
-class PlantedLeak(ABC):
-    """Leaks a number of bytes in one place.
-
-    Args:
-        device: "cpu" or "cuda:N", where the leak is.
+@dataclass(frozen=True)
+class PlantedLeak:
+    """A place in which leaks of a number of bytes are planted.
 
     Attributes:
-        page: bytes of which there are only whole multiples in this place.
         name: of the place.
+        plant: leaks so many bytes more on a device ("cpu" or "cuda:N"), and notes how to take them back, whatever a
+            remedy has given back already.
         resource: of the finding that must report it; that is the key of the metric's row that counts it, with the
             device behind it if `on_device`.
         on_device: whether the metric belongs to the device, and not to the host.
         needs_card: whether there is such a place on cards only.
         is_level: whether the metric is a level of the whole process, which moves by itself: it is judged from the
             second life on, and at least half of a leak must be in its finding.
+        blames: the verdicts or causes of which the finding must have one; empty for any.
+        page: gives the bytes of which there are only whole multiples in this place on a device.
     """
 
-    name: ClassVar[str]
-    resource: ClassVar[ResourceName] = "tensors"
-    on_device: ClassVar[bool] = True
-    needs_card: ClassVar[bool] = False
-    is_level: ClassVar[bool] = False
+    name: str
+    plant: Callable[[int, str, ExitStack], None]
+    resource: ResourceName = "tensors"
+    on_device: bool = True
+    needs_card: bool = False
+    is_level: bool = False
+    blames: Collection[str] = ()
+    page: Callable[[str], int] = lambda device: _PAGE
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.page = _PAGE
-
-    @classmethod
-    def metric_on(cls, device: str) -> str:
+    def metric_on(self, device: str) -> str:
         """Return the key of the metric that counts it."""
-        return f"{cls.resource} {device}" if cls.on_device else cls.resource
-
-    @abstractmethod
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more."""
-
-    def remove(self) -> None:
-        """Give back all that was leaked, whatever a remedy has given back already."""
-        _KEPT.clear()
-        gc.collect()
+        return f"{self.resource} {device}" if self.on_device else self.resource
 
     def is_reported(self, finding: Finding, size: int) -> bool:
         """Return whether a finding reports a leak of `size` bytes in this place."""
-        return finding.resource == self.resource and finding.bytes >= (size // 2 if self.is_level else size)
+        is_blamed = not self.blames or finding.verdict in self.blames or finding.cause in self.blames
+        is_whole = finding.bytes >= (size // 2 if self.is_level else size)
+        return finding.resource == self.resource and is_whole and is_blamed
 
 
-class PoolLeak(PlantedLeak):
-    """A tensor in torch's own memory that a module-level list holds."""
-
-    name = "torch's pool"
-
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more."""
-        _KEPT.append(_tensor(size, self.device))
+def _in_list(size: int, device: str, undo: ExitStack) -> None:
+    """Leak a tensor in torch's own memory that a module-level list holds."""
+    undo.callback(_KEPT.clear)
+    _KEPT.append(_tensor(size, device))
 
 
-class ArenaLeak(PlantedLeak):
-    """An arena that is mapped and has no tensor."""
-
-    name = "an arena"
-    resource = "arena"
-
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self.page = open_backend(device).granularity
-        self._arenas: list[Arena] = []
-
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more."""
-        arena = Arena("planted", size, open_backend(self.device))
-        arena.map_to(size)
-        self._arenas.append(arena)
-
-    def remove(self) -> None:
-        """Give back all that was leaked."""
-        while self._arenas:
-            self._arenas.pop().close()
+def _in_arena(size: int, device: str, undo: ExitStack) -> None:
+    """Leak an arena that is mapped and has no tensor."""
+    arena = Arena("planted", size, open_backend(device))
+    undo.callback(arena.close)
+    arena.map_to(size)
 
 
-class FrozenLeak(PlantedLeak):
-    """A tensor in a cycle that nothing reaches and that `gc.freeze()` hides from the collector (vllm#38503)."""
-
-    name = "behind a frozen holder"
-
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more."""
-        _Cycle(_tensor(size, self.device))
-        gc.freeze()
-
-    def remove(self) -> None:
-        """Thaw the heap and collect."""
-        gc.unfreeze()
-        super().remove()
-
-    def is_reported(self, finding: Finding, size: int) -> bool:
-        """Return whether a finding also blames the frozen heap."""
-        return super().is_reported(finding, size) and finding.verdict in ("frozen-garbage", "frozen-holder")
+def _in_frozen_cycle(size: int, device: str, undo: ExitStack) -> None:
+    """Leak a tensor in a cycle that nothing reaches and that `gc.freeze()` hides from the collector (vllm#38503)."""
+    undo.callback(gc.unfreeze)
+    _Cycle(_tensor(size, device))
+    gc.freeze()
 
 
 class _Cycle:
@@ -146,23 +105,10 @@ class _Cycle:
         self.itself = self
 
 
-class CacheLeak(PlantedLeak):
-    """A model that is the key of an `lru_cache` (vllm#38503)."""
-
-    name = "in an lru_cache"
-
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more."""
-        _is_supported(_Model(_tensor(size, self.device)))
-
-    def remove(self) -> None:
-        """Clear the cache."""
-        _is_supported.cache_clear()
-        super().remove()
-
-    def is_reported(self, finding: Finding, size: int) -> bool:
-        """Return whether a finding also blames a cache."""
-        return super().is_reported(finding, size) and finding.cause == "lru-cache"
+def _in_cache(size: int, device: str, undo: ExitStack) -> None:
+    """Leak a model that is the key of an `lru_cache` (vllm#38503)."""
+    undo.callback(_is_supported.cache_clear)
+    _is_supported(_Model(_tensor(size, device)))
 
 
 class _Model:
@@ -177,47 +123,36 @@ def _is_supported(model: _Model) -> bool:
     return model.weights.is_contiguous()
 
 
-class HostLeak(PlantedLeak):
-    """Host memory outside torch, as native code maps it."""
-
-    name = "host memory"
-    resource = "host-memory"
-    on_device = False
-    is_level = True
-
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more, each page written to."""
-        pages = mmap.mmap(-1, size)
-        for offset in range(0, size, _PAGE):
-            pages[offset] = 1
-        _KEPT.append(pages)
+def _on_host(size: int, device: str, undo: ExitStack) -> None:
+    """Leak host memory outside torch, as native code maps it, each page written to."""
+    undo.callback(_KEPT.clear)
+    pages = mmap.mmap(-1, size)
+    for offset in range(0, size, _PAGE):
+        pages[offset] = 1
+    _KEPT.append(pages)
 
 
-class DriverLeak(PlantedLeak):
-    """Physical memory of a card that neither torch nor an arena knows, as native code creates it."""
-
-    name = "the driver alone"
-    resource = "driver"
-    needs_card = True
-    is_level = True
-
-    def __init__(self, device: str) -> None:
-        super().__init__(device)
-        self._driver = open_driver(check_device(device).index)
-        self.page = self._driver.granularity()
-        self._handles: list[int] = []
-
-    def plant(self, size: int) -> None:
-        """Leak `size` bytes more."""
-        self._handles.append(self._driver.create(size))
-
-    def remove(self) -> None:
-        """Give back all that was leaked."""
-        while self._handles:
-            self._driver.release(self._handles.pop())
+def _in_driver(size: int, device: str, undo: ExitStack) -> None:
+    """Leak physical memory of a card that neither torch nor an arena knows, as native code creates it."""
+    driver = open_driver(check_device(device).index)
+    undo.callback(driver.release, driver.create(size))
 
 
-PLANTED: Sequence[type[PlantedLeak]] = (PoolLeak, ArenaLeak, FrozenLeak, CacheLeak, HostLeak, DriverLeak)
+PLANTED: Sequence[PlantedLeak] = (
+    PlantedLeak("torch's pool", _in_list),
+    PlantedLeak("an arena", _in_arena, "arena", page=lambda device: open_backend(device).granularity),
+    PlantedLeak("behind a frozen holder", _in_frozen_cycle, blames=("frozen-garbage", "frozen-holder")),
+    PlantedLeak("in an lru_cache", _in_cache, blames=("lru-cache",)),
+    PlantedLeak("host memory", _on_host, "host-memory", on_device=False, is_level=True),
+    PlantedLeak(
+        "the driver alone",
+        _in_driver,
+        "driver",
+        needs_card=True,
+        is_level=True,
+        page=lambda device: open_driver(check_device(device).index).granularity(),
+    ),
+)
 """Every place, in the order of the report."""
 
 
@@ -227,38 +162,36 @@ def sizes(page: int) -> tuple[int, ...]:
     return tuple(size for size in halved if size % page == 0)
 
 
-def smallest_found(leak: PlantedLeak, tolerances: Mapping[str, int]) -> int | None:
+def smallest_found(leak: PlantedLeak, device: str, tolerances: Mapping[str, int]) -> int | None:
     """Plant leaks until the smallest that is found is known, halving the sizes left; its bytes, None if none is found.
 
     (What is found of a smaller leak is found of a larger one: so three runs of lives do for seven sizes.)
 
     Args:
         leak: what is planted in every life.
+        device: "cpu" or "cuda:N", where it is planted.
         tolerances: what may stay at a shutdown, by the metric's key.
     """
-    left, found = list(sizes(leak.page)), None
+    left, found = list(sizes(leak.page(device))), None
     while left:
         middle = len(left) // 2
         size = left[middle]
-        if _is_found(leak, size, tolerances):
+        if any(leak.is_reported(finding, size) for finding in findings_with(leak, device, size, tolerances)):
             found, left = size, left[middle + 1 :]
         else:
             left = left[:middle]
     return found
 
 
-def _is_found(leak: PlantedLeak, size: int, tolerances: Mapping[str, int]) -> bool:
-    try:
-        findings = _judged_with(leak, size, tolerances).findings
-    finally:
-        leak.remove()
-    return any(leak.is_reported(finding, size) for finding in findings)
-
-
-def _judged_with(leak: PlantedLeak, size: int, tolerances: Mapping[str, int]) -> Subject:
+def findings_with(leak: PlantedLeak, device: str, size: int, tolerances: Mapping[str, int]) -> Sequence[Finding]:
+    """Return what is found in lives in each of which `size` bytes are leaked; then these are taken back."""
     lives = 2 if leak.is_level else 1
-    run = _run(leak.name, leak.device, lives, _SHORT_SCRIPT, lambda: leak.plant(size), tolerances)
-    return run.run()
+    try:
+        with ExitStack() as undo:
+            run = _run(leak.name, device, lives, _SHORT_SCRIPT, lambda: leak.plant(size, device, undo), tolerances)
+            return run.run().findings
+    finally:
+        gc.collect()
 
 
 def _run(
@@ -297,9 +230,9 @@ def write_smallest(name: str, device: str, alternatives: Sequence[Mapping[str, i
 
     `found` has them, None where no leak is found; `floor` gives the bytes of the smallest that is planted there.
     """
-    leak = next(kind for kind in PLANTED if kind.name == name)(device)
-    found = [smallest_found(leak, tolerances) for tolerances in alternatives]
-    _write(file, {"found": found, "floor": sizes(leak.page)[-1]})
+    leak = next(each for each in PLANTED if each.name == name)
+    found = [smallest_found(leak, device, tolerances) for tolerances in alternatives]
+    _write(file, {"found": found, "floor": sizes(leak.page(device))[-1]})
 
 
 def write_null_lives(device: str, lives: int, file: str) -> None:

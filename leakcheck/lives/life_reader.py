@@ -7,7 +7,7 @@ and what a library keeps from its first use, is the process's, and is left out o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -304,23 +304,19 @@ class LifeReader(LivedProcess):
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Return all that is judged, without what libraries have from their first use and what imports left."""
-        return tuple(map(self._without_first_use, self._without_imports()))
+        return tuple(self._excusing(self._first_use))
 
-    def _without_imports(self) -> list[Metric]:
-        return [
-            dataclasses.replace(metric, excused=self.imported.names(metric.resource)) if metric.is_named else metric
-            for metric in shutdown_metrics(self.device)
-        ]
-
-    def _without_first_use(self, metric: Metric) -> Metric:
-        known = self._first_use.get(metric.resource) if metric.is_named else None
-        return dataclasses.replace(metric, excused={*metric.excused, *known}) if known else metric
+    def _excusing(self, first_use: Mapping[str, Collection[str]]) -> Iterator[Metric]:
+        """Yield all that is judged, without what imports left and these items of each resource."""
+        for metric in shutdown_metrics(self.device):
+            excused = {*self.imported.names(metric.resource), *first_use.get(metric.resource, ())}
+            yield dataclasses.replace(metric, excused=excused) if metric.is_named else metric
 
     def note_first_use(self, cycle: int, baseline: Reading, now: LifeReading) -> None:
         """Tell apart what a library made and keeps: it is a leak once a later life makes more of it."""
         new: dict[str, dict[str, int]] = {}
         there: dict[str, dict[str, int]] = {}
-        for metric in self._without_imports():
+        for metric in self._excusing({}):
             key: str = metric.resource
             if key in JUDGED and metric.is_named:
                 new[key] = {as_counted(key, name): size for name, size in metric.new_items(baseline, now).items()}

@@ -27,17 +27,17 @@ from lowtide.leakcheck.judging.ladder import release, trim_heap
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.life_record import LifeRecord, Lived
 from lowtide.leakcheck.lives.script import (
+    JUDGEMENT,
     SCRIPT,
     UPDATES,
     Event,
     Interrupts,
     Life,
     asked,
-    failures,
+    parts_of,
     perform,
     simplest,
     version_of,
-    was_interrupted,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
@@ -470,15 +470,21 @@ class LifecycleRun:
         try:
             life.shutdown()
         except BaseException as error:
-            if not was_interrupted(error):
+            parts = parts_of(error)
+            failures = [part for part in parts if not isinstance(part, KeyboardInterrupt)]
+            if len(failures) == len(parts):
                 raise
             self._interrupt()
-            self._record.findings += [contract.failed_teardown("shutdown", part) for part in failures(error)]
+            self._record.findings += [contract.failed_teardown("shutdown", part) for part in failures]
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 
     def _announce(self, cycle: int, turn: int) -> None:
-        self.listener(Event.at(turn, self.script, cycle, self.cycles, self._record))
+        """Tell the listener what stage of the script begins now; past its end, the judgement."""
+        stages, record = len(self.script), self._record
+        done, total = (cycle - 1) * stages + turn, self.cycles * stages
+        stage = (*self.script, JUDGEMENT)[turn]
+        self.listener(Event(cycle, self.cycles, stage, done, total, record.sizes(), record.latest_stages))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
         """Note what the driver gives back late of what a sleep has given up."""

@@ -20,7 +20,6 @@ from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, Stage
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.lives.life_record import LifeRecord
     from lowtide.leakcheck.targets.faults import Kind
 
 if sys.version_info < (3, 11):
@@ -94,13 +93,6 @@ class Event:
     sizes: Mapping[str, int] = field(default_factory=dict)
     latest_stages: Callable[[int], Sequence[Stage]] = lambda most: ()
 
-    @classmethod
-    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, record: LifeRecord) -> Event:
-        """Return the event before stage `turn` of a life's script; past its end, before the judgement."""
-        done, total = (cycle - 1) * len(script) + turn, cycles * len(script)
-        doing = (*script, JUDGEMENT)[turn]
-        return cls(cycle, cycles, doing, done, total, record.sizes(), record.latest_stages)
-
     @property
     def text(self) -> str:
         """`cycle 1/2: infer`."""
@@ -128,18 +120,11 @@ def asked(engine: object, name: str) -> Any:
     return None if method is None else method()
 
 
-def failures(error: BaseException) -> list[BaseException]:
-    """Return the parts of an error that are no interrupt."""
+def parts_of(error: BaseException) -> list[BaseException]:
+    """Return the errors in a group and in those within it; the error itself where it is none."""
     if isinstance(error, BaseExceptionGroup):
-        return [part for inner in error.exceptions for part in failures(inner)]
-    return [] if isinstance(error, KeyboardInterrupt) else [error]
-
-
-def was_interrupted(error: BaseException) -> bool:
-    """Return whether a Ctrl-C is in it."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(was_interrupted(part) for part in error.exceptions)
-    return isinstance(error, KeyboardInterrupt)
+        return [part for inner in error.exceptions for part in parts_of(inner)]
+    return [error]
 
 
 class LifeError(AssertionError):

@@ -9,8 +9,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,21 +64,11 @@ _Kind = tuple[str, str, bool]
 """What a finding is about: resource, device, and whether native code holds it, as no pool does that was announced."""
 
 
-@dataclass(frozen=True)
-class _Baseline:
-    """What a life must return to at its end.
-
-    Attributes:
-        reading: of then.
-        metrics: what can be judged from there on.
-    """
+class _Baseline(NamedTuple):
+    """What a life must return to at its end, and what can be judged from there on."""
 
     reading: LifeReading
     metrics: Sequence[Metric]
-
-    def missing(self, now: Reading) -> list[Excess]:
-        """Return what is above it."""
-        return missing(self.metrics, self.reading, now)
 
 
 class ShutdownJudgement:
@@ -324,7 +313,7 @@ class ShutdownJudgement:
         return [metric for metric in self._reader.metrics if metric not in late]
 
     def _missing(self, now: Reading) -> list[Excess]:
-        return [item for start in self._baselines for item in start.missing(now)]
+        return [item for start in self._baselines for item in missing(start.metrics, start.reading, now)]
 
     def _climb(self, *rungs: Rung) -> None:
         self._steps = self._reader.climb(self._missing, rungs, self._steps)

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -29,11 +31,14 @@ from lowtide.leakcheck.gate.calibration import (
     read_tolerances,
 )
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
-from lowtide.leakcheck.gate.planted_leaks import PLANTED, DriverLeak, HostLeak, PlantedLeak, smallest_found
+from lowtide.leakcheck.gate.planted_leaks import PLANTED, PlantedLeak, smallest_found
 from lowtide.reports import schema
+from lowtide.reports.schema import ResourceName
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.nightly
+
+ON_HOST = next(leak for leak in PLANTED if leak.is_level and not leak.needs_card)
 
 TABLE = {"host-memory": 32 * MIB, "tensors cpu": 0, "arena cpu": 0}
 
@@ -132,7 +137,7 @@ def test_each_place_of_the_device_is_measured_with_the_calibrated_tolerances(pro
     calibrated = calibrate("cpu")
     tolerances = {"host-memory": 8 * MIB}
     assert started[0] == ("write_null_lives", "cpu", NULL_LIVES)
-    places = [kind.name for kind in PLANTED if kind is not DriverLeak]
+    places = [leak.name for leak in PLANTED if not leak.needs_card]
     # Where the table's tolerance is larger, it is measured what that finds.
     alternatives = [[tolerances]] * 4 + [[tolerances, {}]]
     assert started[1:] == [
@@ -266,6 +271,19 @@ def test_a_process_without_a_result_is_an_error(monkeypatch: pytest.MonkeyPatch,
     assert str(caught.value) == said
 
 
+def left(resource: ResourceName, size: int) -> schema.Finding:
+    return schema.Finding(
+        resource=resource,
+        cause="unknown",
+        bytes=size,
+        count=1,
+        device="",
+        stage="shutdown",
+        message="",
+        fingerprint="",
+    )
+
+
 def test_leaks_are_halved_down_to_the_smallest_and_to_a_page() -> None:
     assert planted_leaks.sizes(4096) == tuple(each * MIB for each in (64, 32, 16, 8, 4, 2, 1))
     assert planted_leaks.sizes(2 * MIB) == tuple(each * MIB for each in (64, 32, 16, 8, 4, 2))
@@ -277,58 +295,42 @@ def test_a_places_figures_come_with_the_smallest_leak_that_its_pages_allow(
     driver = CardDriver()
     monkeypatch.setattr(planted_leaks, "open_driver", lambda index: driver)
     monkeypatch.setattr(planted_leaks, "check_device", torch.device)
-    monkeypatch.setattr(planted_leaks, "_is_found", lambda leak, size, tolerances: size >= tolerances["driver"])
+
+    def findings_with(leak: PlantedLeak, device: str, size: int, tolerances: dict[str, int]) -> list[schema.Finding]:
+        return [left("driver", size)] if size >= tolerances["driver"] else []
+
+    monkeypatch.setattr(planted_leaks, "findings_with", findings_with)
     file = tmp_path / "result.json"
     alternatives = [{"driver": MIB}, {"driver": 9 * MIB}, {"driver": 65 * MIB}]
     planted_leaks.write_smallest("the driver alone", "cuda:0", alternatives, str(file))
     assert json.loads(file.read_text()) == {"found": [2 * MIB, 16 * MIB, None], "floor": 2 * MIB}
 
 
-class Counting(PlantedLeak):
-    """Plants nothing; counts what is planted and removed."""
-
-    name = "nowhere"
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.events: list[object] = []
-
-    def plant(self, size: int) -> None:
-        self.events.append(size)
-
-    def remove(self) -> None:
-        self.events.append("removed")
-
-
 @pytest.mark.parametrize("least", [*planted_leaks.sizes(4096), 65 * MIB])
 def test_the_smallest_leak_that_is_found_is_the_one_reported(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judged(leak: PlantedLeak, size: int, tolerances: object) -> schema.Subject:
-        leak.plant(size)
-        finding = schema.Finding(
-            resource="tensors",
-            cause="unknown",
-            bytes=size,
-            count=1,
-            device="cpu",
-            stage="shutdown",
-            message="",
-            fingerprint="",
-        )
-        return schema.Subject(id="x", outcome="leak", findings=(finding,) if size >= least else ())
+    events: list[Any] = []
 
-    monkeypatch.setattr(planted_leaks, "_judged_with", judged)
-    monkeypatch.setattr(Counting, "resource", "tensors", raising=False)
-    leak = Counting()
-    assert smallest_found(leak, {}) == (None if least > 64 * MIB else least)
-    assert leak.events[1::2] == ["removed"] * 3
-    assert len(leak.events) == 6
-    monkeypatch.setattr(Counting, "resource", "arena", raising=False)
-    assert smallest_found(Counting(), {}) is None
+    def plant(size: int, device: str, undo: ExitStack) -> None:
+        events.append(size)
+        undo.callback(events.append, "removed")
+
+    def run(name: str, device: str, lives: int, script: object, after_create: Any, tolerances: object) -> Any:
+        after_create()
+        (size,) = events[-1:]
+        found = (left("tensors", size),) if size >= least else ()
+        subject = schema.Subject(id="x", outcome="leak", findings=found)
+        return SimpleNamespace(run=lambda: subject)
+
+    monkeypatch.setattr(planted_leaks, "_run", run)
+    assert smallest_found(PlantedLeak("nowhere", plant), "cpu", {}) == (None if least > 64 * MIB else least)
+    assert events[1::2] == ["removed"] * 3
+    assert len(events) == 6
+    assert smallest_found(PlantedLeak("nowhere", plant, "arena"), "cpu", {}) is None
 
 
 def test_a_planted_leak_is_found_by_the_judge_of_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted_leaks, "sizes", lambda page: (16 * MIB,))
-    assert smallest_found(HostLeak("cpu"), {"host-memory": 8 * MIB}) == 16 * MIB
+    assert smallest_found(ON_HOST, "cpu", {"host-memory": 8 * MIB}) == 16 * MIB
 
 
 class CardDriver:
@@ -352,16 +354,16 @@ def test_what_the_driver_alone_knows_is_released(monkeypatch: pytest.MonkeyPatch
     driver = CardDriver()
     monkeypatch.setattr(planted_leaks, "open_driver", lambda index: driver)
     monkeypatch.setattr(planted_leaks, "check_device", torch.device)
-    leak = DriverLeak("cuda:0")
-    leak.plant(4 * MIB)
-    leak.plant(64 * MIB)
-    assert list(driver.held.values()) == [4 * MIB, 64 * MIB]
-    assert leak.page == 2 * MIB
-    leak.remove()
+    (leak,) = [each for each in PLANTED if each.needs_card]
+    with ExitStack() as undo:
+        leak.plant(4 * MIB, "cuda:0", undo)
+        leak.plant(64 * MIB, "cuda:0", undo)
+        assert list(driver.held.values()) == [4 * MIB, 64 * MIB]
     assert driver.held == {}
+    assert leak.page("cuda:0") == 2 * MIB
     assert leak.metric_on("cuda:0") == "driver cuda:0"
 
 
 def test_a_planted_leak_within_the_tolerance_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted_leaks, "sizes", lambda page: (16 * MIB,))
-    assert smallest_found(HostLeak("cpu"), {}) is None
+    assert smallest_found(ON_HOST, "cpu", {}) is None

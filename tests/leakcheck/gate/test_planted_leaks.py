@@ -8,63 +8,44 @@ import pytest
 
 from lowtide.leakcheck.gate import calibration, planted_leaks
 from lowtide.leakcheck.gate.calibration import MIB, NULL_LIVES, live_null_lives
-from lowtide.leakcheck.gate.planted_leaks import (
-    PLANTED,
-    ArenaLeak,
-    CacheLeak,
-    DriverLeak,
-    FrozenLeak,
-    HostLeak,
-    PlantedLeak,
-    PoolLeak,
-    smallest_found,
-)
+from lowtide.leakcheck.gate.planted_leaks import PLANTED, PlantedLeak, findings_with, smallest_found
 from lowtide.reports import schema
-from lowtide.reports.schema import Finding
 
 pytestmark = pytest.mark.nightly
 
-ON_CPU = [kind for kind in PLANTED if kind is not DriverLeak]
+ON_CPU = [leak for leak in PLANTED if not leak.needs_card]
+NAMES = [leak.name for leak in ON_CPU]
+# A frozen heap keeps some host memory, too.
+TOLERANCES = {"host-memory": 2 * MIB}
 
 
-@pytest.mark.parametrize("kind", ON_CPU)
-def test_a_leak_is_found_and_removed_again(kind: type[PlantedLeak], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("leak", ON_CPU, ids=NAMES)
+def test_a_leak_is_found_and_removed_again(leak: PlantedLeak, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted_leaks, "sizes", lambda page: (4 * MIB,))
-    tolerances = {"host-memory": 2 * MIB}
-    assert smallest_found(kind("cpu"), tolerances) == 4 * MIB
+    assert smallest_found(leak, "cpu", TOLERANCES) == 4 * MIB
     # With all of it removed, the same leak is found a second time.
-    assert smallest_found(kind("cpu"), tolerances) == 4 * MIB
+    assert smallest_found(leak, "cpu", TOLERANCES) == 4 * MIB
 
 
-@pytest.mark.parametrize("kind", [PoolLeak, ArenaLeak, FrozenLeak, CacheLeak])
+@pytest.mark.parametrize("leak", [leak for leak in ON_CPU if not leak.is_level], ids=NAMES[:4])
 def test_a_judge_that_tolerates_the_leak_is_seen_to_be_blind(
-    kind: type[PlantedLeak], monkeypatch: pytest.MonkeyPatch
+    leak: PlantedLeak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planted_leaks, "sizes", lambda page: (4 * MIB,))
     monkeypatch.setattr(
         planted_leaks.LifecycleRun, "run", lambda run: schema.Subject(id="x", outcome="clean", findings=())
     )
-    assert smallest_found(kind("cpu"), {}) is None
+    assert smallest_found(leak, "cpu", {}) is None
 
 
-def findings_with(kind: type[PlantedLeak]) -> tuple[Finding, ...]:
-    leak = kind("cpu")
-    try:
-        # A frozen heap keeps some host memory, too.
-        tolerances = {"host-memory": 2 * MIB} if kind is HostLeak else {}
-        return planted_leaks._judged_with(leak, 4 * MIB, tolerances).findings
-    finally:
-        leak.remove()
-
-
-@pytest.mark.parametrize("kind", ON_CPU)
-def test_only_the_finding_about_its_place_counts(kind: type[PlantedLeak]) -> None:
-    findings = findings_with(kind)
-    reporting = {other for other in ON_CPU if any(other("cpu").is_reported(each, 4 * MIB) for each in findings)}
+@pytest.mark.parametrize("leak", ON_CPU, ids=NAMES)
+def test_only_the_finding_about_its_place_counts(leak: PlantedLeak) -> None:
+    findings = findings_with(leak, "cpu", 4 * MIB, TOLERANCES if leak.is_level else {})
+    reporting = {other.name for other in ON_CPU if any(other.is_reported(each, 4 * MIB) for each in findings)}
     # A tensor is in torch's pool whoever holds it.
-    also = {PoolLeak} if kind in (FrozenLeak, CacheLeak) else set()
-    assert reporting == {kind, *also}
-    assert not any(kind("cpu").is_reported(each, 100 * MIB) for each in findings)
+    also = {"torch's pool"} if leak.blames else set()
+    assert reporting == {leak.name, *also}
+    assert not any(leak.is_reported(each, 100 * MIB) for each in findings)
 
 
 def test_null_lives_are_quiet_and_have_a_figure_for_each_place() -> None:
