@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import typer
 
@@ -58,7 +57,7 @@ def bisect_step(
         _refuse(f"--needed {needed} of --lives {lives} is not possible: use 1 to {max(lives, 1)}")
     if not 0 < timeout < float("inf"):
         _refuse(f"--timeout {timeout:g} is not possible: use seconds above 0")
-    answer = BisectStep(command, fingerprint, lives, needed, timeout).run(_show)
+    answer = judge_commit(command, fingerprint, _show, lives=lives, needed=needed, timeout=timeout)
     say(f"lowtide: the leak {fingerprint} is {answer} in this commit", err=True)
     raise typer.Exit(EXIT_CODES[answer])
 
@@ -72,81 +71,72 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(STOPS_BISECT)
 
 
-@dataclass(frozen=True)
-class CommandRun:
-    """What one run of the command showed.
-
-    Attributes:
-        answer: whether the leak was there; `unknown` if nothing says so.
-        why: what was found, or why it could not be measured.
-    """
+class CommandRun(NamedTuple):
+    """What one run of the command showed: whether the leak was there, `unknown` if nothing says so, and why."""
 
     answer: Answer
     why: str
 
 
-@dataclass(frozen=True)
-class BisectStep:
-    """What is asked of each commit.
+def judge_commit(
+    command: Sequence[str],
+    fingerprint: str,
+    listener: Callable[[CommandRun], None],
+    *,
+    lives: int = 1,
+    needed: int = 1,
+    timeout: float = 3600.0,
+) -> Answer:
+    """Run a command until it is certain whether a leak shows in as many lives as are needed.
 
-    Attributes:
+    Args:
         command: what builds and judges the commit, and writes a report.
         fingerprint: that of the leak.
+        listener: called after each life.
         lives: how often the command is run at most.
         needed: in how many of them the leak must show.
         timeout: seconds after which a run's processes are ended.
     """
-
-    command: Sequence[str]
-    fingerprint: str
-    lives: int = 1
-    needed: int = 1
-    timeout: float = 3600.0
-
-    def run(self, listener: Callable[[CommandRun], None]) -> Answer:
-        """Run the command until it is certain whether the leak shows in as many lives as are needed.
-
-        Args:
-            listener: called after each life.
-        """
-        present = absent = 0
-        for _ in range(self.lives):
-            life = self._live()
-            listener(life)
-            present += life.answer == "present"
-            absent += life.answer == "absent"
-            if present >= self.needed:
-                return "present"
-            # Not even if it showed in all that are left, and in those that could not be measured.
-            if absent > self.lives - self.needed:
-                return "absent"
-        return "unknown"
-
-    def _live(self) -> CommandRun:
-        from lowtide.leakcheck.gate.cells import run_guarded
-
-        with tempfile.TemporaryDirectory(prefix="lowtide-bisect-") as name:
-            folder = Path(name) / "report"
-            folder.mkdir()
-            # Outside of the report folder, which some commands empty.
-            command = [argument.replace(PLACEHOLDER, str(folder)) for argument in self.command]
-            env = {**os.environ, REPORT_VARIABLE: str(folder)}
-            ended = run_guarded(command, Path(name) / "end.json", self.timeout, env)
-            return _judge(folder, ended, self)
+    present = absent = 0
+    for _ in range(lives):
+        life = _run(command, fingerprint, timeout)
+        listener(life)
+        present += life.answer == "present"
+        absent += life.answer == "absent"
+        if present >= needed:
+            return "present"
+        # Not even if it showed in all that are left, and in those that could not be measured.
+        if absent > lives - needed:
+            return "absent"
+    return "unknown"
 
 
-def _judge(folder: Path, ended: Mapping[str, Any], step: BisectStep) -> CommandRun:
-    if not ended:
-        return CommandRun("unknown", f"{step.command[0]} could not be started, or was killed")
-    if ended["timed_out"]:
-        return CommandRun("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
+def _run(command: Sequence[str], fingerprint: str, timeout: float) -> CommandRun:
+    from lowtide.leakcheck.gate.cells import run_guarded
+
+    with tempfile.TemporaryDirectory(prefix="lowtide-bisect-") as name:
+        folder = Path(name) / "report"
+        folder.mkdir()
+        # Outside of the report folder, which some commands empty.
+        command = [argument.replace(PLACEHOLDER, str(folder)) for argument in command]
+        env = {**os.environ, REPORT_VARIABLE: str(folder)}
+        ended = run_guarded(command, Path(name) / "end.json", timeout, env)
+        if not ended:
+            return CommandRun("unknown", f"{command[0]} could not be started, or was killed")
+        if ended["timed_out"]:
+            return CommandRun("unknown", f"the command was ended after {timeout:g} s, its time limit")
+        return _judge(folder, ended["code"], fingerprint)
+
+
+def _judge(folder: Path, code: int, fingerprint: str) -> CommandRun:
+    """Judge a run that has ended by itself by its report and its exit code."""
     if not schema.is_in(folder):
-        return CommandRun("unknown", f"the command ended with exit code {ended['code']} and wrote no report")
+        return CommandRun("unknown", f"the command ended with exit code {code} and wrote no report")
     try:
         report = schema.read(folder)
     except schema.ReportError as error:
         return CommandRun("unknown", str(error))
-    found = _found(report, step.fingerprint)
+    found = _found(report, fingerprint)
     if found:
         return CommandRun("present", found)
     failed = [subject for subject in report.subjects if subject.outcome in ("error", "unsupported")]
@@ -154,11 +144,9 @@ def _judge(folder: Path, ended: Mapping[str, Any], step: BisectStep) -> CommandR
         return CommandRun("unknown", f"{failed[0].id} was not judged: {failed[0].reason}")
     if not any(subject.outcome in ("clean", "leak") for subject in report.subjects):
         return CommandRun("unknown", "the report judges nothing")
-    if ended["code"] not in (0, schema.exit_code(report)):
-        return CommandRun(
-            "unknown", f"the command ended with exit code {ended['code']}, which its report does not explain"
-        )
-    return CommandRun("absent", f"{step.fingerprint} is not in the report")
+    if code not in (0, schema.exit_code(report)):
+        return CommandRun("unknown", f"the command ended with exit code {code}, which its report does not explain")
+    return CommandRun("absent", f"{fingerprint} is not in the report")
 
 
 def _found(report: Report, fingerprint: str) -> str:

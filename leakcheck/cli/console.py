@@ -373,11 +373,6 @@ def write_report(report: Report, folder: Path | None, *, is_final: bool = True) 
     """Write a report; return where it is, and why it could not be written. Both are empty without a folder.
 
     What was found is shown all the same, and then why: see `ended_with`.
-
-    Args:
-        report: what is written.
-        folder: where to.
-        is_final: as that of `write_folder`.
     """
     from lowtide.reports.folder import write_folder
 

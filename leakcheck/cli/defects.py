@@ -91,13 +91,7 @@ def _verify(device: Device, jobs: int, engine_process: bool) -> int:
 
 @dataclass(frozen=True)
 class VerifiedRun:
-    """What came of one run.
-
-    Attributes:
-        subject: what was found; None where there is no report.
-        seconds: how long it took.
-        output: what it printed, for a run without a report.
-    """
+    """What came of one run."""
 
     subject: Subject | None
     seconds: float
@@ -106,13 +100,9 @@ class VerifiedRun:
 
 @dataclass(frozen=True)
 class Verified:
-    """One bug, and what was said of it.
+    """One bug, and the runs of an engine with it (`bug`) and without (`twin`); no device, and None, where none were.
 
     Attributes:
-        defect: which.
-        device: `cpu` or `cuda`; empty where it was not run.
-        bug: the run with it; None where it was not run.
-        twin: the run of the same engine without it.
         note: why it was not run, or what is wrong; empty if all is as it must be.
     """
 

@@ -148,17 +148,7 @@ def judge_command(
     settle: float,
     growth: WatchedGrowth | None,
 ) -> int:
-    """Run a command to its end, and report what its tree leaves and what grows in it; return the exit code.
-
-    Args:
-        name: of what was done, in the name of the report's subject.
-        command: the program and its arguments.
-        report: the folder of the report; None for none.
-        as_json: whether the report is printed as JSON.
-        known: what is suppressed.
-        settle: seconds that what it has left has to end, and the driver to give back.
-        growth: what is asked about growth; None: nothing.
-    """
+    """Run a command as `run_command` does, and report what it leaves and what grows in it; return the exit code."""
     from lowtide.probes.device.driver import find_driver
 
     with closing(find_driver()) as driver:
@@ -224,12 +214,7 @@ class _Signals:
 
 @dataclass
 class _MarkedLife:
-    """Judges the processes of a program by the stages that it marks.
-
-    Attributes:
-        engine: the processes.
-        found: what sleeps have kept.
-    """
+    """Judges the processes of a program by the stages that it marks."""
 
     engine: EngineProcesses
     found: list[Finding] = field(default_factory=list)

@@ -184,11 +184,6 @@ def search(
 def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[Subject, str, Table]:
     """Fail every fault point of every stage, and kill the engine in each, with a progress line.
 
-    Args:
-        subjected: what is fuzzed.
-        jobs: processes at the same time that fail points.
-        console: where the progress line is shown.
-
     Returns:
         What was found, for a report; the first life that fails as a program, empty where none does; the points.
 

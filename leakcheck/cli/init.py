@@ -130,11 +130,6 @@ def init(
 def _write_starter_files(folder: Path, target: str | None, tests: str | None) -> tuple[list[Path], list[Path]]:
     """Write the files that are not there yet; one that is there stays as it is.
 
-    Args:
-        folder: the project's.
-        target: `MODULE:FACTORY` of its engine.
-        tests: arguments of pytest; None takes its folder `tests`, if there is one.
-
     Returns:
         What was written, and what was there already.
     """

@@ -97,11 +97,7 @@ def _shortened(value: Any) -> Any:
 
 
 class ServedFolder:
-    """Answers from the files in one folder; the docstrings of its tools are what the agent reads of them.
-
-    Args:
-        folder: the folder.
-    """
+    """Answers from the files in one folder; the docstrings of its tools are what the agent reads of them."""
 
     def __init__(self, folder: Path) -> None:
         self._root = folder.resolve()

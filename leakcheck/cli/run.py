@@ -275,14 +275,6 @@ def live(
 ) -> int:
     """Live all lives, on a terminal in view of its user, and show and write the verdict.
 
-    Args:
-        name: of the subject in the report.
-        make_run: makes the run, with its name and the further options that are known here.
-        report: folder of the report; None for none.
-        suppressions: the leaks that may stay.
-        keep_heap: whether the heap is kept in which the last life leaves something.
-        wide: whether all columns of the tables are shown.
-
     Returns:
         The command's exit code.
     """
@@ -327,12 +319,7 @@ def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:
 
 @contextmanager
 def broadcast_live(folder: Path, make_report: Callable[[], Report]) -> Iterator[Callable[[Event], None]]:
-    """Yield a listener for lives, which writes each event into a folder while somebody watches there.
-
-    Args:
-        folder: of the report.
-        make_report: makes what the report will have, without subjects.
-    """
+    """Yield a listener for lives, which writes each event into a folder while somebody watches there."""
     from lowtide.reports.live.broadcast import Broadcast
 
     broadcast = Broadcast(folder, make_report)
@@ -371,11 +358,7 @@ def shown_live(console: Console) -> Iterator[Callable[[Event], None]]:
 
 
 class DrawnLife:
-    """Keeps the sizes of the readings so far, as whole numbers alone, and draws them.
-
-    Args:
-        live: draws when it is told to.
-    """
+    """Keeps the sizes of the readings so far, as whole numbers alone, and draws them."""
 
     def __init__(self, live: Live) -> None:
         self._live = live

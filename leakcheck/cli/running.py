@@ -40,6 +40,15 @@ from lowtide.leakcheck.cli.growth_report import (
     watched_seconds,
 )
 from lowtide.leakcheck.cli.history import VARIABLE, needing_history
+from lowtide.leakcheck.processes import messages
+from lowtide.probes.host.process_files import (
+    anonymous_bytes_of,
+    descendants_of,
+    descriptors_of,
+    name_of,
+    stat,
+    thread_names,
+)
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
@@ -47,11 +56,9 @@ from lowtide.reports.sizes import first_of, format_amount, format_bytes
 if TYPE_CHECKING:
     from lowtide.leakcheck.gate.watch_history import WatchHistory
     from lowtide.leakcheck.growth.quantities import HeldSource
-    from lowtide.leakcheck.processes import messages
     from lowtide.leakcheck.processes.attachment import Attachment
     from lowtide.leakcheck.processes.engine_processes import EngineProcesses
     from lowtide.leakcheck.processes.held_series import HeldKey, HeldSeries, Point
-    from lowtide.leakcheck.processes.messages import Seen
     from lowtide.leakcheck.processes.server_watch import ServerWatch
     from lowtide.leakcheck.processes.timed_growth import Moment, TimeWindow
     from lowtide.leakcheck.targets.load import Load
@@ -119,11 +126,7 @@ def ask(
 
 
 class MarkedMoments(msgspec.Struct, frozen=True):
-    """A moment of some processes, as a file.
-
-    Attributes:
-        moments: of each, by its number, in MessagePack.
-    """
+    """A moment of some processes, as a file."""
 
     moments: dict[int, msgspec.Raw]
 
@@ -132,8 +135,6 @@ class _Asking:
     """Asks the agents of one tree, with the process of that number at its top."""
 
     def __init__(self, pid: int) -> None:
-        from lowtide.probes.host.process_files import name_of
-
         self._pid = pid
         found = find_agents(pid)
         if found is None:
@@ -204,7 +205,6 @@ class _Asking:
 
     def _moments(self) -> dict[int, Moment]:
         """Return what there is in each process, once they rest and what is free has been given back."""
-        from lowtide.leakcheck.processes import messages
         from lowtide.leakcheck.processes.timed_growth import moment_of
 
         self._wait_until_they_rest()
@@ -230,7 +230,6 @@ class _Asking:
 
     def _each(self, pids: Sequence[int], question: messages.Question[_Answer]) -> Mapping[int, _Answer]:
         """Return what each answers; those that do not are noted, and not asked again."""
-        from lowtide.leakcheck.processes import messages
         from lowtide.probes.processes.agents import AgentError
 
         answers: dict[int, _Answer] = {}
@@ -257,7 +256,6 @@ def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
     """
     import psutil
 
-    from lowtide.probes.host.process_files import stat
     from lowtide.probes.processes.agents import Agents
 
     process = stat(pid)
@@ -272,8 +270,6 @@ def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
 
 
 def _tree_of(pid: int) -> list[int]:
-    from lowtide.probes.host.process_files import descendants_of
-
     return [pid, *sorted(descendants_of(pid))]
 
 
@@ -314,7 +310,6 @@ def attach(
 
 def _attach(pid: int, seconds: float, allowed: int, as_json: bool) -> int:
     from lowtide.leakcheck.processes.attachment import Attachment
-    from lowtide.leakcheck.processes.messages import Look
     from lowtide.leakcheck.processes.process_levels import describe_process
     from lowtide.probes.processes.agents import AgentError
     from lowtide.probes.processes.injection import InjectionError
@@ -324,7 +319,7 @@ def _attach(pid: int, seconds: float, allowed: int, as_json: bool) -> int:
     try:
         with Attachment(pid) as attachment:
             if not as_json:
-                seen = attachment.ask(Look(lists=True))
+                seen = attachment.ask(messages.Look(lists=True))
                 process = describe_process(pid, variables=seen.variables, called=seen.called)
                 say(*_looked(process, outside, seen))
             return _watch_fork(attachment, seconds, allowed, as_json) if seconds else 0
@@ -350,7 +345,6 @@ def _watch_fork(attachment: Attachment, seconds: float, allowed: int, as_json: b
 def _outside(pid: int) -> str:
     """Say what is seen of a process without a look into it."""
     from lowtide.leakcheck.growth.quantities import counted
-    from lowtide.probes.host.process_files import descriptors_of, thread_names
     from lowtide.probes.processes.injection import python_of
 
     python, threads, descriptors = python_of(pid), thread_names(pid), descriptors_of(pid)
@@ -361,10 +355,9 @@ def _outside(pid: int) -> str:
     )
 
 
-def _looked(process: ProcessName, outside: str, seen: Seen) -> Iterator[str]:
+def _looked(process: ProcessName, outside: str, seen: messages.Seen) -> Iterator[str]:
     """Say what there is in a process."""
     from lowtide.probes.host.memory_parts import NAMES
-    from lowtide.probes.host.process_files import anonymous_bytes_of
     from lowtide.reports.processes.text import table
 
     yield f"{process.text}: {outside}"
@@ -550,7 +543,6 @@ class _Watching:
 
     def begin(self, engine: EngineProcesses) -> ServerWatch:
         """Begin to watch processes that have agents."""
-        from lowtide.leakcheck.processes import messages
         from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 
         def begin(seconds: float, is_first: bool) -> TimedGrowth:
@@ -563,7 +555,6 @@ class _Watching:
 
     def of_running(self, pid: int, allowed: int, as_json: bool) -> int:
         """Watch a process that runs, and those below it, which each may grow by some bytes; return the exit code."""
-        from lowtide.probes.host.process_files import stat
         from lowtide.probes.processes.injection import InjectionError
 
         if self._kept is not None:
@@ -595,7 +586,6 @@ class _Watching:
         """Begin to watch a tree: through agents, or by looks where it has none."""
         from lowtide.leakcheck.processes.attachment import Attachment
         from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-        from lowtide.leakcheck.processes.messages import TellStacks, ThreadStacks
         from lowtide.leakcheck.processes.timed_growth import LookedGrowth
         from lowtide.probes.host.process_tree import ProcessTree
         from lowtide.probes.processes.agents import NoAgentError
@@ -614,10 +604,10 @@ class _Watching:
             refuse(f"pid {pid} is no Python, and there is none below it: it cannot be asked what grows in it")
         tell(f"growth of {format_amount(len(looks), 'processes')} is watched, at a fork of each")
 
-        def stacks_of(of: int) -> ThreadStacks:
+        def stacks_of(of: int) -> messages.ThreadStacks:
             if of not in looks:
                 raise NoAgentError(f"pid {of} is not looked into")
-            return looks[of].ask(TellStacks(), _STACKS_S)
+            return looks[of].ask(messages.TellStacks(), _STACKS_S)
 
         return self._watch(lambda seconds, _: LookedGrowth(looks, seconds, tell), lambda: _tree_of(pid), stacks_of)
 
@@ -630,7 +620,6 @@ class _Watching:
         from lowtide.leakcheck.growth.quantities import HeldSource
         from lowtide.leakcheck.processes.held_series import HeldSeries
         from lowtide.leakcheck.processes.server_watch import ServerWatch
-        from lowtide.probes.host.process_files import anonymous_bytes_of
 
         kept = self._kept
         source = HeldSource(pids, self._driver, lambda: watched.tensors)

@@ -204,11 +204,7 @@ class Calibration:
 
 
 def calibrate(device: str) -> Calibration:
-    """Measure the noise and the smallest leaks on a device, each place in a process of its own.
-
-    Args:
-        device: "cpu" or "cuda:N".
-    """
+    """Measure the noise and the smallest leaks on a device, each place in a process of its own."""
     # Only here: it loads torch.
     from lowtide.leakcheck.gate.planted_leaks import PLANTED
 

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -48,14 +47,7 @@ _STACK = re.compile(
 
 @dataclass(frozen=True)
 class CellResult:
-    """How one cell ended.
-
-    Attributes:
-        name: the cell's.
-        subjects: what was judged in it, and what went wrong with it; ids begin with its name.
-        seconds: how long it took.
-        machine: where it ran, if its report says so.
-    """
+    """How one cell ended: what was judged in it, by ids that begin with its name, and what went wrong with it."""
 
     name: str
     subjects: tuple[Subject, ...]
@@ -73,12 +65,10 @@ def run_cell(cell: Cell, folder: Path, card: int | None, stopped: Callable[[], b
 
     Args:
         cell: what to run.
-        folder: for its report and its log; what an earlier run left in it is deleted.
+        folder: an empty one, for its report and its log.
         card: the card that it gets; None on the CPU.
         stopped: whether the gate stops; asked while the cell runs.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     env = {**os.environ, **cell.env}
     if card is not None:
         # Both, since which of them counts depends on torch's build; a list that is there already is indexed.
@@ -91,15 +81,7 @@ def run_cell(cell: Cell, folder: Path, card: int | None, stopped: Callable[[], b
 def run_in_folder(
     cell: Cell, folder: Path, env: Mapping[str, str], stopped: Callable[[], bool], cwd: str | None = None
 ) -> dict[str, Any]:
-    """Run a cell's command below a guardian; return what that says of the end.
-
-    Args:
-        cell: what to run.
-        folder: an empty one, for its report and its log.
-        env: its whole environment.
-        stopped: whether the gate stops; asked while it runs.
-        cwd: its working folder; None for this process's.
-    """
+    """Run a cell's command as `run_guarded` does, with its report and its log in an empty folder."""
     command = [*cell.command, f"{cell.report_option}={folder}"]
     with (folder / LOG).open("wb") as log:
         return run_guarded(command, folder / "end.json", cell.timeout, env, stopped, cwd=cwd, log=log)
@@ -263,10 +245,6 @@ def count_cards() -> int:
 def exclusive(card: int, stopped: Callable[[], bool]) -> Iterator[None]:
     """Have a card alone among the gates of this machine; waits until another one gives it back.
 
-    Args:
-        card: its index.
-        stopped: asked while it waits; once true, it raises.
-
     Raises:
         GateError: the gate stopped meanwhile, or the lock cannot be made.
     """
@@ -345,16 +323,8 @@ class RayCluster:
         self._ray.shutdown()
 
     def run(self, cell: Cell, folder: Path, stopped: Callable[[], bool]) -> CellResult:
-        """Run a cell on some node, and fetch what it wrote.
-
-        Args:
-            cell: what to run.
-            folder: for its report and its log, on this machine.
-            stopped: whether the gate stops; asked while it runs.
-        """
+        """Run a cell on some node, as `run_cell` does here, and fetch what it wrote."""
         ray = self._ray
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         task = self._task.options(num_cpus=1, num_gpus=int(cell.on_card), name=cell.name)
         waiting = [task.remote(cell, str(self.folder))]
         while True:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import datetime
 import shlex
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -76,12 +78,7 @@ class KnownFindingsUpdate:
 
 @dataclass(frozen=True)
 class KnownFindings:
-    """A baseline.
-
-    Attributes:
-        file: where it is committed.
-        entries: in the order of the file.
-    """
+    """A baseline."""
 
     file: Path
     entries: tuple[KnownFinding, ...] = ()
@@ -150,7 +147,8 @@ class KnownFindings:
             subjects: all of the gate.
             judged: the names of the cells that ran to their end; an entry of a cell that did not run stays.
         """
-        found = {each.fingerprint for subject in subjects for finding in subject.findings for each in _parts(finding)}
+        findings = [finding for subject in subjects for finding in subject.findings]
+        found = {each.fingerprint for finding in findings for each in (finding, *finding.parts)}
         return [entry for entry in self.entries if entry.fingerprint not in found and set(entry.cells) <= set(judged)]
 
     def updated(
@@ -193,10 +191,6 @@ class KnownFindings:
         # An expired entry is replaced by the one that is added for the same finding.
         kept = tuple(entry for entry in self.entries if entry not in removed and entry.fingerprint not in new)
         return replace(self, entries=kept + added), KnownFindingsUpdate(added, tuple(removed))
-
-
-def _parts(finding: Finding) -> tuple[Finding, ...]:
-    return (finding, *finding.parts)
 
 
 _CALIBRATION_POLL_S = 0.1
@@ -319,14 +313,14 @@ class Gate:
 
     def _run(self, cell: Cell, card: int | None) -> CellResult:
         folder = self.folder / "cells" / cell.name
-        cell = self._calibrated(cell)
+        cell, stopped = self._calibrated(cell), self._stopped.is_set
+        shutil.rmtree(folder, ignore_errors=True)
         try:
+            folder.mkdir(parents=True)
             if self.cluster is not None:
-                return self.cluster.run(cell, folder, self._stopped.is_set)
-            if card is None:
-                return run_cell(cell, folder, None, self._stopped.is_set)
-            with exclusive(card, self._stopped.is_set):
-                return run_cell(cell, folder, card, self._stopped.is_set)
+                return self.cluster.run(cell, folder, stopped)
+            with nullcontext() if card is None else exclusive(card, stopped):
+                return run_cell(cell, folder, card, stopped)
         except (OSError, GateError) as error:
             return not_run(cell, "error", f"the cell could not be run: {error}")
 

@@ -84,13 +84,7 @@ class DrawnWatch(NamedTuple):
 
 
 def render_page(trends: Sequence[Trend] = (), watches: Iterable[PastWatch] = (), reload_s: int = 0) -> str:
-    """Render the page, with the changes of levels first, and a drawing of each trend; then the watches.
-
-    Args:
-        trends: as of `read_trends`.
-        watches: as of `read_watches`.
-        reload_s: seconds after which a browser asks for the page again; 0 for never.
-    """
+    """Render the page, with the changes of levels first, and a drawing of each trend; then the watches."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -119,10 +113,6 @@ def draw(trend: Trend) -> Drawing:
     values = trend.values
     lowest, highest = min(0, *values), max(0, *values)
     wide = _WIDTH / len(values)
-    # What stays the same takes no room, however many runs there are.
-    steps = [place for place in range(1, len(values)) if values[place] != values[place - 1]]
-    parts = [f"H{place * wide:.1f}V{_height(values[place], lowest, highest)}" for place in steps]
-    path = "".join([f"M0 {_height(values[0], lowest, highest)}", *parts, f"H{_WIDTH}"])
     marks = [
         Mark(round(change.place * wide, 1), sentence)
         for change, sentence in zip(trend.changes, trend.sentences(), strict=True)
@@ -132,7 +122,7 @@ def draw(trend: Trend) -> Drawing:
         f"{trend.subject}: {trend.what}",
         f"{trend.hardware}; last {trend.amount(values[-1])}; driver {last.driver}, torch {last.torch}, "
         f"lowtide {last.lowtide}",
-        path,
+        _steps([(place * wide, value) for place, value in enumerate(values)], _WIDTH, lowest, highest),
         _height(0, lowest, highest),
         trend.amount(highest),
         trend.amount(lowest),
@@ -148,16 +138,9 @@ def draw_course(course: HeldCourse) -> Drawing:
     begins, ends = min(point.at for point in points), max(point.at for point in points)
     lowest, highest = min(point.amount for point in points), max(point.amount for point in points)
 
-    def place(at: float) -> str:
-        return f"{(at - begins) / ((ends - begins) or 1) * _WIDTH:.1f}"
-
-    path = ""
-    for stretch in course.stretches:
-        path += f"M{place(stretch[0].at)} {_height(stretch[0].amount, lowest, highest)}"
-        for before, point in pairwise(stretch):
-            if point.amount != before.amount:
-                path += f"H{place(point.at)}V{_height(point.amount, lowest, highest)}"
-        path += f"H{place(stretch[-1].at)}"
+    wide = _WIDTH / ((ends - begins) or 1)
+    stretches = [[((point.at - begins) * wide, point.amount) for point in stretch] for stretch in course.stretches]
+    path = "".join(_steps(stretch, stretch[-1][0], lowest, highest) for stretch in stretches)
     resource, count = course.key.resource, len(course.stretches)
     unit = {"file-descriptors": "descriptors", "threads": "threads"}.get(resource, "bytes")
     on = f" on {course.key.device}" if course.key.device else ""
@@ -171,6 +154,19 @@ def draw_course(course: HeldCourse) -> Drawing:
         format_amount(lowest, unit),
         f"{_moment(begins)} to {_moment(ends)}",
     )
+
+
+def _steps(points: Sequence[tuple[float, int]], end: float, lowest: int, highest: int) -> str:
+    """Return the path of values in the language of SVG: each holds until the next one, the last until `end`.
+
+    What stays the same takes no room, however many values there are.
+    """
+    first, value = points[0]
+    path = f"M{first:.1f} {_height(value, lowest, highest)}"
+    for (_, before), (place, value) in pairwise(points):
+        if value != before:
+            path += f"H{place:.1f}V{_height(value, lowest, highest)}"
+    return f"{path}H{end:.1f}"
 
 
 def _height(value: int, lowest: int, highest: int) -> float:

@@ -77,11 +77,6 @@ _END_S = 10.0
 class WatchHistory:
     """Writes what one watch reads, in a thread of its own: whatever becomes of the database, the watch goes on.
 
-    Args:
-        address: as of `open_database`.
-        name: what the watch is called.
-        tell: takes what is to be said meanwhile.
-
     Raises:
         HistoryError: the database cannot be opened.
     """
@@ -108,9 +103,6 @@ class WatchHistory:
     def earlier(self, pids: Collection[int]) -> dict[HeldKey, list[list[Point]]]:
         """Return what earlier watches have read of processes that are there still, each watch's by itself.
 
-        Args:
-            pids: the processes.
-
         Raises:
             HistoryError: it cannot be read.
         """
@@ -128,12 +120,7 @@ class WatchHistory:
             self._changed.notify()
 
     def judged(self, outcome: str, findings: Iterable[str]) -> None:
-        """Take how the watch has ended.
-
-        Args:
-            outcome: as of a subject.
-            findings: their messages.
-        """
+        """Take how the watch has ended."""
         self._end = storable(outcome), storable("\n".join(findings))
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from lowtide.leakcheck.lives.script import (
     asked,
     failure_of,
     simplest,
+    told,
     varied,
 )
 from lowtide.leakcheck.lives.workspace_growth import GrowthWatch
@@ -73,15 +74,12 @@ class LifeProcesses:
     Args:
         engine: asks them.
         emptying: the levels of a sleep that leave nothing on the device.
-
-    Attributes:
-        engine: as given.
-        life: which one this is, from 1.
     """
 
     def __init__(self, engine: EngineProcesses, emptying: Collection[int]) -> None:
         self.engine = engine
         self._emptying = {f"sleep({level})" for level in emptying}
+        # The number of the present one, from 1 on.
         self.life = 0
         # By process: host memory that nothing explained when it was read first.
         self._at_first: dict[int, int] = {}
@@ -90,12 +88,7 @@ class LifeProcesses:
         self._answered: set[int] = set()
 
     def end_call(self, name: str, level: int | None = None) -> list[Finding]:
-        """Report what is not as it must be in any process after a call, also after one that failed.
-
-        Args:
-            name: of the call.
-            level: of a sleep that did not fail.
-        """
+        """Report what is wrong in any process after a call, a failed one too; `level` is of a sleep that did not."""
         found = self.engine.ended.findings()
         if not self.engine.tree.any_alive():
             return found
@@ -214,7 +207,7 @@ class Lives:
         self._at_first = read_items()
         self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
-            for version in self._versions:
+            for version in (0, 1) if self.capabilities.update_weights else (0,):
                 for length in self.capabilities.prompt_lengths:
                     self.expected(length, self.capabilities.max_tokens, version)
             self.warm_up()
@@ -276,11 +269,6 @@ class Lives:
             gc.unfreeze()
             gc.collect()
 
-    @property
-    def _versions(self) -> Sequence[int]:
-        """The versions of weights that an engine may have."""
-        return (0, 1) if self.capabilities.update_weights else (0,)
-
     def says_the_same(self) -> list[Finding]:
         """Report that engines give the same tokens with both versions of the weights."""
         lengths, most = self.capabilities.prompt_lengths, self.capabilities.max_tokens
@@ -288,13 +276,7 @@ class Lives:
         return says_the_same(UPDATE, updated, former)
 
     def expected(self, prompt_length: int, max_tokens: int, version: int = 0) -> Sequence[int]:
-        """Return what a fresh engine with the simplest settings says to this request alone.
-
-        Args:
-            prompt_length: of the request.
-            max_tokens: of the request.
-            version: of the weights.
-        """
+        """Return what a fresh engine with the simplest settings, and such weights, says to this request alone."""
         asked, tokens = self._tokens.get((prompt_length, version), (0, ()))
         if asked < max_tokens:
             asked = max(self.capabilities.max_tokens, max_tokens)
@@ -328,9 +310,6 @@ class CheckedLife:
 
     Each call of the target is one of this, as `life.sleep(level=1)`, and returns whether it succeeded: one with a fault
     in it (`fault=Fault("map", 0)`) may have failed.  `close` ends the life, and judges what it left.
-
-    Args:
-        lives: what this life shares with others; entered.
 
     Attributes:
         model: what it must be in.
@@ -400,19 +379,13 @@ class CheckedLife:
         if call.name == "sleep" and self.model.phase == "running":
             level = call.arguments["level"]
             if level in self._capabilities.preserving_levels and self.model.keeps(level):
-                self._preserved_state.before_sleep(self._preserved())
+                self._preserved_state.before_sleep(told(self._target, "preserved"))
                 self._lives.processes.engine.before_sleep()
         if call.name in ("sleep", "wake") and not self._pages_at_work:
             self._slept.begin(call.name)
 
     def _succeeded(self, call: Call, result: Any, weights: Mapping[str, Any]) -> None:
-        """Note what a call has made of the engine, and judge what it has given.
-
-        Args:
-            call: that has succeeded.
-            result: what it gave.
-            weights: before an update of them.
-        """
+        """Note what a call has made of the engine, and judge what it gave; `weights` were there before an update."""
         model, arguments = self.model, call.arguments
         if call.name == "create":
             model.created()
@@ -459,7 +432,9 @@ class CheckedLife:
         # An engine without arenas has no more than before the sleep.
         self._raise(self._slept.more_awake("wake", self._context))
         if self.model.phase == "running":
-            lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
+            lost = self._preserved_state.after_wake(
+                "wake", told(self._target, "preserved"), told(self._target, "graph_buffers")
+            )
             self._raise([*lost, *self._lives.processes.engine.after_wake("wake")])
             self._preserved_state.mark()
 
@@ -558,7 +533,7 @@ class CheckedLife:
         driver_before, host_before = self._outside(), self._host_outside()
         target.create(config)
         note("running")
-        self._preserved_state.before_sleep(self._preserved())
+        self._preserved_state.before_sleep(told(self._target, "preserved"))
         target.infer(list(able.prompt_lengths), able.max_tokens)
         note("running")
         if able.unfinished:
@@ -580,7 +555,9 @@ class CheckedLife:
             lives.of_libraries = max(lives.of_libraries, self._outside() - driver_before)
             target.wake(None)
             note("running")
-            self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
+            self._preserved_state.after_wake(
+                "wake", told(self._target, "preserved"), told(self._target, "graph_buffers")
+            )
         target.shutdown()
         if max(host.values()) - host_before > _SMALLEST_LEVEL:
             # What it did not give back is not to be excused in the lives that follow.
@@ -667,7 +644,11 @@ class CheckedLife:
             self._check_pages(name)
             self._check_ledger(name)
         if self.model.phase == "running":
-            self._raise(self._preserved_state.dangling(name, self._preserved(), self._graph_buffers()))
+            self._raise(
+                self._preserved_state.dangling(
+                    name, told(self._target, "preserved"), told(self._target, "graph_buffers")
+                )
+            )
 
     def _check_ledger(self, name: str) -> None:
         """Check that what no arena, pool or segment accounts for does not grow beyond what libraries need."""
@@ -820,16 +801,10 @@ class CheckedLife:
                 found[pool.tag] = found.get(pool.tag, 0) + mapped
         return found
 
-    def _preserved(self) -> Mapping[str, Any]:
-        return asked(self._target, "preserved") or {}
-
     def _weights(self) -> Mapping[str, Any]:
         """Return what the engine has, where it says it and has its weights."""
         has_weights = self.model.phase == "running" or "weights" in self.model.awake
-        return (asked(self._target, "weights") or {}) if has_weights else {}
-
-    def _graph_buffers(self) -> Mapping[str, Any]:
-        return asked(self._target, "graph_buffers") or {}
+        return told(self._target, "weights") if has_weights else {}
 
     def _fail(
         self,
@@ -868,9 +843,9 @@ def added_up(
     """Return the most bytes of an engine in any configuration, by phase: what each setting adds may come together.
 
     Args:
-        plain: the simplest configuration.
-        levels: what it had with that.
-        others: what it had with one setting changed.
+        plain: the simplest configuration, with which it had `levels`.
+        levels: bytes by phase.
+        others: configurations in which one setting is changed, and the bytes with each.
     """
     found = dict(levels)
     for phase, level in levels.items():

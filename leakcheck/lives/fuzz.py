@@ -275,9 +275,6 @@ def lifecycle_machine(factory: TargetFactory) -> type[LifecycleMachine]:
 
     Subclass it for more rules and invariants; `TestCase.settings` are Hypothesis's.
 
-    Args:
-        factory: makes a target; asked for one at once, and for each life.
-
     Raises:
         TargetError: what it makes cannot be driven.
     """
@@ -286,11 +283,9 @@ def lifecycle_machine(factory: TargetFactory) -> type[LifecycleMachine]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """What a search found, and how long it took.
 
     Attributes:
-        coverage: what the lives went through.
-        seconds: how long it took.
         findings: of the shortest life that fails; none if no life did.
         life: that life's calls.
         reason: what ended the search without a result; empty where nothing did.

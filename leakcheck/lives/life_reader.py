@@ -149,13 +149,6 @@ class LivedProcess:
         importing: hears of each module that a life is about to import, with whom what it makes belongs to.
         imported: hears when that is done.
         environment: who set which environment variable, where what is added is judged.
-
-    Attributes:
-        counters: reads what is counted.
-        settings: follows process-wide settings.
-        processes: asks the other processes of the engine.
-        imports: notices imports while it is active.
-        imported: what they took.
     """
 
     def __init__(
@@ -207,10 +200,6 @@ class LivedProcess:
 
 class LifeReader(LivedProcess):
     """Reads before, between and after the lives of one run.
-
-    Args:
-        device: "cpu" or "cuda:N", where the engine keeps its memory.
-        driver: whom to ask for the card's figures.
 
     Attributes:
         leftovers: follows the tensors.

@@ -11,7 +11,7 @@ import msgspec
 from lowtide.leakcheck.growth.steps import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
-from lowtide.leakcheck.lives.script import Life, asked
+from lowtide.leakcheck.lives.script import Life, told
 from lowtide.probes.snapshot import LedgerBase, Snapshot, base_from
 from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.outcomes import judged_as
@@ -22,18 +22,7 @@ from lowtide.reports.sizes import format_amount
 
 @dataclass(frozen=True)
 class Lived:
-    """One stage that was gone through.
-
-    Attributes:
-        name: of the stage.
-        cycle: the life, from 1 on.
-        seconds: how long it took.
-        before: the snapshot before it.
-        after: the one after it.
-        tokens: how many it generated.
-        moved: bytes of weights that it had to move.
-        processes: what the engine's other processes held after it.
-    """
+    """One stage that was gone through: its tokens, the bytes of weights that it had to move, and what was there."""
 
     name: str
     cycle: int
@@ -47,11 +36,6 @@ class Lived:
 
 class LifeRecord:
     """Keeps what was measured and found.
-
-    Args:
-        name: of the subject in the report.
-        device: "cpu" or "cuda:N".
-        cycles: how many lives there are to be.
 
     Attributes:
         whole: how many lives were gone through to their end, and judged.
@@ -114,13 +98,8 @@ class LifeRecord:
         self.not_measured.update({item.what: item for item in judgement.not_measured})
 
     def note_preserved(self, life: Life, *, elsewhere: bool) -> Mapping[str, Any]:
-        """Note what a life says must survive a sleep; where none of it is in any process, the report says so.
-
-        Args:
-            life: who is asked.
-            elsewhere: whether another process has said so of its own tensors.
-        """
-        preserved = asked(life, "preserved") or {}
+        """Note what a life says must survive a sleep; where none of it is in any process, the report says so."""
+        preserved = told(life, "preserved")
         if not (preserved or elsewhere) and hasattr(life, "preserved"):
             what = "contents after a wake"
             why = "the engine announces no tensors in any process; the tokens after a wake are compared"
@@ -223,11 +202,6 @@ def sizes_of(snapshot: Snapshot, device: str, processes: Sequence[ProcessStage] 
 
     Those mapped by each arena in all of the engine's processes, what the other processes hold, what the driver counts
     for this one where it is asked, and this process's resident memory.
-
-    Args:
-        snapshot: of this process.
-        device: where the engine keeps its memory.
-        processes: what the engine's other processes held.
     """
     sizes: dict[str, int] = {}
     arenas = [(pool.tag, pool.mapped) for pool in snapshot.pools if pool.kind == "arena" and pool.device == device]

@@ -37,6 +37,7 @@ from lowtide.leakcheck.lives.script import (
     parts_of,
     perform,
     simplest,
+    told,
     version_of,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
@@ -293,9 +294,7 @@ class LifecycleRun:
                 self._record.findings += slept.more_awake(name, lambda: self._leftovers.context(engine))
                 self._record.findings += self._processes.more_awake(name)
                 lost = self._processes.after_wake(name)
-                lost += self._preserved_state.after_wake(
-                    name, asked(life, "preserved") or {}, asked(life, "graph_buffers") or {}
-                )
+                lost += self._preserved_state.after_wake(name, told(life, "preserved"), told(life, "graph_buffers"))
                 self._record.findings += lost
                 if lost:
                     # What it would compute with is not there: it could read anywhere.
@@ -324,13 +323,7 @@ class LifecycleRun:
         return found
 
     def _infer_again(self, life: Life, engine: object, *, is_looked_at: bool) -> None:
-        """Infer some times more, for growth, which takes several inferences in a row to show, and look for it.
-
-        Args:
-            life: who infers.
-            engine: which paths begin at.
-            is_looked_at: whether tensors that inferences have left are looked for under it.
-        """
+        """Infer some times more, for growth, which takes several inferences in a row to show, and look for it."""
         own = self._turns_of["infer"]
         is_looked_at = is_looked_at and any(is_under(ENGINE, finding) for finding, _ in self._left(own, engine))
         least = MORE_INFERENCES if self._processes.has_answered else 0
@@ -424,12 +417,12 @@ class LifecycleRun:
 
     def _idle(self, life: Life, stage: str) -> list[Finding]:
         """Return who holds KV blocks now that no request runs, if the engine reports it."""
-        held = asked(life, "kv_blocks_held") or {}
+        held = told(life, "kv_blocks_held")
         after = None
         step = getattr(life, "step", None)
         if held and step is not None:
             step()
-            after = asked(life, "kv_blocks_held") or {}
+            after = told(life, "kv_blocks_held")
         return contract.after_idle(stage, self.device, held, after)
 
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
@@ -507,9 +500,6 @@ class SentWeights:
     """Follows which weights the engine of a life has, and what they say.
 
     Version 0 is what an engine is created with.
-
-    Args:
-        device: where the engine keeps its memory.
     """
 
     def __init__(self, device: str) -> None:
@@ -526,25 +516,18 @@ class SentWeights:
 
     def begin(self, life: Life) -> None:
         """Note what the engine has before an update."""
-        self._before = digests(asked(life, "weights") or {})
+        self._before = digests(told(life, "weights"))
 
     def end(self, version: int, life: Life) -> list[Finding]:
         """Compare what it has after the update with what was sent."""
         before, self._before = self._before, {}
         self._version, self._is_updated = version, True
-        found = contract.after_update(
-            self._device, before, asked(life, "sent_weights") or {}, asked(life, "weights") or {}
-        )
+        found = contract.after_update(self._device, before, told(life, "sent_weights"), told(life, "weights"))
         self._is_wrong = bool(found)
         return found
 
     def judge(self, stage: str, tokens: Tokens) -> list[Finding]:
-        """Judge what the engine says with the weights that it must have.
-
-        Args:
-            stage: that gave the tokens.
-            tokens: of the same prompts each time.
-        """
+        """Judge what the engine says with the weights that it must have."""
         if not self._is_updated:
             return contract.after_infer(stage, self._expected.setdefault(0, tokens), tokens)
         if self._is_wrong:
@@ -613,9 +596,6 @@ def check_run(
 class TargetLife:
     """One life of a target in its simplest configuration, with one prompt of each of its lengths.
 
-    Args:
-        factory: makes the target.
-
     Raises:
         TargetError: what it makes cannot be driven.
     """
@@ -664,8 +644,7 @@ class TargetLife:
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """Return what must survive a sleep, by name, if the target reports it."""
-        tensors: Mapping[str, torch.Tensor] = asked(self._target, "preserved") or {}
-        return tensors
+        return told(self._target, "preserved")
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Return who holds how many KV blocks although no request does, once the target has forgotten its prefixes."""

@@ -75,11 +75,9 @@ class Event:
     """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
 
     Attributes:
-        cycle: the life, from 1 on.
-        cycles: how many lives there are to be.
+        cycle: the life, from 1 on, of `cycles`.
         stage: what starts now, `JUDGEMENT` after a shutdown.
-        done: stages of all lives that are done.
-        total: stages of all lives.
+        done: stages of all lives that are done, of `total`.
         sizes: bytes at the latest reading, by name; whole numbers alone, so that whoever keeps them keeps nothing of
             what is measured.
         latest_stages: gives some of the last stages as a report has them; to be asked while the listener hears of it.
@@ -120,6 +118,11 @@ def asked(engine: object, name: str) -> Any:
     return None if method is None else method()
 
 
+def told(engine: object, name: str) -> Mapping[str, Any]:
+    """Return what a life, or a target, says of itself by name; nothing where it does not."""
+    return asked(engine, name) or {}
+
+
 def parts_of(error: BaseException) -> list[BaseException]:
     """Return the errors in a group and in those within it; the error itself where it is none."""
     if isinstance(error, BaseExceptionGroup):
@@ -147,14 +150,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a life, as it was made.
-
-    Attributes:
-        name: of the call.
-        arguments: by name.
-        fault: what was to fail in it.
-        illegal: whether it had to be refused.
-    """
+    """One call of a life, as it was made: with what was to fail in it, and whether it had to be refused (`illegal`)."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -179,15 +175,7 @@ class Call:
 
 @dataclass
 class Coverage:
-    """What the lives of one search have been through.
-
-    Attributes:
-        lives: how many there were.
-        calls: how many calls were made in them.
-        states: situations of the model that were reached.
-        edges: (situation, call, situation) that were gone through.
-        failed: whether a life failed; a search ends with the first.
-    """
+    """What the lives of one search have been through."""
 
     lives: int = 0
     calls: int = 0

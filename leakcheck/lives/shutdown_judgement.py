@@ -121,11 +121,7 @@ class ShutdownJudgement:
         return start.snapshot
 
     def settle(self, *, failed: bool) -> Snapshot:
-        """Read right after a shutdown: at once, waited, collected; return the first reading.
-
-        Args:
-            failed: whether the run ends here.
-        """
+        """Read right after a shutdown: at once, waited, collected; return the first reading."""
         self._is_last = len(self._starts) == self._cycles or failed
         self._steps = []
         self._climb(Rung.SETTLE, Rung.COLLECT)
@@ -137,12 +133,7 @@ class ShutdownJudgement:
         return bool(self._missing(self._steps[-1].reading))
 
     def __call__(self, engine: object, *, failed: bool) -> None:
-        """Climb on, and judge; the engine object is held meanwhile, as whoever called shutdown holds it.
-
-        Args:
-            engine: the one that was shut down.
-            failed: whether the run ends here.
-        """
+        """Climb on, and judge; the engine object is held meanwhile, as whoever called shutdown holds it."""
         cycle, now = len(self._starts), self._steps[-1].reading
         is_last = self._is_last = cycle == self._cycles or failed
         self._reader.note_first_use(cycle, self._starts[-1], now)
@@ -385,22 +376,14 @@ MOST_TYPES = 12
 
 
 class TypeCounts:
-    """How many objects of each type there are at one moment.
-
-    Args:
-        moment: its name.
-    """
+    """How many objects of each type there are at one moment."""
 
     def __init__(self, moment: str) -> None:
         self._moment = moment
         self._counts = _counts()
 
     def growth(self, until: str) -> tuple[TypeGrowth, ...]:
-        """Return of which types there are more now: the program's own first, then those that grew most.
-
-        Args:
-            until: the name of this moment.
-        """
+        """Return of which types there are more now: the program's own first, then those that grew most."""
         now = _counts()
         grown = {name: count - self._counts.get(name, 0) for name, count in now.items()}
         own = ("lowtide.engine.", *(f"{module.__name__}." for module in program_modules()))

@@ -48,13 +48,7 @@ _FRAMES = 4
 
 @dataclass(frozen=True)
 class SweptCall:
-    """A call of which every fault point is failed, and how an engine comes to where it is made.
-
-    Attributes:
-        name: as it is shown.
-        before: the calls that lead there, `create` included.
-        call: the one that is to fail.
-    """
+    """A call of which every fault point is failed, and how an engine comes to where it is made."""
 
     name: str
     before: tuple[Call, ...]
@@ -66,8 +60,6 @@ class Swept:
     """What came of failing the fault points of one kind in one stage.
 
     Attributes:
-        stage: its name.
-        kind: of the points.
         points: how many there are.
         raised: in how many of them the call failed; in the others it did without what failed.
         findings: what was wrong, of the first point at which anything was.
@@ -86,13 +78,10 @@ class Swept:
 
 @dataclass(frozen=True)
 class SweptLife:
-    """What came of one life of a sweep.
+    """What came of one life of a sweep, in which a stage passed so many points of a kind, and failed (`raised`) or not.
 
     Attributes:
-        points: how many points of its kind the stage passed.
-        raised: whether the stage failed.
-        findings: what was wrong.
-        life: the life, if anything was.
+        life: the life, if anything was wrong.
         not_measured: what could not be judged in it, or in earlier ones of its process.
     """
 

@@ -99,13 +99,7 @@ def kill_in_each_stage(
 
 
 def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -> None:
-    """Come to the middle of a stage, say so, and stay there, in the process that will be killed.
-
-    Args:
-        factory: makes the target.
-        config: of the engine.
-        index: of the stage, in the order of `stages`.
-    """
+    """Come to the middle of a stage, say so, and stay there, in the process that will be killed."""
     made = OwnSegments()
     made.start()
     target: Any = make_target(factory)
@@ -187,12 +181,7 @@ def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], sta
 
 
 class _Card:
-    """The card of an engine that will be killed, beside its neighbours; on a CPU none, of which nothing stays.
-
-    Attributes:
-        device: its name.
-        not_measured: why nothing is known of it, where that is so.
-    """
+    """The card of an engine that will be killed, beside its neighbours; on a CPU none, of which nothing stays."""
 
     def __init__(self, device: str, driver: Driver) -> None:
         self.device = device
@@ -332,10 +321,6 @@ class CardUse:
 
 def card_use(driver: Driver, index: int) -> CardUse:
     """Return what a card has in use now.
-
-    Args:
-        driver: is asked.
-        index: of the card, as torch numbers it.
 
     Raises:
         DriverError: the driver does not report it; the message is its reason.

@@ -83,11 +83,7 @@ class GrowthWatch:
             self._times += 1
 
     def finding(self, stage: str) -> Finding | None:
-        """Report what the growths since the last call left reserved, and what emptying the cache gives back; or None.
-
-        Args:
-            stage: in which they were.
-        """
+        """Report what growths since the last call left reserved, and what emptying the cache gives back; or None."""
         left, uncounted, times = self._left, self._left_uncounted, self._times
         self._left, self._left_uncounted, self._times = [], 0, 0
         if not times:

@@ -165,13 +165,7 @@ class _FoldError(Exception):
 
 
 class _Plain(pickle.Unpickler):
-    """Makes what the format itself can make. Whatever names a class or a function is refused by that name.
-
-    Args:
-        file: opcodes, with calls of `fold` in them.
-        fold: called with lists of dicts, each time a batch of their items is complete.
-        secret: by which a call in the opcodes is known to come from here and not from the file.
-    """
+    """Makes what the format itself can make. Whatever names a class or a function is refused by that name."""
 
     def __init__(self, file: io.BufferedReader[Any], fold: Fold, secret: str) -> None:
         super().__init__(file)
@@ -375,14 +369,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSnapshot:
-    """One snapshot.
-
-    Attributes:
-        name: of its file.
-        survivors: the largest first.
-        pools: by device and number.
-        segments: those with the most free bytes first.
-    """
+    """One snapshot."""
 
     name: str
     survivors: tuple[Survivors, ...]

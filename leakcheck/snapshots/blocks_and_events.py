@@ -43,9 +43,6 @@ class StageTimeline:
 
     A stage that ends without having begun was there when recording began. One that does not end is there until the
     snapshot. torch records no threads: the end of a stage ends the last one of that name.
-
-    Args:
-        annotations: of one device.
     """
 
     def __init__(self, annotations: Iterable[Annotation]) -> None:
@@ -394,13 +391,7 @@ def _annotation_among_events(event: Mapping[str, Any]) -> Annotation:
 
 
 class SnapshotSums:
-    """Takes the parts of a snapshot as they are read, and keeps what is shown of them.
-
-    Attributes:
-        stacks: of all blocks.
-        segments: in the order of the file.
-        in_use: the blocks in use, by device.
-    """
+    """Takes the parts of a snapshot as they are read, and keeps what is shown of them."""
 
     def __init__(self) -> None:
         self.stacks = Stacks()

@@ -165,11 +165,6 @@ def value_at(document: object, keys: Iterable[str]) -> object | None:
 def written_entries(text: str, file: str, table: tuple[str, ...]) -> list[Written]:
     """Return the entries of a file, whatever they say.
 
-    Args:
-        text: the file's.
-        file: its name, for errors.
-        table: the name of the tables that are entries.
-
     Raises:
         SuppressionError: it is not TOML, or what is meant to be entries has another form.
     """
@@ -249,10 +244,6 @@ def write_entries(findings: Iterable[Finding], table: Sequence[str] = OWN_TABLE)
     """TOML for a file of suppressions: an entry per fingerprint that is not suppressed yet.
 
     The reason is left to a person: until it is filled in, `load` refuses what is written here.
-
-    Args:
-        findings: of a report.
-        table: the name of the tables that are entries: `OWN_TABLE`, or `PYPROJECT_TABLE` for a `pyproject.toml`.
     """
     return "\n".join(suppression_entry(finding, header(table)) for finding in _open(findings))
 

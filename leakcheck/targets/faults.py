@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -57,9 +56,7 @@ def misshape(shard: Path, copy: Path) -> None:
     copy.write_bytes(len(encoded).to_bytes(_LENGTH, "little") + encoded + whole[stop:])
 
 
-DAMAGES: Mapping[str, Callable[[Path, Path], None]] = MappingProxyType(
-    {"shard-cut": cut_short, "shard-shape": misshape}
-)
+DAMAGES: Mapping[str, Callable[[Path, Path], None]] = {"shard-cut": cut_short, "shard-shape": misshape}
 """By kind of fault, what makes the copy."""
 
 
@@ -109,12 +106,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class ShardSeam:
-    """A function of an engine that opens the shard at the path that is its first argument, each time it needs it.
-
-    Attributes:
-        owner: the class or module that has it.
-        name: of the attribute.
-    """
+    """A function of an engine that opens the shard at the path that is its first argument, each time it needs it."""
 
     owner: Any
     name: str
@@ -237,13 +229,14 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = str(function)
-        if _is_collective(name):
+        name, is_on_card = str(function), self._device != "cpu"
+        if name.startswith("c10d."):
             self._injection.reach("collective", name, _timeout)
-        elif _is_copy(name):
-            self._injection.reach("copy", name, lambda what: _copy_failed(what, self._device))
+        elif name.startswith(("aten.copy_", "aten._to_copy")):
+            kind = "CUDA error" if is_on_card else "error"
+            self._injection.reach("copy", name, lambda what: RuntimeError(f"{kind}: {what} failed (injected)"))
         elif _allocates(function) and not _is_of_nothing(function, args):
-            self._injection.reach("allocation", name, lambda what: _out_of_memory(what, self._device))
+            self._injection.reach("allocation", name, _no_card_memory if is_on_card else _no_memory)
         return function(*args, **(kwargs or {}))
 
     @classmethod
@@ -281,11 +274,9 @@ def injecting_into(target: Any, injection: Injection) -> AbstractContextManager[
         target: a `LifecycleTarget`; one whose engine has other processes brings `injecting` of its own.
         injection: counts them and chooses the one that fails.
     """
-    elsewhere: AbstractContextManager[Injection] | None = None
-    if hasattr(target, "injecting"):
-        elsewhere = target.injecting(injection)
+    elsewhere = target.injecting(injection) if hasattr(target, "injecting") else None
     if elsewhere is not None:
-        return elsewhere
+        return cast(AbstractContextManager[Injection], elsewhere)
     seams = target.fault_seams() if hasattr(target, "fault_seams") else ()
     return injecting(injection, seams, device=target.capabilities.device)
 
@@ -328,27 +319,17 @@ def _is_of_nothing(function: Any, args: Sequence[Any]) -> bool:
     return bool(args and arguments and arguments[0].name == "size" and 0 in args[0])
 
 
-def _is_copy(name: str) -> bool:
-    return name.startswith(("aten.copy_", "aten._to_copy"))
-
-
-def _is_collective(name: str) -> bool:
-    return name.startswith("c10d.")
-
-
 def _interrupt(what: str) -> BaseException:
     return KeyboardInterrupt(f"at {what}")
 
 
-def _out_of_memory(what: str, device: str) -> BaseException:
-    """Return what torch raises where there is no memory for an operator."""
-    if device == "cpu":
-        return RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory for {what} (injected)")
+def _no_memory(what: str) -> BaseException:
+    """Return what torch raises where there is no memory for an operator; `_no_card_memory` the same of a card."""
+    return RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory for {what} (injected)")
+
+
+def _no_card_memory(what: str) -> BaseException:
     return torch.OutOfMemoryError(f"CUDA out of memory in {what} (injected)")
-
-
-def _copy_failed(what: str, device: str) -> BaseException:
-    return RuntimeError(f"{'CUDA error' if device != 'cpu' else 'error'}: {what} failed (injected)")
 
 
 def _timeout(what: str) -> BaseException:

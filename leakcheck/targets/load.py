@@ -32,13 +32,7 @@ _COUNTERS = ("request_success_total", "num_requests_total")
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of request.
-
-    Attributes:
-        body: what is sent beside the model.
-        is_refused: whether the server must refuse it.
-        is_aborted: whether the client goes after the first part of the answer.
-    """
+    """One kind of request."""
 
     body: dict[str, Any]
     is_refused: bool = False

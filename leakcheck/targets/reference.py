@@ -110,9 +110,6 @@ ON_CARD: Mapping[str, Sequence[Any]] = {"cuda_graphs": (False, True)}
 class Trainer:
     """Sends an engine its own weights as version 0, and random ones of another seed as version 1; keeps none.
 
-    Args:
-        config: of the engine.
-
     Attributes:
         sent: checksum of each parameter that was sent last, by name.
     """
@@ -145,11 +142,7 @@ class Trainer:
 
 
 class _OfReference:
-    """What is asked of the reference engine alike in a life and as a target.
-
-    Attributes:
-        engine: the engine itself.
-    """
+    """What is asked of the reference engine alike in a life and as a target."""
 
     engine: LLMEngine
 
@@ -275,12 +268,12 @@ class FaultReport(msgspec.Struct, frozen=True):
     """What became of it so far.
 
     Attributes:
-        passed: the points of that kind that were passed, each by its kind and what was asked for.
+        passed: the points of that kind that were passed.
         raised: what was raised; None before.
         shard: the damaged shard that stands for it.
     """
 
-    passed: list[tuple[Kind, str]]
+    passed: list[Passed]
     raised: RemoteError | None = None
     shard: str | None = None
 
@@ -303,17 +296,13 @@ def injecting_in_core(path: Path, injection: Injection, device: str) -> Iterator
         path.unlink(missing_ok=True)
         answer = _report_beside(path)
         with suppress(FileNotFoundError):
-            _take(injection, msgspec.json.decode(answer.read_bytes(), type=FaultReport))
+            report = msgspec.json.decode(answer.read_bytes(), type=FaultReport)
+            injection.passed, injection.is_elsewhere = report.passed, True
+            if report.shard is not None:
+                injection.raised = DamagedShardError(report.shard)
+            elif report.raised is not None:
+                injection.raised = restore_error(report.raised, "the engine's core")
             answer.unlink()
-
-
-def _take(injection: Injection, report: FaultReport) -> None:
-    injection.passed = [Passed(kind, what) for kind, what in report.passed]
-    injection.is_elsewhere = True
-    if report.shard is not None:
-        injection.raised = DamagedShardError(report.shard)
-    elif report.raised is not None:
-        injection.raised = restore_error(report.raised, "the engine's core")
 
 
 @contextmanager
@@ -355,10 +344,9 @@ def _make_injection(armed: Armed, made: OwnSegments) -> Injection:
 
 
 def _report_of(injection: Injection) -> FaultReport:
-    passed = [(each.kind, each.what) for each in injection.passed]
     if isinstance(injection.raised, DamagedShardError):
-        return FaultReport(passed, shard=injection.raised.shard)
-    return FaultReport(passed, None if injection.raised is None else describe_error(injection.raised))
+        return FaultReport(injection.passed, shard=injection.raised.shard)
+    return FaultReport(injection.passed, None if injection.raised is None else describe_error(injection.raised))
 
 
 def _report_beside(path: Path) -> Path:
@@ -485,7 +473,8 @@ class ReferenceTarget(_OfReference):
 
     def pages(self) -> Mapping[str, int] | None:
         """Return the bytes with pages by arena tag, as the engine counts them in its other processes; None without."""
-        return self.engine.memory_mapped() if self._has_processes else None
+        config = self.engine.config
+        return self.engine.memory_mapped() if config.engine_process or config.tensor_parallel_size > 1 else None
 
     def injecting(self, injection: Injection) -> AbstractContextManager[Injection] | None:
         """Let something fail in the core's process; None where the core has none of its own."""
@@ -496,10 +485,6 @@ class ReferenceTarget(_OfReference):
     def fault_seams(self) -> Sequence[Seam | ShardSeam]:
         """Return the places outside torch's operators at which the engine can fail."""
         return reference_seams(self._settings["device"])
-
-    @property
-    def _has_processes(self) -> bool:
-        return self.engine.config.engine_process or self.engine.config.tensor_parallel_size > 1
 
     def _prompt(self, length: int) -> list[int]:
         # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.

@@ -161,11 +161,6 @@ class ServerTarget(ABC):
     def post(self, path: str, body: Mapping[str, Any] | None = None, query: Sequence[tuple[str, Any]] = ()) -> str:
         """Send a request, and return the text of the answer.
 
-        Args:
-            path: where to.
-            body: what is sent as JSON.
-            query: names and values of the address's query.
-
         Raises:
             ServerError: the server answered with an error, or not at all.
         """

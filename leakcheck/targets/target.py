@@ -281,11 +281,7 @@ def make_target(factory: TargetFactory) -> LifecycleTarget:
 
 
 class Unjudged:
-    """A target in calls of which nothing is judged, as before the first life: what they raise says what to do.
-
-    Args:
-        target: what is driven.
-    """
+    """A target in calls of which nothing is judged, as before the first life: what they raise says what to do."""
 
     def __init__(self, target: LifecycleTarget) -> None:
         self._target = target
@@ -326,10 +322,6 @@ def tokens_of_one(said: Any) -> tuple[int, ...]:
 
 def load_factory(name: str, arguments: Sequence[str] = ()) -> TargetFactory:
     """Import the factory that `MODULE:FACTORY` names; the current directory is looked in too.
-
-    Args:
-        name: MODULE:FACTORY.
-        arguments: what it is called with for each target.
 
     Raises:
         TargetError: there is none, or its import fails.
@@ -422,10 +414,6 @@ class Subjected:
 
 def named_target(name: str, arguments: Sequence[str] = ()) -> Subjected:
     """Return the user's own target, as MODULE:FACTORY.
-
-    Args:
-        name: MODULE:FACTORY.
-        arguments: what that is called with for each target.
 
     Raises:
         TargetError: there is none of that name.

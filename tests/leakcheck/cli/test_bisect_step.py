@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from typer.testing import CliRunner
 
-from lowtide.leakcheck.cli.bisect_step import BisectStep, CommandRun
+from lowtide.leakcheck.cli.bisect_step import CommandRun, judge_commit
 from lowtide.leakcheck.cli.commands import app, command_line
 from lowtide.reports import schema
 from tests.reports.small_reports import finding, report, subject
@@ -62,9 +63,9 @@ def write_in_turn(monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str
     monkeypatch.setattr("lowtide.leakcheck.gate.cells.run_guarded", ended)
 
 
-def run(step: BisectStep) -> tuple[str, list[CommandRun]]:
+def run(command: Sequence[str], **options: Any) -> tuple[str, list[CommandRun]]:
     lives: list[CommandRun] = []
-    return step.run(lives.append), lives
+    return judge_commit(command, MARK, lives.append, **options), lives
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_the_report_is_the_answer_and_the_exit_code_must_fit_to_it(
     name: str, code: int, answer: str, why: str, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_in_turn(monkeypatch, reports, [name], code)
-    reported, (life,) = run(BisectStep(("true",), MARK))
+    reported, (life,) = run(("true",))
     assert (reported, life.answer) == (answer, answer)
     assert why in life.why
 
@@ -96,7 +97,7 @@ def test_the_folder_is_also_in_the_commands_arguments_and_new_for_each_life(repo
     seen = reports / "seen"
     text = f'test -z "$(ls -A {{report}})" && test {{report}} = "$LOWTIDE_REPORT" && echo {{report}} >> {seen}'
     command = shell(f"{text} && cp {reports}/clean.json {{report}}/leakcheck.json")
-    assert run(BisectStep(command, MARK, lives=2, needed=1))[0] == "absent"
+    assert run(command, lives=2, needed=1)[0] == "absent"
     folders = seen.read_text().split()
     assert len(set(folders)) == 2
     assert [folder for folder in folders if Path(folder).exists()] == []
@@ -122,14 +123,14 @@ def test_a_leak_must_show_in_some_of_the_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_in_turn(monkeypatch, reports, shows, 0)
-    reported, seen = run(BisectStep(("true",), MARK, lives=lives, needed=needed))
+    reported, seen = run(("true",), lives=lives, needed=needed)
     assert (reported, len(seen)) == (answer, runs)
 
 
 @pytest.mark.nightly
 def test_a_run_that_takes_too_long_is_ended_with_its_children(reports: Path) -> None:
     pid = reports / "pid"
-    reported, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=2.0))
+    reported, (life,) = run(shell(f"sleep 600 & echo $! > {pid}; wait"), timeout=2.0)
     assert (reported, life.why) == ("unknown", "the command was ended after 2 s, its time limit")
     assert not lives(int(pid.read_text()))
 
@@ -142,7 +143,7 @@ def lives(pid: int) -> bool:
 
 
 def test_a_command_that_is_not_there_is_not_measured() -> None:
-    reported, (life,) = run(BisectStep(("/nowhere/at-all",), MARK))
+    reported, (life,) = run(("/nowhere/at-all",))
     assert (reported, life.why) == ("unknown", "/nowhere/at-all could not be started, or was killed")
 
 

@@ -246,7 +246,7 @@ def test_a_drawing_holds_each_value_until_the_next_run(engine: Engine) -> None:
     add_nights(engine, 12, leaking_from=6)
     (trend,) = read_trends(engine)
     drawing = draw(trend)
-    assert drawing.steps == "M0 120.0H360.0V0.0H720"
+    assert drawing.steps == "M0.0 120.0H360.0V0.0H720.0"
     assert [mark.x for mark in drawing.marks] == [360.0]
     assert (drawing.lowest, drawing.highest) == ("0 B", "48.0 MiB")
 
