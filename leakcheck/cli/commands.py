@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -125,25 +126,13 @@ def _options(
     pass
 
 
-app.command()(run)
-app.command()(check)
-app.command()(serve)
-app.command()(suppress)
-app.command()(defects)
-app.command()(fuzz)
-app.command()(gate)
-app.command()(bisect_step)
-app.command()(history)
-app.command()(init)
-app.command()(ps)
-app.command()(ask)
-app.command()(attach)
-app.command()(report)
-app.command("open")(open_page)
-app.command()(diff)
-app.command()(snapshot)
-app.command()(watch)
-app.command()(heap)
-app.command()(mcp)
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    *(run, check, serve, suppress, defects, fuzz, gate, bisect_step, history, init, ps, ask, attach),
+    *(report, open_page, diff, snapshot, watch, heap, mcp),
+)
+"""In the order of the help."""
+
+for command in _COMMANDS:
+    app.command("open" if command is open_page else None)(command)
 # What follows the command is its own: `lowtide exec vllm serve --port 1` needs no `--`.
 app.command("exec", context_settings={"allow_interspersed_args": False})(execute)

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
@@ -206,28 +206,29 @@ def _described(error: BaseException) -> str:
 
 
 class GuardedStream:
-    """Standard output or error with its writes guarded; all else is the stream's.
+    """Standard output or error, or the bytes below one, with its writes guarded; all else is the stream's.
 
     Attributes:
         problem: why it could not be written, in words; None where all was written, or nobody reads it any more.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any, above: GuardedStream | None = None) -> None:
         self._stream = stream
+        self._noted_by = above or self
         self.problem: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @property
-    def buffer(self) -> _Bytes:
+    def buffer(self) -> GuardedStream:
         """Where bytes are written; guarded likewise."""
-        return _Bytes(self._stream.buffer, self)
+        return GuardedStream(self._stream.buffer, self)
 
-    def write(self, text: str) -> int:
-        """Write a text, or drop it where none can be written any more."""
-        self.attempt(self._stream.write, text)
-        return len(text)
+    def write(self, data: str | bytes) -> int:
+        """Write a text, or bytes, or drop them where none can be written any more."""
+        self.attempt(self._stream.write, data)
+        return len(data)
 
     def flush(self) -> None:
         """Hand on what was written."""
@@ -242,29 +243,13 @@ class GuardedStream:
             call(*arguments)
         except OSError as error:
             if error.errno in _CANNOT_BE_WRITTEN:
-                self.problem = f"the output cannot be written: {os.strerror(error.errno)}"
+                self._noted_by.problem = f"the output cannot be written: {os.strerror(error.errno)}"
             elif not isinstance(error, BrokenPipeError):
                 raise
             # What the stream still has is written when the process ends, too.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-
-
-class _Bytes:
-    def __init__(self, stream: BinaryIO, output: GuardedStream) -> None:
-        self._stream = stream
-        self._output = output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, data: bytes) -> int:
-        self._output.attempt(self._stream.write, data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._output.attempt(self._stream.flush)
 
 
 def guard_standard_output() -> GuardedStream:
@@ -303,8 +288,10 @@ KnownLeaks = Annotated[
 ]
 
 
-def check_writable(folder: Path) -> None:
-    """Make sure that the report can be written before hours are spent on what goes into it."""
+def check_writable(folder: Path | None) -> None:
+    """Make sure that the report, if there is to be one, can be written before hours are spent on what goes into it."""
+    if folder is None:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -106,8 +106,7 @@ def execute(
     if not 0 <= settle < float("inf"):
         refuse(f"--settle {settle} is not possible: use 0 or more seconds")
     known = load_suppressions(suppressions)
-    if report is not None:
-        check_writable(report)
+    check_writable(report)
     asked = _asked(growth, warm_up, max_growth)
     raise typer.Exit(judge_command("exec", command, report, as_json, known, settle, asked))
 

@@ -86,8 +86,7 @@ def fuzz(
         refuse("--tensor-parallel-size is for random lives of lowtide's own engine: leave --target and --faults out")
     if engine_process and target is not None:
         refuse("--engine-process is for lowtide's own engine: leave --target out")
-    if report is not None:
-        check_writable(report)
+    check_writable(report)
     shape: dict[str, Any] = {} if tensor_parallel_size == 1 else {"tensor_parallel_size": tensor_parallel_size}
     if engine_process:
         shape["engine_process"] = True

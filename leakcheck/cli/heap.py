@@ -21,7 +21,7 @@ from lowtide.reports.sizes import format_amount, format_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowtide.reports.heap.questions import AskedHeap, FoundPath, HeldAlone, HolderRow, Overview
+    from lowtide.reports.heap.questions import FoundPath, HeldAlone, HolderRow, Overview
 
 _MOST_HOPS = 100
 """Of a path, before what is between its ends is left out."""
@@ -58,11 +58,26 @@ def heap(
     if sum(question is not None for question in (path_to, holds, dominators)) > 1:
         refuse("--path-to, --holds and --dominators exclude each other: ask for one of them")
     from lowtide.reports.heap.kept_heap import read_heap
-    from lowtide.reports.heap.questions import AskedError, AskedHeap, FoundPath, Overview
+    from lowtide.reports.heap.questions import AskedError, AskedHeap
 
     try:
         asked = AskedHeap(read_heap(file))
-        answer = _answer(asked, path_to, holds, dominators, top)
+        answer: object
+        if path_to is not None:
+            # Of several objects of a type the one that is most telling.
+            numbers = asked.find(path_to)
+            answer = path = asked.path(int(numbers[0]))
+            parts = _path(path, path_to, others=len(numbers) - 1)
+        elif holds is not None:
+            answer = holders = asked.holders(holds)
+            parts = _holders(holders, holds, top)
+        elif dominators is not None:
+            number = None if dominators == "all" else int(asked.find(dominators)[0])
+            answer = alone = asked.dominated(number, top)
+            parts = iter([_held_alone(f"Held by {dominators} alone", alone)])
+        else:
+            answer = overview = asked.overview(top)
+            parts = _overview(overview)
     except UnreadableError as error:
         refuse(f"{file} {error}")
     except AskedError as error:
@@ -71,35 +86,8 @@ def heap(
         write(f"{escape_json(json_bytes(answer).decode())}\n")
         return
     console = find_console()
-    if isinstance(answer, Overview):
-        parts: Iterator[RenderableType] = _overview(answer)
-    elif isinstance(answer, FoundPath):
-        parts = _path(answer, path_to or "", others=len(asked.find(path_to or "")) - 1)
-    elif holds is not None:
-        parts = _holders(asked.holders(holds), holds, top)
-    else:
-        parts = iter([_held_alone(f"Held by {dominators} alone", _dominated(asked, dominators or "all", top))])
     for part in parts:
         console.print(part)
-
-
-def _answer(
-    asked: AskedHeap, path_to: str | None, holds: str | None, dominators: str | None, top: int
-) -> Overview | FoundPath | Sequence[HolderRow] | Sequence[HeldAlone]:
-    """Ask; of several objects of a type the one that is most telling.
-
-    Raises:
-        AskedError: there is no such object.
-    """
-    if path_to is not None:
-        return asked.path(int(asked.find(path_to)[0]))
-    if holds is not None:
-        return asked.holders(holds)
-    return asked.overview(top) if dominators is None else _dominated(asked, dominators, top)
-
-
-def _dominated(asked: AskedHeap, what: str, top: int) -> Sequence[HeldAlone]:
-    return asked.dominated(None if what == "all" else int(asked.find(what)[0]), top)
 
 
 def _overview(found: Overview) -> Iterator[RenderableType]:

@@ -137,14 +137,9 @@ def run(
         from lowtide.leakcheck.lives.tenant import tenant_of
         from lowtide.leakcheck.targets.reference import ReferenceLife
 
-        settings = {
-            "model": model_name(preset, model),
-            "device": device_name(device),
-            "seed": seed,
-            "tensor_parallel_size": tensor_parallel_size,
-            "engine_process": engine_process,
-        }
-        active, config, vocab_size = configure_engine(settings, defect, twin=twin)
+        size, separate = tensor_parallel_size, engine_process
+        settings = {"seed": seed, "tensor_parallel_size": size, "engine_process": separate}
+        active, config, vocab_size = configure_engine(device, preset, model, settings, defect, twin=twin)
         tolerances = load_tolerances(calibration, config.device)
 
         make_run = partial(
@@ -195,18 +190,18 @@ def _check_lives(
     if keep_heap and report is None:
         refuse("--keep-heap needs --report DIR: the heap is kept in it")
     known = load_suppressions(suppressions)
-    if report is not None:
-        check_writable(report)
+    check_writable(report)
     return known
 
 
-def model_name(preset: Preset | None, model: Path | None) -> str:
-    """Return what the engine's settings call the model."""
-    return str(model) if model else (preset or Preset.TINY).value
-
-
 def configure_engine(
-    settings: Mapping[str, Any], defect: str | None, *, twin: bool
+    device: Device,
+    preset: Preset | None,
+    model: Path | None,
+    settings: Mapping[str, Any],
+    defect: str | None,
+    *,
+    twin: bool,
 ) -> tuple[Defect | None, EngineConfig, int]:
     """Return the bug, the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
 
@@ -216,8 +211,10 @@ def configure_engine(
     from lowtide.engine.config import load_model_config
     from lowtide.engine.defects import find_defect
 
+    name = str(model) if model else (preset or Preset.TINY).value
     try:
-        bug, config = None if defect is None else find_defect(defect), EngineConfig(**settings)
+        bug = None if defect is None else find_defect(defect)
+        config = EngineConfig(model=name, device=device_name(device), **settings)
         if bug is not None:
             config = bug.configure(config, twin=twin)
         LLMEngine(config).check()
@@ -453,15 +450,13 @@ def serve(
         from lowtide.engine.server import serve as serve_engine
 
         settings = {
-            "model": model_name(preset, model),
-            "device": device_name(device),
             "seed": seed,
             "tensor_parallel_size": tensor_parallel_size,
             "max_num_seqs": max_num_seqs,
             "max_model_len": max_model_len,
             "engine_process": True,
         }
-        active, config, _ = configure_engine(settings, defect, twin=twin)
+        active, config, _ = configure_engine(device, preset, model, settings, defect, twin=twin)
         try:
             with _switched_on(active, twin=twin):
                 serve_engine(LLMEngine(config), host, port)

@@ -465,8 +465,7 @@ def watch(
     until = None if warm_up is None else seconds_of("--warm-up", warm_up)
     allowed = allowed_bytes(max_growth)
     known = load_suppressions(suppressions)
-    if report is not None:
-        check_writable(report)
+    check_writable(report)
     address = url or (None if command is None else f"http://127.0.0.1:{_port_of(command)}")
     top = None if command is not None else pid or _listener(str(url))
     name = f"watch[{top if command is None else Path(command[0]).name}]"

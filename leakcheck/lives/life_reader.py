@@ -28,7 +28,7 @@ from lowtide.leakcheck.judging.ladder import (
 from lowtide.leakcheck.judging.metrics import Metric, Reading, as_counted, reading_of, shutdown_metrics
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.rules import rule_of
-from lowtide.leakcheck.lives.tenant import context_sizes
+from lowtide.leakcheck.lives.tenant import BareContexts
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.resources import read_items
@@ -96,12 +96,10 @@ class LifeSettings:
             stage: after which this is.
             remedies: whether to put each back, to show that this ends it; then also those that earlier lives left.
         """
-        changes = {change.name: change for change in changes_between(self._before, self._read())}
         changes = {
-            name: change
-            for name, change in changes.items()
-            # What puts back what an earlier life had changed is no change.
-            if self._is_judged(change) and not (name in self._left and self._left[name].before == change.now)
+            change.name: change
+            for change in changes_between(self._before, self._read())
+            if self._is_judged(change) and not self._puts_back(change)
         }
         if remedies:
             changes |= {first.name: first for first in self._left.values() if still_changed((first,))}
@@ -110,6 +108,10 @@ class LifeSettings:
         if remedies:
             self._left.clear()
         return [_changed(change, stage, remedies=remedies) for change in changes.values()]
+
+    def _puts_back(self, change: SettingChange) -> bool:
+        """Return whether a change undoes that of an earlier life, and so is none."""
+        return change.name in self._left and self._left[change.name].before == change.now
 
     def _is_judged(self, change: SettingChange) -> bool:
         if self._environment is None:
@@ -216,7 +218,9 @@ class LifeReader(LivedProcess):
         self._driver = driver
         self.left_running: set[int] = set()
         self.makers, self.unseen = watched.makers, watched.others.unmeasured
-        self.processes.context = context_sizes(device, watched.ask_driver, lambda pid: self.unseen.is_reported([pid]))
+        if self.cards:
+            contexts = BareContexts(watched.ask_driver, ended=lambda pid: self.unseen.is_reported([pid]))
+            self.processes.context = contexts.size
         self.processes.passed_over = self.left_running
         self._library_items = LibraryItems(self.makers)
         self._at_first: Mapping[str, Items] = {}

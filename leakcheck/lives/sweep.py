@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -183,10 +183,10 @@ def shared_sweep(
     Raises:
         TargetError: a process cannot drive the target, or ended by itself where nothing was made to fail.
     """
-    by_stage = [[_Points(stage, kind) for kind in kinds] for stage in stages(able, config)]
+    by_stage = [[_Points(index, stage, kind) for kind in kinds] for index, stage in enumerate(stages(able, config))]
     unmeasured = deque(points for stage in by_stage for points in stage)
     # Of each stage one kind first: if it goes wrong without anything that fails, what fails in it besides says nothing.
-    todo = deque(_Question(index, stage[0], None) for index, stage in enumerate(by_stage))
+    todo = deque(_Question(stage[0], None) for stage in by_stage)
     workers = _Workers(source, config, jobs)
     try:
         while unmeasured:
@@ -197,18 +197,17 @@ def shared_sweep(
                         stage, kind = question.points.stage.name, question.points.kind
                         listener(stage, kind, question.at, question.points.count)
                     worker.ask(question)
-            for question, lived in workers.answers(able.device):
-                index, points = question.index, question.points
-                points.take(question.at, lived)
-                if question.at is not None:
+            for (points, at), lived in workers.answers(able.device):
+                if at is not None:
+                    points.lived[at] = lived
                     continue
-                todo.extend(_Question(index, points, at) for at in range(points.count))
-                if points is by_stage[index][0]:
-                    others = by_stage[index][1:]
-                    if lived.findings:
-                        unmeasured = deque(points for points in unmeasured if points not in others)
-                    else:
-                        todo.extend(_Question(index, points, None) for points in others)
+                points.counted = lived
+                todo.extend(_Question(points, each) for each in range(points.count))
+                first, *others = by_stage[points.index]
+                if points is first and lived.findings:
+                    unmeasured = deque(points for points in unmeasured if points not in others)
+                elif points is first:
+                    todo.extend(_Question(other, None) for other in others)
             while unmeasured and unmeasured[0].is_done:
                 yield unmeasured.popleft().swept()
     finally:
@@ -251,6 +250,7 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
 class _Points:
     """The fault points of one kind in one stage, and what came of them so far."""
 
+    index: int
     stage: SweptCall
     kind: Kind
     counted: SweptLife | None = None
@@ -271,12 +271,6 @@ class _Points:
     def is_done(self) -> bool:
         return self.counted is not None and all(at in self.lived for at in range(self.end))
 
-    def take(self, at: int | None, lived: SweptLife) -> None:
-        if at is None:
-            self.counted = lived
-        else:
-            self.lived[at] = lived
-
     def swept(self) -> Swept:
         assert self.counted is not None
         bad = self.lived.get(self.end, self.counted)
@@ -287,11 +281,9 @@ class _Points:
         return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life, tuple(unmeasured))
 
 
-@dataclass(frozen=True)
-class _Question:
+class _Question(NamedTuple):
     """What a process is asked to live: a stage in which a point fails, or in which they are counted (`at` is None)."""
 
-    index: int
     points: _Points
     at: int | None
 
@@ -371,7 +363,7 @@ class _Worker:
         self._asked = time.monotonic()
         # One that is dead by now says so when it is asked for its answer.
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send((question.index, Fault(question.points.kind, question.at), question.limit))
+            self.connection.send((question.points.index, Fault(question.points.kind, question.at), question.limit))
 
     @property
     def has_ended(self) -> bool:

@@ -33,6 +33,8 @@ LIMIT_S = 120.0
 CONTEXT_LIMIT_S = 20.0
 """How long a process with a context alone may take to end, in seconds."""
 
+_PROGRAM = (sys.executable, "-m", "lowtide.leakcheck.lives.card_memory")
+
 
 @dataclass
 class Tenant:
@@ -46,8 +48,8 @@ class Tenant:
     """
 
     device: str
-    kind: str = "cuda"
-    command: Sequence[str] = (sys.executable, "-m", "lowtide.leakcheck.lives.card_memory")
+    kind: str = field(default_factory=kind_of_cards)
+    command: Sequence[str] = _PROGRAM
     not_measured: dict[str, NotMeasured] = field(default_factory=dict)
 
     def after_sleep(self, stage: str, freed: int | None) -> list[Finding]:
@@ -113,7 +115,7 @@ class Tenant:
 
 def tenant_of(device: str) -> Tenant | None:
     """Return the tenant of an engine's device; None on the CPU, whose memory the kernel gives to whoever asks."""
-    return None if device == "cpu" else Tenant(device, kind_of_cards())
+    return None if device == "cpu" else Tenant(device)
 
 
 def freed_between(before: Snapshot, after: Snapshot, device: str) -> int | None:
@@ -134,9 +136,9 @@ class BareContexts:
     """
 
     driver: Callable[[], Driver]
-    kind: str = "cuda"
-    ended: Callable[[int], None] = lambda pid: None
-    command: Sequence[str] = (sys.executable, "-m", "lowtide.leakcheck.lives.card_memory")
+    kind: str = field(default_factory=kind_of_cards)
+    ended: Callable[[int], object] = lambda pid: None
+    command: Sequence[str] = _PROGRAM
     _sizes: dict[str, int | None] = field(default_factory=dict)
 
     def size(self, device: str) -> int | None:
@@ -161,16 +163,3 @@ class BareContexts:
         except (OSError, DriverError):
             return None
         return size
-
-
-def context_sizes(
-    device: str, driver: Callable[[], Driver], ended: Callable[[int], None] = lambda pid: None
-) -> Callable[[str], int | None]:
-    """Return what gives the bytes of a context alone on each card; nothing where the engine is on the CPU.
-
-    Args:
-        device: the engine's.
-        driver: gives whom to ask.
-        ended: hears of each process that was started for it, once it has ended.
-    """
-    return (lambda card: None) if device == "cpu" else BareContexts(driver, kind_of_cards(), ended).size

@@ -19,7 +19,8 @@ import torch
 from lowtide.leakcheck.lives import card_memory
 from lowtide.leakcheck.lives import tenant as tenants
 from lowtide.leakcheck.lives.card_memory import PIECE, DeviceMemoryError, main, occupy, open_card
-from lowtide.leakcheck.lives.tenant import BareContexts, Tenant, context_sizes
+from lowtide.leakcheck.lives.life_reader import LifeReader
+from lowtide.leakcheck.lives.tenant import BareContexts, Tenant
 from lowtide.probes.device.driver import Driver, DriverError, find_driver
 from lowtide.probes.device.driver.card_holders import CardHolders
 
@@ -301,7 +302,7 @@ def test_a_driver_that_does_not_answer_is_not_known(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_on_the_cpu_has_none() -> None:
-    assert context_sizes("cpu", find_driver)("cuda:0") is None
+    assert LifeReader("cpu", find_driver()).processes.context("cuda:0") is None
 
 
 @pytest.mark.cuda
@@ -309,7 +310,7 @@ def test_an_engine_on_the_cpu_has_none() -> None:
 def test_a_context_on_a_real_card_takes_hundreds_of_mebibytes() -> None:
     driver = find_driver()
     try:
-        size = context_sizes("cuda:0", lambda: driver)("cuda:0")
+        size = BareContexts(lambda: driver).size("cuda:0")
     finally:
         driver.close()
     assert size is not None
