@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,9 +95,9 @@ def fuzz(
         from lowtide.engine import EngineError
         from lowtide.probes.device.driver import find_driver
 
-        console, driver = find_console(), find_driver()
+        console = find_console()
         try:
-            with begin_report(report, driver):
+            with closing(find_driver()) as driver, begin_report(report, driver):
                 subjected = _subjected(target, arguments or (), device, shape, defect, with_shards=faults)
                 found: tuple[Subject, str, str | Table]
                 if faults:
@@ -104,11 +105,9 @@ def fuzz(
                 else:
                     found = search(subjected, examples=examples, seed=seed, steps=steps, console=console)
                 subject, program, attempts = found
-            written = make_report(subject, driver)
+                written = make_report(subject, driver)
         except (EngineError, TargetError) as error:
             refuse(str(error))
-        finally:
-            driver.close()
         # Written before it is shown: a pipe that breaks must not cost the report.
         where, unwritten = write_report(written, report)
         if report is not None and not unwritten:
@@ -206,37 +205,35 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
         items = shared_sweep(subjected.source, able, config=subjected.thorough, jobs=jobs, listener=show)
         killed: list[Killed] = []
         unknown = ""
-        driver = find_driver()
         try:
             for item in items:
                 swept.append(item)
                 if item.points or item.findings:
-                    verdict = "; ".join(finding.message for finding in item.findings) or "survived"
-                    _add_row(table, item.stage, item.kind, str(item.points), str(item.raised), verdict)
-            for dead in kill_in_each_stage(
-                subjected.from_outside or subjected.source,
-                able,
-                config=subjected.thorough,
-                driver=driver,
-                listener=lambda stage: progress.update(task, description=f"{stage}: kill", total=None),
-            ):
-                killed.append(dead)
-                verdict = "; ".join(finding.message for finding in dead.findings) or "nothing stayed"
-                _add_row(table, dead.stage, "kill", "1", "1", verdict)
+                    _add_row(table, item, item.kind, item.points, item.raised, "survived")
+            with closing(find_driver()) as driver:
+                for dead in kill_in_each_stage(
+                    subjected.from_outside or subjected.source,
+                    able,
+                    config=subjected.thorough,
+                    driver=driver,
+                    listener=lambda stage: progress.update(task, description=f"{stage}: kill", total=None),
+                ):
+                    killed.append(dead)
+                    _add_row(table, dead, "kill", 1, 1, "nothing stayed")
         except TargetError as error:
             if not swept:
                 raise
             # What was found before is not lost for it.
             unknown = str(error)
-        finally:
-            driver.close()
     table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
     life = next((item.life for item in swept if item.findings), ())
     subject = _sweep_subject(subjected, (*swept, *killed), unknown)
     return subject, as_program(life, subjected.source) if life else "", table
 
 
-def _add_row(table: Table, *cells: str) -> None:
+def _add_row(table: Table, tried: Swept | Killed, kind: str, points: int, raised: int, otherwise: str) -> None:
+    verdict = "; ".join(finding.message for finding in tried.findings) or otherwise
+    cells = (tried.stage, kind, str(points), str(raised), verdict)
     # As text, not as a string: what stands in brackets is no markup.
     table.add_row(*(Text(one_line(cell)) for cell in cells))
 

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -46,12 +46,9 @@ from lowtide.reports.terminal.running_life import RunningLife
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig
     from lowtide.engine.defects import Defect
-    from lowtide.leakcheck.findings.heap_file import HeapFile
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
     from lowtide.leakcheck.lives.script import Event
     from lowtide.leakcheck.suppressions.entries import Suppressions
-    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
-    from lowtide.reports.schema import Report
 
 _Cycles = Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")]
 _Tenant = Annotated[
@@ -239,28 +236,6 @@ def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
         refuse(f"--calibration {error}")
 
 
-def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
-    """Return what keeps torch's snapshots of stages that leave something; None without a report."""
-    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
-
-    if report is None:
-        return None
-    snapshots = AllocatorSnapshots(report)
-    snapshots.remove_old()
-    return snapshots
-
-
-def heap_in(report: Path | None, name: str, *, wanted: bool) -> HeapFile | None:
-    """Return where the heap of a life is kept; None where none is wanted. Those of an earlier run go."""
-    from lowtide.leakcheck.findings.heap_file import HeapFile
-    from lowtide.reports.heap.kept_heap import remove_old
-
-    if report is None:
-        return None
-    remove_old(report)
-    return HeapFile.beside(str(report), name, lowtide.__version__) if wanted else None
-
-
 def live(
     name: str,
     make_run: Callable[..., LifecycleRun],
@@ -275,24 +250,27 @@ def live(
     Returns:
         The command's exit code.
     """
+    from lowtide.leakcheck.findings.heap_file import HeapFile
+    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
     from lowtide.probes.device.driver import find_driver
-    from lowtide.reports.heap.kept_heap import kept_files
+    from lowtide.reports.heap.kept_heap import kept_files, remove_old
+    from lowtide.reports.live.broadcast import Broadcast
 
     console = find_console()
     # Until the report is there: who watches the folder goes on to that.
     with ExitStack() as watched, ExitStack() as stack:
-        driver = find_driver()
-        stack.callback(driver.close)
+        driver = stack.enter_context(closing(find_driver()))
         listeners = [stack.enter_context(shown_live(console))]
+        snapshots = heap = None
         if report is not None:
-            listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
-        life = make_run(
-            name,
-            driver=driver,
-            listener=partial(_tell, listeners),
-            snapshots=snapshots_in(report),
-            heap=heap_in(report, name, wanted=keep_heap),
-        )
+            broadcast = watched.enter_context(closing(Broadcast(report, lambda: make_report(None, driver))))
+            listeners.append(lambda event: broadcast.stage_begins(event.text, event.latest_stages))
+            # What stages and the heap of an earlier run have left there goes.
+            snapshots = AllocatorSnapshots(report)
+            snapshots.remove_old()
+            remove_old(report)
+            heap = HeapFile.beside(str(report), name, lowtide.__version__) if keep_heap else None
+        life = make_run(name, driver=driver, listener=partial(_tell, listeners), snapshots=snapshots, heap=heap)
         today = datetime.date.today()
         unfinished = stack.enter_context(begin_report(report, driver, "cycle"))
         if unfinished is not None:
@@ -312,18 +290,6 @@ def live(
 def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:
     for hear in listeners:
         hear(event)
-
-
-@contextmanager
-def broadcast_live(folder: Path, make_report: Callable[[], Report]) -> Iterator[Callable[[Event], None]]:
-    """Yield a listener for lives, which writes each event into a folder while somebody watches there."""
-    from lowtide.reports.live.broadcast import Broadcast
-
-    broadcast = Broadcast(folder, make_report)
-    try:
-        yield lambda event: broadcast.stage_begins(event.text, event.latest_stages)
-    finally:
-        broadcast.close()
 
 
 @contextmanager
