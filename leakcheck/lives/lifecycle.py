@@ -34,11 +34,11 @@ from lowtide.leakcheck.lives.script import (
     Interrupts,
     Life,
     asked,
+    parsed,
     parts_of,
     perform,
     simplest,
     told,
-    version_of,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
@@ -241,8 +241,8 @@ class LifecycleRun:
         self._sent.begin_life()
         slept = SleptTensors(self.device.partition(":")[0], self._leftovers.of_process)
         for turn, called in enumerate(self.script[:-1]):
-            version = version_of(called)
-            name = called if version is None else UPDATE
+            method, number = parsed(called)
+            version, name = (number, UPDATE) if method == UPDATE else (None, called)
             self._announce(cycle, turn)
             if version is not None:
                 self._sent.begin(life)

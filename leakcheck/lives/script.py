@@ -101,15 +101,15 @@ def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
     """Perform one stage of the script; return the tokens of an infer, nothing for the others."""
     if name == "infer":
         return life.infer()
-    method, number = _WITH_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
-    getattr(life, method)(*([] if number is None else [int(number)]))
+    method, number = parsed(name)
+    getattr(life, method)(*([] if number is None else [number]))
     return ()
 
 
-def version_of(name: str) -> int | None:
-    """Return the version of the weights that a stage of a script sends; None for another stage."""
+def parsed(name: str) -> tuple[str, int | None]:
+    """Return what a stage of a script calls, and the level or version in it: ("sleep", 1) for `sleep(1)`."""
     method, number = _WITH_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
-    return int(number) if method == UPDATE else None
+    return method, None if number is None else int(number)
 
 
 def asked(engine: object, name: str) -> Any:

@@ -12,11 +12,11 @@ import selectors
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -180,6 +180,13 @@ def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], sta
     raise TargetError(f"the process that was to be killed in {stage} was not there after {START_S:g} s")
 
 
+class _CardUse(NamedTuple):
+    """Bytes in use on a card, by all processes, and by identifier as far as the driver lists and counts them."""
+
+    used: int
+    processes: Mapping[int, int | None]
+
+
 class _Card:
     """The card of an engine that will be killed, beside its neighbours; on a CPU none, of which nothing stays."""
 
@@ -188,6 +195,8 @@ class _Card:
         self.not_measured: tuple[NotMeasured, ...] = ()
         self._driver = driver
         self._own: set[int] = set()
+        # Whether the driver was seen to list one of the engine's processes by its identifier. If not, it may number
+        # processes otherwise (a PID namespace), and what is new in its list may be their memory.
         self._distinguished = False
         self._before = self._use()
 
@@ -198,17 +207,25 @@ class _Card:
         self._distinguished = now is not None and not self._own.isdisjoint(now.processes)
 
     def grown(self) -> int:
-        """Return the bytes that it has in use since the start and no neighbour took."""
-        now = self._use()
-        if self._before is None or now is None:
+        """Return the bytes that it has more in use than at the start, less what neighbours have taken or given back."""
+        before, now = self._before, self._use()
+        if before is None or now is None:
             return 0
-        return grown_by_nobody_else(self._before, now, self._own, distinguished=self._distinguished)
+        grown = now.used - before.used
+        for pid in before.processes.keys() | now.processes.keys():
+            if pid not in self._own and (self._distinguished or pid in before.processes):
+                grown -= (now.processes.get(pid, 0) or 0) - (before.processes.get(pid, 0) or 0)
+        return grown
 
-    def _use(self) -> CardUse | None:
+    def _use(self) -> _CardUse | None:
         if self.device == "cpu" or self.not_measured:
             return None
+        index = int(self.device.partition(":")[2])
         try:
-            return card_use(self._driver, int(self.device.partition(":")[2]))
+            reading = self._driver.read(index)
+            if reading.card_used is None:
+                raise DriverError(reading.note)
+            return _CardUse(reading.card_used, self._driver.processes(index))
         except DriverError as error:
             what = f"what killed processes leave on {self.device}"
             self.not_measured = (NotMeasured(what=what, why=str(error)),)
@@ -304,45 +321,3 @@ def _name_of(child: psutil.Process) -> str:
         return str(child.name())
     except psutil.NoSuchProcess:
         return "gone"
-
-
-@dataclass(frozen=True)
-class CardUse:
-    """A card at one moment.
-
-    Attributes:
-        used: bytes in use, by all processes.
-        processes: bytes by process identifier, as far as the driver lists them; None if it reports none.
-    """
-
-    used: int
-    processes: Mapping[int, int | None]
-
-
-def card_use(driver: Driver, index: int) -> CardUse:
-    """Return what a card has in use now.
-
-    Raises:
-        DriverError: the driver does not report it; the message is its reason.
-    """
-    reading = driver.read(index)
-    if reading.card_used is None:
-        raise DriverError(reading.note)
-    return CardUse(reading.card_used, driver.processes(index))
-
-
-def grown_by_nobody_else(before: CardUse, now: CardUse, own: Collection[int], *, distinguished: bool) -> int:
-    """Return the bytes by which a card has more in use, less what processes of others have taken and given back since.
-
-    Args:
-        before: the card then.
-        now: the card now.
-        own: identifiers of the processes whose memory is looked for.
-        distinguished: whether the driver was seen to list one of them by its identifier.  If not, it may number
-            processes otherwise (a PID namespace), and what is new in its list may be their memory.
-    """
-    grown = now.used - before.used
-    for pid in before.processes.keys() | now.processes.keys():
-        if pid not in own and (distinguished or pid in before.processes):
-            grown -= (now.processes.get(pid, 0) or 0) - (before.processes.get(pid, 0) or 0)
-    return grown

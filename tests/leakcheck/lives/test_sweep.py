@@ -199,10 +199,10 @@ def test_a_life_that_does_not_end_is_reported_with_where_it_stood(
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.0, 300.0), (30.0, 300.0), (31.0, 310.0)])
 def test_a_life_may_take_ten_times_as_long_as_without_a_fault(seconds: float, limit: float) -> None:
-    points = module._Points(SweptCall("create", (), Call("create")), "map", SweptLife(3), seconds)
-    assert module._Question(0, points, 2).limit == limit
+    points = module._Points(0, SweptCall("create", (), Call("create")), "map", SweptLife(3), seconds)
+    assert module._Question(points, 2).limit == limit
     # How long it takes without one nobody knows.
-    assert module._Question(0, points, None).limit is None
+    assert module._Question(points, None).limit is None
 
 
 def test_where_it_stood_is_unknown_where_nothing_was_written() -> None:
@@ -249,15 +249,15 @@ def test_what_the_processes_could_not_measure_is_said_of_each_stage() -> None:
 
 def test_points_behind_one_that_is_not_survived_are_not_failed() -> None:
     finding = witness._finding("state", "create", "cpu", "it says something else", [], 1)
-    points = module._Points(SweptCall("create", (), Call("create")), "map")
+    points = module._Points(0, SweptCall("create", (), Call("create")), "map")
     assert not points.is_done
-    points.take(None, SweptLife(5))
-    points.take(3, SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 3)),)))
-    points.take(0, SweptLife(5, True))
+    points.counted = SweptLife(5)
+    points.lived[3] = SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 3)),))
+    points.lived[0] = SweptLife(5, True)
     # Another process was faster: an earlier one is not survived either.
-    assert [module._Question(0, points, at).is_of_use for at in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [module._Question(points, at).is_of_use for at in (1, 2, 3, 4)] == [True, True, False, False]
     assert not points.is_done
-    points.take(1, SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 1)),)))
-    assert not module._Question(0, points, 2).is_of_use
+    points.lived[1] = SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 1)),))
+    assert not module._Question(points, 2).is_of_use
     assert points.is_done
     assert points.swept() == Swept("create", "map", 5, 1, (finding,), (Call("create", {}, Fault("map", 1)),))
