@@ -95,18 +95,7 @@ def report_growth(
     where: str,
     processes: int,
 ) -> int:
-    """Print what has grown; return the exit code.
-
-    Args:
-        subject: what the report calls it.
-        found: what has grown.
-        silent: what could not be measured.
-        unknown: what is not judged.
-        allowed: bytes that each process may have more.
-        as_json: whether the report is printed as JSON.
-        where: over what time, or since when.
-        processes: how many were looked at.
-    """
+    """Print what has grown (`where`: since when, or over what time) in so many processes; return the exit code."""
     from lowtide.probes.device.driver import find_driver
 
     with closing(find_driver()) as driver:

@@ -288,10 +288,6 @@ class Shard:
 def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
     """Return all cells: the calibrations, and then the subjects in the order of the configuration.
 
-    Args:
-        settings: the configuration.
-        cards: how many cards this machine has.
-
     Raises:
         GateError: two cells have the same name.
     """

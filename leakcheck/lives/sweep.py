@@ -215,14 +215,7 @@ def shared_sweep(
 
 
 def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descriptor: int, stacks: int) -> None:
-    """Live the lives that are asked for, in a process of its own, until no more are.
-
-    Args:
-        factory: makes a target.
-        config: of every engine.
-        descriptor: of the connection over which it is asked, and answers.
-        stacks: descriptor of the file for where a life stands that takes too long.
-    """
+    """Live the lives that are asked for over a connection, in a process of its own; `stacks` says where one hangs."""
     with Connection(descriptor) as connection, open(stacks, "w") as file:
         try:
             # Whether inferring leaves something in another process is for random lives: they infer often enough.
@@ -441,11 +434,7 @@ class _Worker:
 
 
 def where_it_stood(stacks: str) -> str:
-    """Say, from what `faulthandler` writes of all threads, where the main one was: its innermost calls.
-
-    Args:
-        stacks: the text; the main thread is the last.
-    """
+    """Say, from what `faulthandler` writes of all threads, where the main one was, the last: its innermost calls."""
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stacks.rpartition("Thread 0x")[2], re.MULTILINE)
     calls = [f"{function} ({Path(file).name}:{line})" for file, line, function in frames[:_FRAMES]]
     return f"it stood in {', called by '.join(calls)}" if calls else "it did not say where it stood"

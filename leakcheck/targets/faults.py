@@ -248,13 +248,7 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def injecting(
     injection: Injection, seams: Sequence[Seam | ShardSeam] = (), *, device: str = "cpu"
 ) -> Iterator[Injection]:
-    """While it lasts, fault points of this thread's torch operators and of the seams reach `injection`.
-
-    Args:
-        injection: counts them and chooses the one that fails.
-        seams: the engine's own.
-        device: where the engine has its memory, for the words of torch's errors.
-    """
+    """While it lasts, fault points of this thread's torch operators and of the seams reach `injection`."""
     with ExitStack() as stack:
         for seam in seams:
             if isinstance(seam, Seam):

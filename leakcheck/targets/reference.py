@@ -280,13 +280,7 @@ class FaultReport(msgspec.Struct, frozen=True):
 
 @contextmanager
 def injecting_in_core(path: Path, injection: Injection, device: str) -> Iterator[Injection]:
-    """While it lasts, fault points in the core's process reach `injection`.
-
-    Args:
-        path: where the core's process looks for what is to fail.
-        injection: counts them and says which one fails; filled at the end.
-        device: where the engine has its memory.
-    """
+    """While it lasts, fault points in the core's process reach `injection`."""
     points = injection.points if isinstance(injection, Pause) else None
     armed = Armed(os.urandom(8).hex(), injection.kind, injection.at, device, points)
     _write(path, armed)
