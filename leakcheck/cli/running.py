@@ -454,8 +454,10 @@ def watch(
         refuse("--pid names a process that runs: leave the command and --url out")
     if command is None and url is None and pid is None:
         refuse("say what to watch: a command behind --, or --url or --pid of what runs")
-    if load < 0 or (load and pid is not None):
-        refuse(f"--load {load} is not possible: give clients, and --url, or a command" if load < 0 else _NO_URL)
+    if load < 0:
+        refuse(f"--load {load} is not possible: give clients, and --url, or a command")
+    if load and pid is not None:
+        refuse("--load needs the address of a server: give --url in place of --pid")
     if url is not None and not re.fullmatch(r"https?://[^/\s]+(:\d+)?/?", url):
         refuse(f"--url {url!r} is no address of a server: use one such as http://127.0.0.1:8000")
     if command is None and (report is not None or suppressions is not None):
@@ -480,9 +482,6 @@ def watch(
                 code = watching.of_running(top, allowed, as_json)
         watching.judged(code)
     raise typer.Exit(code)
-
-
-_NO_URL = "--load needs the address of a server: give --url in place of --pid"
 
 
 @dataclass
@@ -525,7 +524,13 @@ class _Watching:
         self._driver = find_driver()
         self._open.callback(self._driver.close)
         if self.history:
-            self._kept = _open_history(self.history, self.name)
+            with needing_history():
+                from lowtide.leakcheck.gate.history import HistoryError
+                from lowtide.leakcheck.gate.watch_history import WatchHistory
+            try:
+                self._kept = WatchHistory(self.history, self.name, tell)
+            except HistoryError as error:
+                refuse(str(error))
             self._open.callback(self._kept.close)
         if self.url is not None:
             self._client = self._open.enter_context(Load(self.url, self.clients, is_needed=self.is_needed))
@@ -668,17 +673,6 @@ class _Watching:
         if exported.port is not None:
             at = f"http://127.0.0.1:{exported.port}"
             tell(f"metrics for Prometheus are at {at}/metrics, a page of them at {at}/")
-
-
-def _open_history(address: str, name: str) -> WatchHistory:
-    """Open the history of a watch, or end the command where it cannot be used."""
-    with needing_history():
-        from lowtide.leakcheck.gate.history import HistoryError
-        from lowtide.leakcheck.gate.watch_history import WatchHistory
-    try:
-        return WatchHistory(address, name, tell)
-    except HistoryError as error:
-        refuse(str(error))
 
 
 def _stacks(pid: int, stacks_of: Callable[[int], messages.ThreadStacks]) -> Iterator[str]:
