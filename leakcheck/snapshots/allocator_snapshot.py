@@ -235,10 +235,7 @@ def enough_memory_for(path: Path) -> Iterator[None]:
     Raises:
         MemoryError: more is needed.
     """
-    try:
-        more = max(_LEAST_MEMORY, _EXPANSION * path.stat().st_size)
-    except OSError:
-        more = _LEAST_MEMORY
+    more = max(_LEAST_MEMORY, _EXPANSION * _size(path))
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
