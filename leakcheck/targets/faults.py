@@ -12,6 +12,7 @@ A checkpoint is damaged in a copy of its shards: cut short, or with a tensor of 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import signal
 import sys
@@ -278,14 +279,18 @@ def injecting_into(target: Any, injection: Injection) -> AbstractContextManager[
 @contextmanager
 def _in_place(owner: Any, name: str, stand_in: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     # Not getattr: a static method must be put back as what it is.
-    original = vars(owner)[name]
+    original = inspect.getattr_static(owner, name)
+    is_inherited = name not in vars(owner)
     is_static = isinstance(original, staticmethod)
     call = stand_in(original.__func__ if is_static else original)
     setattr(owner, name, staticmethod(call) if is_static else call)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def _reaching(seam: Seam, injection: Injection, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -165,6 +165,16 @@ def test_what_is_inside_a_seam_that_covers_it_is_part_of_it() -> None:
     assert count("reserve", lambda: (Engine().map(), Engine.reserve(1)), covering, SEAMS[1]) == 1
 
 
+class Inheriting(Engine):
+    """Has the seams of another class."""
+
+
+def test_a_seam_that_a_class_inherits_is_its_own_alone_and_gone_afterwards() -> None:
+    seam = Seam("map", Inheriting, "map", MemoryError)
+    assert count("map", lambda: (Inheriting().map(), Engine().map()), seam) == 1
+    assert "map" not in vars(Inheriting)
+
+
 @pytest.fixture
 def untouched() -> Iterator[None]:
     before = dict(vars(Engine))
