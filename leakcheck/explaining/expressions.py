@@ -390,7 +390,7 @@ _WRITERS: tuple[Callable[[str, Link], str | None], ...] = (
 )
 
 
-_NAMES = ("shutdown", "terminate", "close", "stop", "cancel")
+_NAMES = ("shutdown", "terminate", "close", "stop", "cancel", "destroy", "term", "disconnect", "release")
 _COROUTINES = 0x80 | 0x200
 """The flags of a coroutine's and of an asynchronous generator's code."""
 

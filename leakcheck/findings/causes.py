@@ -28,10 +28,10 @@ from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.roots import frames_of, is_library
-from lowtide.probes.heap.stand_ins import stand_ins
+from lowtide.probes.heap.stand_ins import of_libraries, stand_ins
 from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.objects.foreign import is_a, thread_ident, thread_key, thread_name
+from lowtide.probes.objects.foreign import instance_dict, is_a, thread_ident, thread_key, thread_name
 from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.originals import gc, loaded, os, threading
 from lowtide.probes.references.edges import UNNAMED
@@ -431,7 +431,29 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
         resource = resource_of(key)
         if resource is not None:
             owners.update(((key, name), item) for name, item in resource.objects(own).items())
-    return owners
+    opened = [("file-descriptors", name) for name in names.get("file-descriptors", ())]
+    natively = [named for named in opened if named not in owners and not context.made_at(*named)]
+    owner = of_library(context) if natively else None
+    return owners if owner is None else {**owners, **dict.fromkeys(natively, owner)}
+
+
+def of_library(context: Context) -> Any:
+    """Return the object of a library's C code that came with the leak, and that the program has and can end.
+
+    What a library has for itself as it is imported is new, too. Of several, that on which another one is built; None
+    where there is none.
+    """
+    if context.born is None:
+        return None
+    found = of_libraries(census_of(context.walk), context.born, lambda kind: bool(ending_of(kind)))
+    holders = context.first_holders(found) if found else []
+    held = [
+        item
+        for item, holder in zip(found, holders, strict=True)
+        if holder is not None and not is_installed(holder.path[0].edge)
+    ]
+    needed = set(map(id, gc.get_referents(*held, *filter(None, map(instance_dict, held)))))
+    return next((item for item in held if id(item) in needed), held[0] if held else None)
 
 
 def _apart(leak: Leak, context: Context) -> list[Leak]:

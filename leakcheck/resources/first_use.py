@@ -201,6 +201,7 @@ class LibraryItems:
         tensors: Sequence[Range] = (),
         natively: Sequence[tuple[str, bool]] = (),
         unheld: Collection[str] = (),
+        has_native_owner: Callable[[], bool] = lambda: False,
     ) -> Sorted:
         """Tell apart what of some new items is a library's first.
 
@@ -211,11 +212,14 @@ class LibraryItems:
             tensors: where the tensors' memory lies that is not on a card.
             natively: what keeps objects of C++ that came with these items, each with whether it is excused.
             unheld: the threads among them to which no module leads.
+            has_native_owner: tells whether the program has a new object that may own what native code has opened.
         """
         asked = {key: names for key, names in new.items() if key in JUDGED and names}
         if not asked:
             return Sorted()
-        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors), natively, unheld)
+        owners = _Owners(
+            self._makers, native_files(new.get("shared-memory", ()), tensors), natively, unheld, has_native_owner
+        )
         excused: dict[str, set[str]] = {}
         since: dict[str, str] = {}
         earlier: dict[str, dict[str, dict[str, int]]] = {}
@@ -284,6 +288,7 @@ class _Owners:
         native: the files in /dev/shm that native code made.
         natively: what keeps objects of C++, as `LibraryItems.sort` has it.
         unheld: threads, as `LibraryItems.sort` has it.
+        has_native_owner: as `LibraryItems.sort` has it; asked once at most.
     """
 
     def __init__(
@@ -292,7 +297,9 @@ class _Owners:
         native: Collection[str],
         natively: Sequence[tuple[str, bool]],
         unheld: Collection[str],
+        has_native_owner: Callable[[], bool],
     ) -> None:
+        self._has_native_owner = functools.cache(has_native_owner)
         self._makers = makers
         self._native = native
         self._natively = natively
@@ -310,7 +317,7 @@ class _Owners:
             return (f"{NATIVE} ({_stem(file)})" if is_native else "", 0)
         maker = self._maker(key, name)
         if maker is None:
-            return self._of_native(key) if self._is_native(key, name) else ("", 0)
+            return self._of_native(key, name) if self._is_native(key, name) else ("", 0)
         is_unheld = key == "threads" and name in self._unheld
         if not maker.modules or (not is_unheld and self._of_program().has(key, name)):
             return "", 0
@@ -340,10 +347,16 @@ class _Owners:
                 return (f"{package} (an executor's workers)", _ANY) if is_of_workers else (package, 0)
         return "", 0
 
-    def _of_native(self, key: str) -> tuple[str, int]:
-        """Return whose it is what native code has made: descriptors go with the objects of C++ that own them."""
-        if key != "file-descriptors" or not self._natively:
+    def _of_native(self, key: str, name: str) -> tuple[str, int]:
+        """Return whose it is what native code has made: descriptors go with the objects of C++ that own them.
+
+        Otherwise those of one kind are taken for one library's: nobody sees which one has opened them.
+        """
+        if key != "file-descriptors":
             return NATIVE, 0
+        if not self._natively:
+            kind = name.partition(" -> ")[2].removeprefix("anon_inode:").partition(":")[0].strip("[]")
+            return ("", 0) if self._has_native_owner() else (f"{NATIVE} ({kind})", 0)
         names = [name for name, is_excused in self._natively if is_excused]
         return (f"{NATIVE} for {names[0]}", _ANY) if names else ("", 0)
 

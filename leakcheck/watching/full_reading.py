@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
+from lowtide.leakcheck.findings.causes import of_library
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
@@ -499,7 +500,15 @@ class FullReadings:
         now = self._watched.counters.read()
         if self.distinguished is None:
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
-            self.distinguished = self._library_items.sort(new, now, self.subject, tensors, self.values.natively, unheld)
+            self.distinguished = self._library_items.sort(
+                new,
+                now,
+                self.subject,
+                tensors,
+                self.values.natively,
+                unheld,
+                lambda: of_library(replace(case.context, walk=None)) is not None,
+            )
         return deep.settled(self.distinguished, now).without(self.values.excused)
 
     def _read(self, case: Case, *, notes: bool, walk: SharedWalk, last: Deep | None) -> Deep:

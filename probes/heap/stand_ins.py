@@ -9,16 +9,17 @@ import select
 import selectors
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
-from lowtide.probes.objects.foreign import MISSING, attribute, thread_key, type_name
+from lowtide.probes.objects.foreign import MISSING, attribute, flags_of, mro_of, thread_key, type_name
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.opened_in_c import (
     SCANDIR,
     addresses_of_mappings,
+    defined_in_libraries,
     file_of_database,
     files_at,
     number_of_scandir,
@@ -28,6 +29,8 @@ from lowtide.probes.references.interpreter_holders import exit_entries
 
 _NUMBER = re.compile(r"\d+")
 _SHARED_MEMORY = "/dev/shm/"
+_HAVE_GC = 1 << 14
+"""`Py_TPFLAGS_HAVE_GC`."""
 
 
 def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, str], Any]:
@@ -98,6 +101,24 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     heap: Any = loaded("multiprocessing.heap")
     for arena in census.instances_of(heap.Arena) if heap is not None else ():
         yield "file-descriptors", str(_plain(attribute(arena, "fd"))), arena
+
+
+def of_libraries(census: Census, born: Collection[int], can_be_ended: Callable[[type], bool]) -> list[Any]:
+    """Return the objects that C code of libraries defines and that may have come since a moment.
+
+    What such code opens, it tells nobody: an object of its that came at the same time is what may have it. Of what the
+    collector does not track nobody knows the age; it comes last.
+
+    Args:
+        census: the objects to look among.
+        born: the identities of what was born since.
+        can_be_ended: tells whether instances of a class can be.
+    """
+    classes = {id(base): base for kind in census.types() for base in mro_of(kind)}
+    kinds = [kind for kind in defined_in_libraries([*classes.values()]) if can_be_ended(kind)]
+    found = [item for item in (census.instances_of(*kinds) if kinds else ()) if id(item) in born]
+    untracked = [kind for kind in kinds if not flags_of(kind) & _HAVE_GC]
+    return found + (census.referred_to(*untracked) if untracked else [])
 
 
 def _to_be_closed(census: Census) -> Iterator[tuple[str, str, Any]]:

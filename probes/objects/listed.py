@@ -178,6 +178,10 @@ class Census:
         census._objects, census._kinds, census._types = objects, kinds, types
         return census
 
+    def types(self) -> list[type]:
+        """Return the types of the objects, once each."""
+        return [*self._types.values()]
+
     def instances_of(self, *classes: type) -> list[Any]:
         """The objects whose type derives from one of the classes.
 
@@ -191,6 +195,15 @@ class Census:
             if not wanted.isdisjoint(map(id, type.__dict__["__mro__"].__get__(candidate)))
         }
         return self._of(matching)
+
+    def referred_to(self, *classes: type) -> list[Any]:
+        """Return instances of classes that the collector does not track, which the objects refer to, once each."""
+        from lowtide.probes.objects.identities import identities, types_of
+        from lowtide.probes.original_numpy import np
+
+        found = gc.get_referents(*self._objects)
+        wanted = np.isin(types_of(identities(found)), np.fromiter(map(id, classes), np.int64, len(classes)))
+        return list({id(item): item for item in map(found.__getitem__, np.flatnonzero(wanted).tolist())}.values())
 
     def exactly(self, cls: type) -> list[Any]:
         """The objects whose type is `cls` itself."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import ctypes
 import mmap
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lowtide.probes.originals import contents, loaded, os
+from lowtide.probes.objects.described import is_of_python
+from lowtide.probes.originals import contents, loaded, os, sys
 
 _FIRST_FIELD = object.__basicsize__
 """Where the first field of an object lies, behind its reference count and its type."""
@@ -101,6 +101,34 @@ def file_of_database(connection: Any) -> str:
         return ""
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_char_p
     return os.fsdecode(function(database, b"main") or b"")
+
+
+def defined_in_libraries(kinds: Sequence[type]) -> list[type]:
+    """Return those of some classes that C code of a library defines, which is not Python's; none if nobody can tell.
+
+    What frees an instance is a function in that library, and of every class of a `class` statement the same one.
+    """
+    if _deallocator(_First) != _deallocator(_Second) or _deallocator(_First) == _deallocator(int):
+        return []
+    pythons, *files = files_at([_deallocator(kind) for kind in (int, *kinds)])
+    return [
+        kind
+        for kind, file in zip(kinds, files, strict=True)
+        if file and pythons and file != pythons and not is_of_python(file)
+    ]
+
+
+class _First:
+    pass
+
+
+class _Second:
+    pass
+
+
+def _deallocator(kind: type) -> int:
+    # Behind the head of an object with a number of items, its name, its size, and that of an item.
+    return _word(id(kind) + _FIRST_FIELD + 4 * _WORD)
 
 
 def _word(address: int) -> int:
