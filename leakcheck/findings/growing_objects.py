@@ -153,10 +153,16 @@ def ids_of(classes: Iterable[type]) -> dict[int, Ints]:
     return {id(cls): np.sort(ids[kinds == id(cls)]) for cls in wanted}
 
 
-def is_worth_a_look(course: Course, item: Any, *, tensors: bool) -> bool:
-    """Return whether what a container takes, or what comes of a type, is the program's, and enough; costs little.
+def is_worth_a_look(course: Course, item: Any, *, tensors: bool, at_a_glance: bool = False) -> bool:
+    """Return whether what a container takes, or what comes of a type, is the program's, and enough.
 
     Memory under tensors counts as in a `Stretch`.
+
+    Args:
+        course: how it has grown.
+        item: the container or type.
+        tensors: whether memory under tensors counts.
+        at_a_glance: whether it is enough that a few of its entries keep much.
     """
     if is_a(item, type):
         return _may_be_linked(item) and not _is_plain(item)
@@ -165,6 +171,10 @@ def is_worth_a_look(course: Course, item: Any, *, tensors: bool) -> bool:
     entries = _over_its_course(course, item, _SAMPLE)
     if all(issubclass(type(part), weakref.ref) or _is_of_runner(type(part)) for *_, part in entries):
         return False
+    # Of most that is not little a few entries show it, and not all that these keep has to be gone through.
+    enough = min(_LEAST_A_TURN, _LEAST_IN_ALL / course.span) * course.span / course.items * len(entries)
+    if at_a_glance and kept_by(entries, besides=(item,), enough=enough).bytes >= enough:
+        return True
     return _is_enough(course, _bytes_a_turn(course, item, tensors=tensors)[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
@@ -61,7 +62,9 @@ class _Met:
     last: int = 0
 
 
-def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] = ()) -> KeptBytes:
+def kept_by(
+    entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] = (), enough: float = math.inf
+) -> KeptBytes:
     """Return what entries keep, each object once; what many of them refer to was there without them.
 
     Step by step from all entries at once: what lies nearest to one of them is its own, though others lead to it through
@@ -70,6 +73,7 @@ def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] =
     Args:
         entries: of a container, each the things that it has taken with it.
         besides: what is not looked at, nor what only it refers to.
+        enough: bytes after which nobody asks how many more there are.
     """
     kept = KeptBytes()
     seen = {*map(id, besides), id(vars(builtins))}
@@ -91,6 +95,8 @@ def kept_by(entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] =
             level.append((met.entry, behind))
             if is_tensor(met.item):
                 kept.tensors.append(met.item)
+            if kept.bytes >= enough:
+                return kept
         following = _met(level, seen)
     return kept
 

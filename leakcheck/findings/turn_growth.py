@@ -270,7 +270,7 @@ class TurnGrowth:
 
     def _worth_a_look(self, courses: Mapping[int, Course], there: Mapping[int, object]) -> dict[int, bool]:
         return {
-            identity: is_worth_a_look(courses[identity], container, tensors=self._counts_tensors)
+            identity: is_worth_a_look(courses[identity], container, tensors=self._counts_tensors, at_a_glance=True)
             for identity, container in there.items()
         }
 

@@ -128,7 +128,7 @@ def _perform(target: Any, call: Call) -> None:
 
 def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Killed:
     before = _segments()
-    card = _Card(device, driver)
+    card = EngineCard(device, driver)
     with ExitStack() as stack:
         # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
@@ -187,7 +187,7 @@ class _CardUse(NamedTuple):
     processes: Mapping[int, int | None]
 
 
-class _Card:
+class EngineCard:
     """The card of an engine that will be killed, beside its neighbours; on a CPU none, of which nothing stays."""
 
     def __init__(self, device: str, driver: Driver) -> None:
@@ -232,7 +232,7 @@ class _Card:
             return None
 
 
-def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: _Card) -> list[Finding]:
+def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: EngineCard) -> list[Finding]:
     """Report what is still there when the kernel and the driver have had their time."""
     deadline = time.monotonic() + PATIENCE_S
     device = card.device

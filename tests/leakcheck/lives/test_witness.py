@@ -250,12 +250,12 @@ def test_a_target_that_cannot_be_driven_at_all_is_no_result(monkeypatch: pytest.
 
 
 def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:
-    late = module._Card("cuda:0", GivesBackLate(1000, 1 << 30, 1 << 30, 1000))
+    late = module.EngineCard("cuda:0", GivesBackLate(1000, 1 << 30, 1 << 30, 1000))
     assert module._what_stays("wake", set(), set(), late) == []
-    (finding,) = module._what_stays("wake", set(), set(), module._Card("cuda:0", GivesBackLate(1000, 1 << 30)))
+    (finding,) = module._what_stays("wake", set(), set(), module.EngineCard("cuda:0", GivesBackLate(1000, 1 << 30)))
     assert (finding.resource, finding.device, finding.bytes) == ("driver", "cuda:0", (1 << 30) - 1000)
     # On a CPU no card is asked.
-    assert module._what_stays("wake", set(), set(), module._Card("cpu", GivesBackLate(0, 1 << 30))) == []
+    assert module._what_stays("wake", set(), set(), module.EngineCard("cpu", GivesBackLate(0, 1 << 30))) == []
 
 
 class OnCard(Bare):
