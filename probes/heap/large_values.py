@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import array
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from lowtide.probes import native
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import are_tracked, identities, objects_at, referents, types_of
-from lowtide.probes.objects.listed import all_objects, collector_paused
+from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import loaded
 
@@ -37,19 +38,30 @@ def read_values(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[in
     Returns:
         The KiB by object, as lengths; the largest value of each wanted one that is there, by the object's identity.
     """
-    found = _Found(wanted)
     with collector_paused():
-        objects = all_objects()
-        count = len(objects)
-        for start in range(0, count, _AT_A_TIME):
-            part = objects[start : start + _AT_A_TIME]
-            found.add(part)
-            part.clear()
-        objects.clear()
-        owners, sizes = (np.concatenate(parts) for parts in zip(*found.parts, strict=True))
+        if native.values_of_all is not None and lists_can_be_read():
+            sizes, found = _sizes(), _Found(wanted)
+            held, values, count = native.values_of_all(tuple(sizes), LEAST)
+            owners = np.frombuffer(held, np.int64)
+            found.note(owners, np.fromiter((sizes[type(each)](each) for each in values), np.int64, len(values)), values)
+            values.clear()
+        else:
+            found, count = _found_among(all_objects(), wanted)
+        owners, bytes_held = (np.concatenate(parts) for parts in zip(*found.parts, strict=True))
         ids, places = np.unique(owners, return_inverse=True)
-        lengths = np.bincount(places, sizes, minlength=len(ids)).astype(np.int64) // UNIT
+        lengths = np.bincount(places, bytes_held, minlength=len(ids)).astype(np.int64) // UNIT
         return ContainerLengths(ids, types_of(ids), lengths, count), found.largest
+
+
+def _found_among(objects: list[Any], wanted: Collection[int]) -> tuple[_Found, int]:
+    """Return what is found of some objects, which the list lets go of, and how many they are."""
+    found, count = _Found(wanted), len(objects)
+    for start in range(0, count, _AT_A_TIME):
+        part = objects[start : start + _AT_A_TIME]
+        found.add(part)
+        part.clear()
+    objects.clear()
+    return found, count
 
 
 class _Found:
@@ -71,6 +83,17 @@ class _Found:
         self._kinds = np.array([id(kind) for kind in self._sizes], np.int64)
         self._seen = np.zeros(0, np.int64)
 
+    def note(self, owners: Ints, sizes: Ints, values: Sequence[Any]) -> None:
+        """Note the large ones of some values, by the identities of their owners."""
+        large = sizes >= LEAST
+        self.parts.append((owners[large], sizes[large]))
+        rising = sorted(range(len(values)), key=sizes.tolist().__getitem__)
+        self.largest |= {
+            int(owners[place]): values[place]
+            for place in rising
+            if self._wanted and large[place] and int(owners[place]) in self._wanted
+        }
+
     def add(self, objects: list[Any]) -> None:
         """Look at what some objects refer to, and dicts that they have to themselves, which are not tracked."""
         counts, held, alive = referents(objects)
@@ -80,10 +103,7 @@ class _Found:
         unique, places = np.unique(values, return_inverse=True)
         sizes = _sizes_of(unique, self._sizes)[places]
         large = sizes >= LEAST
-        self.parts.append((owners[large], sizes[large]))
-        of_wanted = sorted(zip(sizes[large].tolist(), owners[large].tolist(), values[large].tolist(), strict=True))
-        ends = {owner: value for _, owner, value in of_wanted if owner in self._wanted}
-        self.largest |= dict(zip(ends, objects_at(np.array([*ends.values()], np.int64)), strict=True))
+        self.note(owners[large], sizes[large], objects_at(values[large]))
         dicts = np.unique(held[kinds == id(dict)])
         dicts = np.setdiff1d(dicts[~are_tracked(dicts)], self._seen)
         self._seen = np.union1d(self._seen, dicts)

@@ -16,6 +16,7 @@ followers_among: Callable[[object, bytes, int], list[Any]] | None = None if heap
 old_among: Callable[[bytes], list[Any]] | None = getattr(heap, "old_among", None)
 marks_of: Callable[[tuple[dict[str, Any], ...]], bytes] | None = getattr(heap, "marks_of", None)
 lengths_of_all: Callable[..., Any] | None = getattr(heap, "lengths_of_all", None)
+values_of_all: Callable[..., Any] | None = getattr(heap, "values_of_all", None)
 all_instances: Callable[[tuple[type, ...], bool], list[Any]] | None = getattr(heap, "all_instances", None)
 frozen: Callable[[int], tuple[int, int, int]] | None = getattr(heap, "frozen", None)
 of_generations: Callable[[int, tuple[type, ...]], tuple[bytes, bytes, list[Any]]] | None = getattr(

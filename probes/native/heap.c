@@ -1027,6 +1027,99 @@ lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
     return taken;
 }
 
+/* Values --------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    Walk walk;
+    Table kinds;   /* the types of values */
+    Table seen;    /* the dicts that the collector does not track */
+    Array dicts;   /* PyObject *, those of them that are still to be looked at */
+    Array owners;  /* int64 */
+    Array met;     /* PyObject *, the values */
+    Py_ssize_t least, objects;
+} Values;
+
+/* What is said of others' sizes by them alone is asked in Python. */
+static int
+may_be_large(const Values *found, PyObject *value)
+{
+    if (PyUnicode_CheckExact(value))
+        return PyUnicode_GetLength(value) >= found->least;
+    if (PyBytes_CheckExact(value) || PyByteArray_CheckExact(value))
+        return Py_SIZE(value) >= found->least;
+    return 1;
+}
+
+static int
+note_value(Values *found, PyObject *owner, PyObject *value)
+{
+    int64_t id = (int64_t)(uintptr_t)owner;
+    if (table_find(&found->kinds, Py_TYPE(value)) != UNKNOWN)
+        return may_be_large(found, value) && (array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0);
+    if (!PyDict_CheckExact(value) || PyObject_GC_IsTracked(value) || table_find(&found->seen, value) != UNKNOWN)
+        return 0;
+    return table_add(&found->seen, value, 0) < 0 || array_push(&found->dicts, &value) < 0;
+}
+
+static int
+note_values(Values *found, PyObject *owner)
+{
+    static const Asked nothing = {0};
+    Walk *walk = &found->walk;
+    int32_t place = noted_kind(walk, Py_TYPE(owner), &PyList_Type);
+    if (place < 0 || note_shown(walk, owner, place, &nothing) < 0)
+        return -1;
+    PyObject **items = (PyObject **)walk->referents.items;
+    int failed = 0;
+    for (size_t at = 0; at < walk->referents.count && !failed; at++) {
+        if (at + AHEAD < walk->referents.count)
+            PREFETCH(items[at + AHEAD]);
+        failed = note_value(found, owner, items[at]);
+    }
+    walk->referents.count = 0;
+    return failed ? no_memory() : 0;
+}
+
+static int
+read_values(PyObject *item, void *reading)
+{
+    Values *found = reading;
+    found->objects++;
+    int failed = note_values(found, item);
+    while (!failed && found->dicts.count > 0)
+        failed = note_values(found, ((PyObject **)found->dicts.items)[--found->dicts.count]);
+    return failed;
+}
+
+static PyObject *
+values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *kinds, *taken = NULL;
+    Values found = {.dicts = {.width = sizeof(PyObject *)}, .owners = {.width = sizeof(int64_t)},
+                    .met = {.width = sizeof(PyObject *)}};
+    if (!PyArg_ParseTuple(args, "O!n:values_of_all", &PyTuple_Type, &kinds, &found.least) || are_classes(kinds) < 0)
+        return NULL;
+    begin(&found.walk);
+    int failed = 0;
+    for (Py_ssize_t at = 0; at < PyTuple_Size(kinds) && !failed; at++)
+        failed = table_add(&found.kinds, PyTuple_GetItem(kinds, at), 0) < 0 ? no_memory() : 0;
+    if (!failed && for_all(0, read_values, &found) == 0) {
+        /* (The list is made last: it is young itself.) */
+        PyObject *values = list_of(&found.met), *owners = array_take(&found.owners);
+        if (values != NULL && owners != NULL)
+            taken = Py_BuildValue("(OOn)", owners, values, found.objects);
+        Py_XDECREF(values);
+        Py_XDECREF(owners);
+    }
+    Array *arrays[] = {&found.dicts, &found.owners, &found.met};
+    for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
+        free(arrays[at]->items);
+    free(found.kinds.slots);
+    free(found.seen.slots);
+    end(&found.walk);
+    return taken;
+}
+
 typedef struct {
     const PyObject *but;
     Array *met; /* PyObject * */
@@ -1335,6 +1428,9 @@ static PyMethodDef functions[] = {
      "Return the identities (int64) of all containers, of the dicts that objects hold and that the collector does not "
      "track, and of all types, how many things each holds, or how many objects there are of it, and its type's identity "
      "(int64), how many objects there are, and the wanted ones."},
+    {"values_of_all", values_of_all, METH_VARARGS,
+     "Return the identity (int64) of who refers to each value of some types, which may be of so many bytes, the values, "
+     "and how many objects there are."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places. Nothing may be collected meanwhile."},

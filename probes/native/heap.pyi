@@ -54,6 +54,20 @@ def lengths_of_all(
         NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
+def values_of_all(kinds: tuple[type, ...], least: int) -> tuple[bytes, list[Any], int]:
+    """Return what all objects, and dicts of theirs that the collector does not track, refer to of some types.
+
+    Args:
+        kinds: the types of such values.
+        least: bytes or characters from which on a text or bytes are large; other values all are.
+
+    Returns:
+        Who refers to each, by identity (int64); the values; how many objects were gone through.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
+    """
+
 def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
     """Return those of the objects with these identities (int64) that come behind one in the collector's list.
 

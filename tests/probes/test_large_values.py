@@ -6,8 +6,18 @@ import gc
 import weakref
 
 import numpy as np
+import pytest
 
+from lowtide.probes import native
 from lowtide.probes.heap.large_values import LEAST, UNIT, read_values, size_of_value
+
+
+@pytest.fixture(autouse=True, params=["in C", "in Python"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in Python":
+        monkeypatch.setattr(native, "values_of_all", None)
+    elif native.values_of_all is None:
+        pytest.skip("no compiler")
 
 
 class Holder:
@@ -23,6 +33,35 @@ def test_an_object_has_what_its_attributes_are() -> None:
     assert read.lengths[place] == 4 * LEAST // UNIT
     assert values == {owner: holder.data}
     assert size_of_value(values[owner]) == 3 * LEAST
+
+
+def test_what_lies_in_dicts_of_names_alone_is_met() -> None:
+    inner = {"deep": "x" * LEAST}
+    assert not gc.is_tracked(inner)
+    holder = [{"inner": inner, "same": inner}]
+    read, _ = read_values()
+    (place,) = read.places_of(np.array([id(inner)], np.int64)).tolist()
+    assert read.lengths[place] == LEAST // UNIT
+    assert holder[0]["same"] is inner
+
+
+def test_what_is_frozen_is_read_too() -> None:
+    holder = ["x" * (2 * LEAST)]
+    gc.freeze()
+    try:
+        read, values = read_values([id(holder)])
+    finally:
+        gc.unfreeze()
+    (place,) = read.places_of(np.array([id(holder)], np.int64)).tolist()
+    assert (read.lengths[place], values) == (2 * LEAST // UNIT, {id(holder): holder[0]})
+
+
+def test_a_value_that_two_have_counts_for_both_and_twice_for_one_that_has_it_twice() -> None:
+    text = "x" * LEAST
+    one, other = [text, text], [text]
+    read, _ = read_values()
+    places = read.places_of(np.array([id(one), id(other)], np.int64))
+    assert read.lengths[places].tolist() == [2 * LEAST // UNIT, LEAST // UNIT]
 
 
 def test_a_view_has_none_of_its_own() -> None:
