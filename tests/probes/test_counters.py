@@ -327,7 +327,8 @@ def test_one_reader_sees_it_come_and_go(reader: CounterReader, thing: str) -> No
     before = reader.read().items[resource]
     with make() as name:
         assert set(reader.read().items[resource]) - set(before) == {name}
-    assert reader.read().items[resource] == before
+    # What a process of another test had in /dev/shm may go meanwhile.
+    assert reader.read().items[resource].items() <= before.items()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
