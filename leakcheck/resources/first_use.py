@@ -454,7 +454,11 @@ def _values(module: ModuleType) -> list[object]:
         found.append((name, value))
         if issubclass(type(value), type) and type.__dict__["__module__"].__get__(value) == module.__name__:
             found += list(type.__dict__["__dict__"].__get__(value).items())
-    return [value for name, value in found if not _is_constant(name, value)]
+    return [value for name, value in found if name not in _OF_IMPORTS and not _is_constant(name, value)]
+
+
+_OF_IMPORTS = ("__spec__", "__loader__")
+"""What has imported a module has them: a test runner's loader leads to all that it knows."""
 
 
 def _is_constant(name: object, value: object) -> bool:

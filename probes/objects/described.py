@@ -54,7 +54,8 @@ def is_of_python(file: str) -> bool:
 
 def program_modules() -> list[ModuleType]:
     """The modules that have a file and are no library's, and not of this checker."""
-    return [module for module, file in _files() if not is_library(file) and not module.__name__.startswith("lowtide.")]
+    found = [module for module, file in _files() if not is_library(file)]
+    return [module for module in found if not f"{module.__name__}.".startswith("lowtide.")]
 
 
 def program_namespaces() -> frozenset[int]:

@@ -372,6 +372,17 @@ def test_what_the_program_holds_is_reported_at_once(
         HELD.clear()
 
 
+def test_what_leads_from_the_loader_of_a_module_of_the_programs_is_none_of_that(
+    process: Process, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.keep_socket()
+    # As from pytest's, which has the session, and so whatever an object in that leads to.
+    monkeypatch.setattr(sys.modules[__name__], "__loader__", SimpleNamespace(session=library.KEPT))
+    reported, found = process.end("test_a")
+    assert reported == {}
+    assert len(found.listed) == 1
+
+
 @pytest.mark.parametrize("held", ["constant", "tuple of constants", "signal", "line"])
 def test_a_number_that_never_changes_is_no_descriptor_s(process: Process, library: Any, held: str) -> None:
     """Python 3.12's `multiprocessing` has the lengths of digests; 3.13 keeps in each class the line where it begins."""
@@ -466,9 +477,23 @@ def test_what_native_code_makes_is_listed_once_and_reported_with_the_first_if_it
     native_pipe()
     reported, found = process.end("test_a")
     assert reported == {}
-    assert found.listed[0].what.startswith("2 file descriptors of native code: ")
+    assert found.listed[0].what.startswith("2 file descriptors of native code (pipe): ")
     native_pipe()
     assert len(process.end("test_b")[0]["file-descriptors"]) == 4
+
+
+def test_what_native_code_makes_of_another_kind_is_another_first_use(
+    process: Process, native_pipe: Callable[[], None]
+) -> None:
+    native_pipe()
+    process.end("test_a")
+    number = ctypes.CDLL(None).eventfd(0, 0)
+    try:
+        reported, found = process.end("test_b")
+    finally:
+        os.close(number)
+    assert reported == {}
+    assert found.listed[0].what.startswith("1 file descriptor of native code (eventfd): ")
 
 
 def test_what_two_libraries_make_by_the_code_of_a_third_are_two_first_uses(
