@@ -9,6 +9,7 @@ from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 NATIVE = """
 import ctypes
+import gc
 
 import lmdb
 import pytest
@@ -38,6 +39,8 @@ def test_context():
 
 def test_socket_and_its_context():
     context = zmq.Context()
+    # Then the socket comes first in the collector's lists.
+    gc.collect()
     pushing = context.socket(zmq.PUSH)
     pushing.bind("tcp://127.0.0.1:*")
     KEPT.append((pushing, context))
