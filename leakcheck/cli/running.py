@@ -265,7 +265,8 @@ def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
         owner = psutil.Process(pid).username()
         refuse(f"pid {pid} is {owner}'s, and agents answer their own user alone: run lowtide as {owner}")
     tree = _tree_of(pid)
-    found = next((agents for each in tree if (agents := Agents.of_process(each)) is not None), None)
+    # What watches the program at the top may be somebody else's: a test's, of a command that has agents of its own.
+    found = next((agents for each in reversed(tree) if (agents := Agents.of_process(each)) is not None), None)
     return None if found is None else (found, [each for each in tree if found.has_agent(each)])
 
 

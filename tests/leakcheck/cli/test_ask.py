@@ -131,11 +131,16 @@ def told(process: subprocess.Popen[str], word: str) -> None:
             "40 file descriptors more than at mark 'mark': 40 of socket:[N]",
         ),
         ("nothing", "C", "host-memory", " more than at mark 'mark': malloc in use has "),
-        ("tensors", "chain", "tensors", "10.0 MiB more of tensors on cpu than at mark 'mark'"),
+        (
+            "tensors",
+            "chain",
+            "tensors",
+            "(10.0 MiB) more than at mark 'mark': __main__.Node behind each other by .next",
+        ),
     ],
 )
 @pytest.mark.nightly
-def test_what_no_container_holds_is_told_as_such(
+def test_what_no_container_has_is_told_by_what_it_is(
     process: subprocess.Popen[str], before: str, word: str, resource: str, said: str
 ) -> None:
     told(process, before)

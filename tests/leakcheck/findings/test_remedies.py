@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -314,15 +315,20 @@ def test_everything_that_can_change_is_listed(findings: list[Finding]) -> None:
 
 def test_a_tensor_whose_memory_only_native_code_holds_is_not_said_to_come_back(load: Load) -> None:
     program = load("TABLE = {}\nOWNER = []")
-    capsules: list[object] = []
+    capsules: list[int] = []
 
     def leak() -> None:
         tensor = numbers(2001)
         program.TABLE["a"] = tensor
-        # A capsule holds what is under the tensor, in C++.
-        capsules.append(tensor.__dlpack__())
+        # A capsule holds what is under the tensor, in C++, and C alone the capsule.
+        capsule = tensor.__dlpack__()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(capsule))
+        capsules.append(id(capsule))
 
-    (found,) = proven(("call", leak))
+    try:
+        (found,) = proven(("call", leak))
+    finally:
+        ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(capsules[0]))
     assert program.TABLE == {}
     assert found.remedy is None
     assert found.tried == (remedy(f"del {program.__name__}.TABLE['a']", 0),)

@@ -926,7 +926,7 @@ def test_what_a_driver_counts_besides_is_reported_if_it_stays(
 ) -> None:
     life = on_card(CountingDriver(100), CountingDriver(*counts))
     if is_reported:
-        message = r"counts 65.0 MiB more on cuda:0 after sleep .*: 165.0 MiB outside .*, 100.0 MiB before"
+        message = r"counts 65.0 MiB more on cuda:0 after sleep, unexplained: 165.0 MiB outside .*, 100.0 MiB before"
         with pytest.raises(LifeError, match=message) as caught:
             life._check_ledger("sleep")
         (finding,) = caught.value.findings

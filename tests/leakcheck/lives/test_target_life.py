@@ -334,7 +334,7 @@ def test_what_lives_leave_is_told_by_what_it_is_and_who_holds_it() -> None:
     assert "started in Serving.create, test_target_life.py:" in found["processes"].message
     assert "made in Worker.__init__, test_target_life.py:" in found["file-descriptors"].message
     assert f"held by {kept}" in found["shared-memory"].message
-    assert found["shared-memory"].advice == f"call {kept}[2].unlink() in teardown"
+    assert found["shared-memory"].advice == f"call unlink() of each that {kept} holds in teardown"
     assert found["file-descriptors"].path[1].edge == ".KEPT"
 
 
