@@ -87,12 +87,11 @@ class _Found:
         """Note the large ones of some values, by the identities of their owners."""
         large = sizes >= LEAST
         self.parts.append((owners[large], sizes[large]))
-        rising = sorted(range(len(values)), key=sizes.tolist().__getitem__)
-        self.largest |= {
-            int(owners[place]): values[place]
-            for place in rising
-            if self._wanted and large[place] and int(owners[place]) in self._wanted
-        }
+        if not self._wanted:
+            return
+        owned = owners.tolist()
+        rising = sorted(np.flatnonzero(large).tolist(), key=sizes.tolist().__getitem__)
+        self.largest |= {owned[place]: values[place] for place in rising if owned[place] in self._wanted}
 
     def add(self, objects: list[Any]) -> None:
         """Look at what some objects refer to, and dicts that they have to themselves, which are not tracked."""

@@ -117,8 +117,9 @@ def test_memory_that_an_older_tensor_gets_in_a_test_is_the_fixtures_with_the_new
     session: Session,
 ) -> None:
     def give(engine: Engine) -> None:
-        engine.others.append(torch.ones(1000))
-        engine.old.data = engine.others[0]  # type: ignore[assignment]
+        new = torch.ones(1000)
+        engine.others.append(new)
+        engine.old.data = new
 
     assert session.judge(give) == ()
     session.program.KEPT.append(session.engine.old)
