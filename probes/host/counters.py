@@ -24,7 +24,6 @@ from lowtide.probes.host.settings import (
     Finders,
     Hooks,
     KernelStatus,
-    LevelNames,
     Loggers,
     ModuleSearchPath,
     Reducers,
@@ -107,7 +106,6 @@ class SettingReader:
         self._runners = len(self._sources)
         self._sources += (
             process_values(),
-            LevelNames(),
             Reducers(),
             library_values(),
             torch_values(),

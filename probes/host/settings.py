@@ -425,24 +425,6 @@ _TIMERS = {
 }
 
 
-class LevelNames:
-    """The names of levels that `logging.addLevelName` has given."""
-
-    def raw(self) -> object:
-        """The levels with the identities of their names."""
-        names = logging._levelToName
-        return (*map(id, names), *map(id, names.values())) if type(names) is dict else id(names)
-
-    def texts(self) -> dict[str, str]:
-        """Each name by its level."""
-        names = logging._levelToName
-        return {
-            f"name of logging level {level}": repr(name)
-            for level, name in (names.items() if type(names) is dict else ())
-            if type(level) is int and type(name) is str
-        }
-
-
 class Reducers:
     """What `copyreg.pickle` has registered that is the program's own."""
 
@@ -573,7 +555,8 @@ class Loggers:
     """The levels and handlers of all loggers, and whether they are switched off or propagate.
 
     What an installed library's logger has when it is first seen is the library's own, as of a library that sets its
-    logger up when it is first used.
+    logger up when it is first used. So is a handler that the library's own class formats, or is; and what else its
+    loggers, and the levels' names, have got together with such a handler, as `uvicorn.Config` sets all of that at once.
 
     There may be a thousand loggers.  So none but the root and its next are looked at while nothing says that another
     one may have changed: `setLevel` and `disable` empty what each logger remembers, so also what this module's own
@@ -595,6 +578,9 @@ class Loggers:
         self._handlers_given: dict[str, frozenset[int]] = {}
         self._disabled_given: set[str] = set()
         self._kept_given: set[str] = set()
+        self._names_given: dict[int, str] = {}
+        self._names: set[int] = set(_names_of_levels())
+        self._own_handlers: set[int] = set()
 
     def raw(self) -> object:
         """What says that a level or a handler may have changed."""
@@ -608,6 +594,7 @@ class Loggers:
             handlers = tuple(map(id, itertools.chain.from_iterable(map(_HANDLERS, self._next))))
         except TypeError:  # something else stands where one had a list of them
             handlers = ()
+        names = _names_of_levels()
         return (
             len(self._loggers),
             self._changes,
@@ -615,11 +602,18 @@ class Loggers:
             handlers,
             tuple(map(id, itertools.chain.from_iterable(map(_SWITCHES, self._next)))),
             tuple(map(id, _all_handlers())),
+            tuple(names),
+            tuple(map(id, names.values())),
         )
 
     def texts(self) -> dict[str, str]:
-        """Each level that is set, and each handler."""
-        found = {}
+        """Each level that is set, each handler, and the names of levels that `logging.addLevelName` has given."""
+        self._take_configured()
+        found = {
+            f"name of logging level {level}": repr(name)
+            for level, name in _names_of_levels().items()
+            if self._names_given.get(level) != name and type(level) is int and type(name) is str
+        }
         for name, logger in self._loggers:
             level, handlers = _LEVEL(logger), _HANDLERS(logger)
             identities = list(map(id, handlers)) if type(handlers) is list else []
@@ -640,11 +634,34 @@ class Loggers:
             for handler in handlers if type(handlers) is list else ():
                 if id(handler) in self._handlers_given.get(name, ()) or is_tools(type(handler)):
                     continue
-                if _is_of_same_library(type(handler), name):
+                if _is_of_same_library(handler, name):
                     continue
                 if type(handler) is not logging.NullHandler:
                     found[f"handler {_handler_name(handler)} of {shown} at {id(handler):#x}"] = "there"
         return found
+
+    def _take_configured(self) -> None:
+        """Take what has changed together with a new handler of a library's own on its loggers for the library's."""
+        own = {
+            id(handler): name.partition(".")[0]
+            for name, logger in self._loggers
+            for handler in (_HANDLERS(logger) if type(_HANDLERS(logger)) is list else ())
+            if _is_of_same_library(handler, name)
+        }
+        configured = {top for identity, top in own.items() if identity not in self._own_handlers}
+        names = _names_of_levels()
+        if configured and self._known is not None:
+            for name, logger in self._loggers:
+                if name.partition(".")[0] in configured:
+                    self._give(name, logger)
+            self._names_given.update((level, name) for level, name in names.items() if level not in self._names)
+        self._own_handlers, self._names = set(own), set(names)
+
+    def _give(self, name: str, logger: logging.Logger) -> None:
+        """Note a library's logger's level and switches as the library's own."""
+        self._levels_given[name] = _LEVEL(logger)
+        self._disabled_given.update([name] if logger.disabled is True else ())
+        self._kept_given.update([name] if logger.propagate is False else ())
 
     def _list(self, known: Mapping[str, Any]) -> None:
         self._count = len(known)
@@ -660,20 +677,30 @@ class Loggers:
         if self._known is not None:
             for name, logger in self._loggers:
                 if name not in self._known and is_installed_module(name):
-                    self._levels_given[name] = _LEVEL(logger)
+                    self._give(name, logger)
                     self._handlers_given[name] = frozenset(map(id, _HANDLERS(logger)))
-                    self._disabled_given.update([name] if logger.disabled is True else ())
-                    self._kept_given.update([name] if logger.propagate is False else ())
         self._known = names
 
 
-def _is_of_same_library(cls: type, logger: str) -> bool:
-    """Whether a handler is of the library whose logger has it: torch takes its lazy one away when it is first used."""
+def _is_of_same_library(handler: Any, logger: str) -> bool:
+    """Whether a handler, or its formatter, is of the library whose logger has it.
+
+    torch takes its lazy one away when it is first used; uvicorn formats its own with each configuration.
+    """
     top = logger.partition(".")[0]
-    return module_of_class(cls).partition(".")[0] == top and top != "logging" and is_installed_module(top)
+    formatter = vars(handler).get("formatter") if is_a(handler, logging.Handler) else None
+    classes = (type(handler), type(formatter))
+    is_own = any(module_of_class(cls).partition(".")[0] == top for cls in classes)
+    return is_own and top not in ("", "logging") and is_installed_module(top)
 
 
 _own_logger: Any = logging.getLogger("lowtide")
+
+
+def _names_of_levels() -> Mapping[int, str]:
+    """Return the names of levels by their numbers; none where something else stands there."""
+    names: Any = logging._levelToName
+    return names if type(names) is dict else {}
 
 
 def _all_handlers() -> list[object]:

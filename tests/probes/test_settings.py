@@ -34,6 +34,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -772,6 +773,54 @@ def test_a_handler_of_a_library_on_its_own_logger_is_the_library_s(reader: Setti
     with ExitStack() as stack:
         added(ROOT, mine)(stack)
         assert len(changes_between(before, reader.read())) == 1
+
+
+def test_what_a_library_configures_of_its_own_loggers_is_the_library_s_however_often(
+    reader: SettingReader, uvicorns_loggers: None
+) -> None:
+    before = reader.read()
+    for _ in range(2):
+        uvicorn.Config(None)  # type: ignore[arg-type]
+        assert logging.getLogger("uvicorn.error").level == logging.INFO
+        assert logging.getLevelName(5) == "TRACE"
+        now = reader.read()
+        assert changes_between(before, now) == changes_between(now, before) == []
+    # What somebody else gives them stays somebody else's.
+    mine = logging.StreamHandler()
+    logging.getLogger("uvicorn").addHandler(mine)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.addLevelName(5, "DETAIL")
+    logging.addLevelName(6, "DETAIL OF MINE")
+    assert [change.setting for change in changes_between(before, reader.read())] == [
+        "handler logging.StreamHandler of logging.getLogger('uvicorn')",
+        "level of logging.getLogger('uvicorn.error')",
+        "name of logging level 5",
+        "name of logging level 6",
+    ]
+
+
+def test_a_level_of_a_library_s_logger_that_the_program_sets_is_the_program_s(
+    reader: SettingReader, uvicorns_loggers: None
+) -> None:
+    before = reader.read()
+    logging.getLogger("uvicorn.error").setLevel(logging.INFO)
+    logging.addLevelName(5, "TRACE")
+    assert len(changes_between(before, reader.read())) == 2
+
+
+@pytest.fixture
+def uvicorns_loggers() -> Iterator[None]:
+    """Have uvicorn's loggers, and the levels' names, be afterwards as they were before."""
+    loggers = [logging.getLogger(f"uvicorn{part}") for part in ("", ".access", ".asgi", ".error")]
+    attributes = [(logger, {**vars(logger), "handlers": list(logger.handlers)}) for logger in loggers]
+    tables = [(table, dict(table)) for table in (logging._levelToName, logging._nameToLevel)]
+    yield
+    for logger, values in attributes:
+        vars(logger).update(values)
+        logger.manager._clear_cache()  # type: ignore[attr-defined]
+    for table, names in tables:
+        table.clear()
+        table.update(names)  # type: ignore[arg-type]
 
 
 def test_of_two_long_values_that_is_reported_by_which_they_differ() -> None:
