@@ -1,4 +1,7 @@
-"""A finding about host memory: which large arrays of the program are that memory, by their sizes, and their holder."""
+"""A finding about host memory: which objects of the program are that memory, and who holds them.
+
+Large arrays are told by their sizes; what C code of a library has, and tells nobody, by what has come with the memory.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.explaining.library_objects import is_installed
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.probes.heap.holders import census_of
+from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
@@ -64,9 +70,34 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     found = held_by_arrays(leak.finding.bytes, context)
     if found is None:
         return replace(leak, finding=with_fragments(leak.finding))
-    facts, explanation = found
+    return _with_facts(leak, *found)
+
+
+def _with_facts(leak: ItemLeak, facts: HolderFacts, explanation: Explanation) -> ItemLeak:
     finding = msgspec.structs.replace(with_holder(leak.finding, facts), former_fingerprint=leak.finding.fingerprint)
     return with_fingerprint(replace(leak, finding=finding, explanation=explanation), leak.module)
+
+
+def with_native_holder(leak: ItemLeak, context: Context) -> ItemLeak:
+    """Say of host memory that is no array's which objects of libraries' C code have come with it, and who holds them.
+
+    How much these have is not known: the evidence is that nothing else of the kind came, so where they are many nothing
+    is said.
+    """
+    if leak.key != "host-memory" or leak.explanation is not None or context.born is None:
+        return leak
+    items = of_libraries(census_of(context.walk), context.born, lambda kind: True, of_any_age=False)
+    held = [each for each in held_arrays([Buffer(item, 0) for item in items], context) if not _is_library_s(each)]
+    by_holder = {each.explanation.holder: each for each in reversed(held)}
+    if not 0 < len(by_holder) <= _MOST_NAMED:
+        return leak
+    kinds = ", ".join(dict.fromkeys(each.kind for each in by_holder.values()))
+    ways = [each.explanation for each in by_holder.values()]
+    return _with_facts(leak, *_facts(f"; it may be what C code of a library has for {kinds} held by ", ways))
+
+
+def _is_library_s(held: HeldArray) -> bool:
+    return is_installed(held.explanation.path[0].edge)
 
 
 def with_fragments(finding: Finding) -> Finding:
@@ -87,11 +118,18 @@ def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanatio
         return None
     first, amount = found[0], sum(each.bytes for each in found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
-    explanation = first.explanation
-    ways = list({each.container: each.explanation for each in found}.values())
+    ways: dict[Hashable, Explanation] = {}
+    for each in found:
+        ways.setdefault(each.container, each.explanation)
+    return _facts(f"; {arrays} held by ", [*ways.values()])
+
+
+def _facts(said: str, ways: Sequence[Explanation]) -> tuple[HolderFacts, Explanation]:
+    """Return who holds some objects by these ways, with the first of them."""
+    explanation = ways[0]
     holders = first_of([way.holder for way in ways], _MOST_NAMED)
     facts = HolderFacts(
-        note=Note(f"; {arrays} held by ", explanation.holder, holders.removeprefix(explanation.holder)),
+        note=Note(said, explanation.holder, holders.removeprefix(explanation.holder)),
         cause=explanation.cause,
         verdict=explanation.verdict,
         path=explanation.path,

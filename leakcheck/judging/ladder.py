@@ -7,6 +7,7 @@ is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -223,13 +224,32 @@ def compiled_anything() -> bool:
     return bool(counters.get("frames", {}).get("total", 0))
 
 
+_TRIMS: Sequence[tuple[str, tuple[Any, ...]]] = (
+    ("malloc_trim", (0,)),
+    # gperftools' tcmalloc.
+    ("MallocExtension_ReleaseFreeMemory", ()),
+    # jemalloc: what this thread keeps, then all arenas, for which this number stands.
+    ("mallctl", (b"thread.tcache.flush", None, None, None, 0)),
+    ("mallctl", (b"arena.4096.purge", None, None, None, 0)),
+    ("mi_collect", (True,)),
+)
+"""What gives the free memory of an allocator back, by C function: glibc's, and those that may stand in its place."""
+
+
 def trim_heap() -> bool:
-    """Give the free parts of the C library's heap back to the kernel; False where it is not glibc."""
-    try:
-        _LIBRARY.malloc_trim(0)
-    except AttributeError:
-        return False
-    return True
+    """Give the free parts of the heap back to the kernel; False where no allocator is known.
+
+    A program may have replaced the C library's allocator (`LD_PRELOAD`, as vLLM advises on CPUs); pyarrow has its own.
+    """
+    known = [(getattr(_LIBRARY, name), arguments) for name, arguments in _TRIMS if hasattr(_LIBRARY, name)]
+    for trim, arguments in known:
+        trim(*arguments)
+    # Another version, or half an import.
+    with contextlib.suppress(Exception):
+        arrow: Any = loaded("pyarrow")
+        if arrow is not None:
+            arrow.default_memory_pool().release_unused()
+    return bool(known)
 
 
 def _clear_lru_caches() -> None:

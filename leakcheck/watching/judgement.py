@@ -14,7 +14,7 @@ from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.heap_file import HeapFile
-from lowtide.leakcheck.findings.host_arrays import with_array_holder
+from lowtide.leakcheck.findings.host_arrays import with_array_holder, with_native_holder
 from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import (
     DeferredRemedies,
@@ -365,7 +365,7 @@ class WatchJudge:
                 for part in with_pool_holders(leak, context)
             ]
             found += [
-                part
+                with_native_holder(part, context)
                 for part in named
                 if part.explanation is not None
                 # By the devices of now: a card's first use is what takes most.

@@ -103,22 +103,27 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
         yield "file-descriptors", str(_plain(attribute(arena, "fd"))), arena
 
 
-def of_libraries(census: Census, born: Collection[int], can_be_ended: Callable[[type], bool]) -> list[Any]:
+def of_libraries(
+    census: Census, born: Collection[int], is_wanted: Callable[[type], bool], *, of_any_age: bool = True
+) -> list[Any]:
     """Return the objects that C code of libraries defines and that may have come since a moment.
 
-    What such code opens, it tells nobody: an object of its that came at the same time is what may have it. Of what the
-    collector does not track nobody knows the age; it comes last.
+    What such code opens or allocates, it tells nobody: an object of its that came at the same time is what may have it.
+    Of what the collector does not track nobody knows the age, but that what is new has come with what refers to it.
 
     Args:
         census: the objects to look among.
         born: the identities of what was born since.
-        can_be_ended: tells whether instances of a class can be.
+        is_wanted: tells whether instances of a class are wanted.
+        of_any_age: whether to return all that the collector does not track, behind the others; else only what something
+            new refers to.
     """
     classes = {id(base): base for kind in census.types() for base in mro_of(kind)}
-    kinds = [kind for kind in defined_in_libraries([*classes.values()]) if can_be_ended(kind)]
+    kinds = [kind for kind in defined_in_libraries([*classes.values()]) if is_wanted(kind)]
     found = [item for item in (census.instances_of(*kinds) if kinds else ()) if id(item) in born]
     untracked = [kind for kind in kinds if not flags_of(kind) & _HAVE_GC]
-    return found + (census.referred_to(*untracked) if untracked else [])
+    among = census if of_any_age else census.among(born)
+    return found + (among.referred_to(*untracked) if untracked else [])
 
 
 def _to_be_closed(census: Census) -> Iterator[tuple[str, str, Any]]:

@@ -1,4 +1,7 @@
-"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, text, ctypes, anonymous maps."""
+"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, text, ctypes, anonymous maps.
+
+And what C code of any library says that an object of its has, as pyarrow's tables do (`__sizeof__`).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import filterfalse
+from types import FunctionType
 from typing import Any
 
-from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
-from lowtide.probes.originals import gc, loaded
+from lowtide.probes.objects.opened_in_c import defined_in_libraries
+from lowtide.probes.originals import gc, loaded, sys
 
 LEAST = 1 << 20
 """Bytes from which a buffer is large: glibc takes such a piece from the system by itself, and gives it back."""
@@ -65,7 +70,7 @@ def _add(found: dict[int, Buffer], census: Census, kinds: list[tuple[type, Calla
     ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     views = [] if ndarray is None else census.instances_of(ndarray)
     owners = [owner for view in views if (owner := _owner(ndarray, view)) is not None]
-    for kind, size in kinds:
+    for kind, size in [*kinds, *_sized_by_libraries(census.types(), [kind for kind, _ in kinds])]:
         for item in [*census.instances_of(kind), *(owner for owner in owners if is_a(owner, kind))]:
             amount = size(item)
             if amount >= least:
@@ -96,6 +101,27 @@ def _kinds() -> list[tuple[type, Callable[[Any], int]]]:
             (ndarray, lambda item: 0 if ndarray.base.__get__(item) is not None else ndarray.nbytes.__get__(item))
         )
     return kinds
+
+
+def _sized_by_libraries(types: Iterable[type], known: Iterable[type]) -> list[tuple[type, Callable[[Any], int]]]:
+    """Return the classes of some objects whose C code, that of no library known here, says how much these have."""
+    found: dict[int, type] = {}
+    for kind in types:
+        definer = next((base for base in mro_of(kind) if "__sizeof__" in namespace_of(base)), object)
+        if type(namespace_of(definer)["__sizeof__"]) is not FunctionType:
+            found[id(definer)] = definer
+    # Of numpy's there may be millions, each as large as a number.
+    for kind in (object, getattr(loaded("numpy"), "generic", object), *known):
+        found.pop(id(kind), None)
+    return [(kind, _said_size) for kind in (defined_in_libraries([*found.values()]) if found else ())]
+
+
+def _said_size(item: Any) -> int:
+    try:
+        size = sys.getsizeof(item)
+    except Exception:  # noqa: BLE001 - the library's own, as of what is not made to its end
+        return 0
+    return size
 
 
 def _size_of_array(item: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from inspect import CO_OPTIMIZED
 from types import FrameType, ModuleType
 from typing import Any
@@ -181,6 +181,10 @@ class Census:
     def types(self) -> list[type]:
         """Return the types of the objects, once each."""
         return [*self._types.values()]
+
+    def among(self, identities: Collection[int]) -> Census:
+        """Return the census of those of the objects that have these identities."""
+        return Census([item for item in self._objects if id(item) in identities])
 
     def instances_of(self, *classes: type) -> list[Any]:
         """The objects whose type derives from one of the classes.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import regex
 import torch
 
 from lowtide.probes.memory.buffers import large_buffers
@@ -114,3 +116,11 @@ def test_one_that_lies_in_several_places_is_found_once() -> None:
     one = numbers(SIZE)
     Kept.held = [one, {"again": one}, one[3:]]
     assert sizes() == [SIZE]
+
+
+def test_what_c_code_of_a_library_says_of_its_objects_is_told() -> None:
+    # As of pyarrow's tables: this library is smaller.
+    pattern = regex.compile("|".join(f"a{turn}b*c{turn}" for turn in range(3000)))
+    Kept.held = {"patterns": [pattern]}
+    (found,) = [found for found in large_buffers() if found.item is pattern]
+    assert found.bytes == sys.getsizeof(pattern) > MIB
