@@ -6,6 +6,8 @@ says: past methods that the program has overridden by those of the built-in type
 
 from __future__ import annotations
 
+import dis
+import itertools
 import keyword
 import re
 import sys
@@ -390,7 +392,10 @@ _WRITERS: tuple[Callable[[str, Link], str | None], ...] = (
 )
 
 
-_NAMES = ("shutdown", "terminate", "close", "stop", "cancel", "destroy", "term", "disconnect", "release")
+_NAMES = (
+    *("shutdown", "terminate", "close", "stop", "cancel", "destroy", "term", "disconnect", "release"),
+    *("cleanup", "aclose", "dispose", "quit"),
+)
 _COROUTINES = 0x80 | 0x200
 """The flags of a coroutine's and of an asynchronous generator's code."""
 
@@ -429,12 +434,34 @@ def ending_of(cls: type | None, instance: object = None) -> str:
         if name not in names and is_callable(own := attribute(instance, name)):
             names[name] = own
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
-    endings = ("close", *_NAMES) if "fileno" in names else _NAMES
+    endings = ["close", *_NAMES] if "fileno" in names else [*_NAMES]
     if "close" in names and "unlink" in names:
         # Shared memory that is closed keeps its name in /dev/shm, and its pages with that.
-        endings = ("unlink", *endings)
+        endings = ["unlink", *endings]
     name = next((ending for ending in endings if names.get(ending) is not None), "")
+    # What calls another one does more: `cleanup` of aiohttp's runners shuts down, and closes what that leaves.
+    while broader := next((each for each in endings if name and _calls(names.get(each), name)), ""):
+        endings = [each for each in endings if each != name]
+        name = broader
     return f"{_call(name, names[name])}" if name else ""
+
+
+def _calls(function: object, name: str) -> bool:
+    """Return whether a method calls another one of the same object."""
+    if type(function) is not FunctionType:
+        return False
+    code = code_of(function)
+    steps = list(dis.get_instructions(code))
+    first = code.co_varnames[:1]
+    return any(
+        attribute.argval == name and loading.opname.startswith("LOAD_FAST") and first == (_last(loading.argval),)
+        for loading, attribute in itertools.pairwise(steps)
+    )
+
+
+def _last(loaded: object) -> object:
+    """Return the variable that an instruction has loaded last, of two since Python 3.12."""
+    return loaded[-1] if type(loaded) is tuple else loaded
 
 
 def on(code: str, ending: str) -> str:

@@ -1,8 +1,15 @@
-"""A class is found by its type's name where its module has it, whatever else lies on the way."""
+"""A class is found by its type's name whatever else lies on the way, and told with the call that ends it."""
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing.pool
+import socket
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import pytest
@@ -38,3 +45,57 @@ def test_a_class_is_found_by_its_name(program: ModuleType) -> None:
 def test_what_is_no_class_is_none(program: ModuleType, name: str) -> None:
     assert class_named(f"program_of_endings.{name}") is None
     assert class_named(name) is None
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.sites: list[Outer.Inner] = []
+
+    async def shutdown(self) -> None:
+        self.sites.clear()
+
+    async def cleanup(self) -> None:
+        for site in self.sites:
+            site.stop()
+        await self.shutdown()
+
+
+class Server:
+    def close(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self.running = Runner()
+
+    def release(self, whole: bool) -> None:
+        self.running.shutdown()
+
+
+class Circle:
+    def stop(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.stop()
+
+
+class Plain:
+    def cleanup(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("cls", "ending"),
+    [(Runner, "await cleanup()"), (Server, "close()"), (Circle, "stop()"), (Plain, "cleanup()"), (Hostile, "")],
+)
+def test_of_several_endings_the_one_that_calls_the_others_is_told(cls: type, ending: str) -> None:
+    assert ending_of(cls) == ending
+
+
+def test_the_libraries_endings_are_as_their_documentation_says() -> None:
+    assert ending_of(multiprocessing.pool.Pool) == "terminate()"
+    assert ending_of(ThreadPoolExecutor) == "shutdown()"
+    assert ending_of(TemporaryDirectory) == "cleanup()"
+    assert ending_of(subprocess.Popen) == "terminate()"
+    assert ending_of(socket.socket) == "close()"
+    assert ending_of(SharedMemory) == "unlink()"
+    assert ending_of(asyncio.base_events.Server) == "close()"
