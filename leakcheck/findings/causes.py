@@ -28,7 +28,7 @@ from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.roots import frames_of, is_library
-from lowtide.probes.heap.stand_ins import of_libraries, stand_ins
+from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins
 from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import instance_dict, is_a, thread_ident, thread_key, thread_name
@@ -432,9 +432,24 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
         if resource is not None:
             owners.update(((key, name), item) for name, item in resource.objects(own).items())
     opened = [("file-descriptors", name) for name in names.get("file-descriptors", ())]
-    natively = [named for named in opened if named not in owners and not context.made_at(*named)]
+    unowned = [named for named in opened if named not in owners]
+    natively = [named for named in unowned if not context.made_at(*named)]
     owner = of_library(context) if natively else None
-    return owners if owner is None else {**owners, **dict.fromkeys(natively, owner)}
+    owners.update({} if owner is None else dict.fromkeys(natively, owner))
+    owners.update(_with_numbers([named for named in unowned if named not in owners], context))
+    return owners
+
+
+def _with_numbers(opened: Sequence[_Named], context: Context) -> dict[_Named, Any]:
+    """Return the object that has the number of each descriptor as an attribute, and whose method has opened it."""
+    makers = {named: context.maker_of(*named) for named in opened}
+    functions = {named: maker.functions for named, maker in makers.items() if maker is not None and maker.functions}
+    if not functions or context.born is None:
+        return {}
+    by_number = {int(name.partition(" ")[0]): (key, name) for key, name in functions}
+    opened_by = {number: functions[named] for number, named in by_number.items()}
+    found = having_numbers(census_of(context.walk).among(context.born), opened_by)
+    return {by_number[number]: item for number, item in found.items()}
 
 
 def of_library(context: Context) -> Any:

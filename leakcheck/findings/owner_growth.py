@@ -21,6 +21,7 @@ from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Claims, Count, Key, Owner
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.makers import Maker
 from lowtide.probes.memory.stack_frames import allocating_function
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -68,12 +69,12 @@ def note_growth(
 
 
 def growth_of(
-    owner: Owner, stacks: Stacks, now: Counters, made_at: Callable[[str, str], str] = lambda key, name: ""
+    owner: Owner, stacks: Stacks, now: Counters, maker_of: Callable[[str, str], Maker | None] = lambda key, name: None
 ) -> list[Finding]:
     """Return what grows test after test under an owner that lives: one finding for each kind of thing."""
     growing = owner.ledger.growing()
     tensors = [_of_tensors(owner, key, stacks) for key in growing if key.resource == "tensors"]
-    context = Context(roots=tuple(owner.named()), living=True, stacks=stacks, made_at=made_at)
+    context = Context(roots=tuple(owner.named()), living=True, stacks=stacks, maker_of=maker_of)
     items = [_of_items(owner, resource, now, context) for resource in COUNTED if LevelKey(resource) in growing]
     return [*(finding for finding in tensors if finding is not None), *items]
 

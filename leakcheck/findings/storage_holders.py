@@ -20,6 +20,7 @@ from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
 from lowtide.probes.heap.holders import Freed, SharedWalk, instances_in, sharing_walk
 from lowtide.probes.heap.paths import Link
+from lowtide.probes.host.makers import Maker
 from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.memory.tensors import bytes_shown, plain_tensors, survey_storages, torch_member
@@ -126,8 +127,7 @@ class Context:
         namespaces: how many names each module had before the leak; None if that is not known.
         patience: seconds to wait for a thread to end, to prove that it is the holder.
         module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
-        made_at: the line that made a thing or started it, by its resource and name: `function, file.py:12`; empty if
-            unknown.
+        maker_of: who made a thing or started it, by its resource and name; None if that is not known.
         budget: how long may be spent on what can be left out.
         old_arrays: identity and bytes of large arrays that were there before the leak.
         walk: the walk over the heap to ask who holds what, as long as nothing is changed; None: each asks its own.
@@ -144,7 +144,7 @@ class Context:
     namespaces: NamespaceSizes | None = None
     patience: float = 2.0
     module: str = ""
-    made_at: Callable[[str, str], str] = lambda key, name: ""
+    maker_of: Callable[[str, str], Maker | None] = lambda key, name: None
     budget: Budget = field(default_factory=Budget)
     old_arrays: Collection[tuple[int, int]] = frozenset()
     walk: SharedWalk | None = None
@@ -153,6 +153,11 @@ class Context:
     def older(self) -> Older:
         """Return what was alive before the leak."""
         return Older(self.born)
+
+    def made_at(self, key: str, name: str) -> str:
+        """Return the line that made a thing or started it, `function, file.py:12`; empty if that is not known."""
+        maker = self.maker_of(key, name)
+        return "" if maker is None else maker.place
 
     def names(self) -> Names:
         """Return what is known of the program's names, for cuts that do no harm; for one reading of the program."""

@@ -152,7 +152,7 @@ class ShutdownJudgement:
         explained = {finding.device for finding in of_tensors}
         with sharing_walk() as walk:
             context = dataclasses.replace(
-                self._leftovers.context(engine), made_at=self._reader.makers.place_of, walk=walk
+                self._leftovers.context(engine), maker_of=self._reader.makers.of_item, walk=walk
             )
             judgements = [self._judged(start, actions, context) for start in self._baselines]
         # What several lives have left together says nothing of this one.

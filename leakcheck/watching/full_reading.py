@@ -375,7 +375,7 @@ class OwnersInUse:
         note_growth([owner], claims, frozenset(), now, self._watched.ownership.baseline)
         # What it reached is not to be found there as a holder.
         del claims
-        self._grown[owner.label] = growth_of(owner, self._watched.stacks.stacks_at, now, self._watched.makers.place_of)
+        self._grown[owner.label] = growth_of(owner, self._watched.stacks.stacks_at, now, self._watched.makers.of_item)
         self._report([owner])
 
     def add(self, owner: Owner, grown: Sequence[Finding]) -> None:

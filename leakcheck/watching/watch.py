@@ -494,7 +494,7 @@ class Watch:
             namespaces=self._namespaces,
             patience=self.policy.settle,
             module=self._module,
-            made_at=watched.makers.place_of,
+            maker_of=watched.makers.of_item,
             old_arrays=self._host.old_arrays,
         )
         unsettled = found if isinstance(found, Unsettled) else None

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import re
 import select
 import selectors
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing.process import BaseProcess
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
-from lowtide.probes.objects.foreign import MISSING, attribute, flags_of, mro_of, thread_key, type_name
+from lowtide.probes.objects.foreign import (
+    MISSING,
+    attribute,
+    code_of,
+    flags_of,
+    mro_of,
+    namespace_of,
+    thread_key,
+    type_name,
+)
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.opened_in_c import (
     SCANDIR,
@@ -24,7 +34,7 @@ from lowtide.probes.objects.opened_in_c import (
     files_at,
     number_of_scandir,
 )
-from lowtide.probes.originals import loaded, os, sys, threading, weakref
+from lowtide.probes.originals import gc, loaded, os, sys, threading, weakref
 from lowtide.probes.references.interpreter_holders import exit_entries
 
 _NUMBER = re.compile(r"\d+")
@@ -124,6 +134,35 @@ def of_libraries(
     untracked = [kind for kind in kinds if not flags_of(kind) & _HAVE_GC]
     among = census if of_any_age else census.among(born)
     return found + (among.referred_to(*untracked) if untracked else [])
+
+
+def having_numbers(census: Census, opened: Mapping[int, Collection[tuple[str, int]]]) -> dict[int, Any]:
+    """Return the object that has each descriptor's number in an attribute, and a method that has opened it.
+
+    Args:
+        census: the objects to look among.
+        opened: the functions that ran when each descriptor was opened, by its number: each by its file and first line.
+    """
+    methods = {id(kind): _methods_of(kind) for kind in census.types()}
+    wanted = set(itertools.chain.from_iterable(opened.values()))
+    kinds = [kind for kind in census.types() if not methods[id(kind)].isdisjoint(wanted)]
+    found: dict[int, Any] = {}
+    for item in census.instances_of(*kinds) if kinds else ():
+        held = gc.get_referents(item)
+        # Attributes lie in a dict, and two numbers often in a tuple.
+        held += gc.get_referents(*(each for each in held if type(each) in (dict, tuple, list)))
+        numbers = {each for each in held if type(each) is int}
+        for number, functions in opened.items():
+            if number in numbers and not methods[id(type(item))].isdisjoint(functions):
+                found.setdefault(number, item)
+    return found
+
+
+def _methods_of(kind: type) -> set[tuple[str, int]]:
+    values = [value for base in mro_of(kind) for value in namespace_of(base).values()]
+    functions = [value.__func__ if type(value) in (classmethod, staticmethod) else value for value in values]
+    codes = [code_of(function) for function in functions if type(function) is FunctionType]
+    return {(code.co_filename, code.co_firstlineno) for code in codes}
 
 
 def _to_be_closed(census: Census) -> Iterator[tuple[str, str, Any]]:

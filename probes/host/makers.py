@@ -9,7 +9,7 @@ import selectors
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -55,6 +55,7 @@ class Maker:
             where it is an installed package's, with the program's that called it, if one did; empty if nobody did.
         thread: the thread in which it was made; empty for the main one.
         line: the first of the threads of which each started the next one, up to `thread`; empty for the main one.
+        functions: the functions that were running, up to that of the program, each by its file and first line.
     """
 
     modules: tuple[str, ...]
@@ -62,6 +63,7 @@ class Maker:
     place: str = ""
     thread: str = ""
     line: str = ""
+    functions: frozenset[tuple[str, int]] = frozenset()
 
 
 class Makers:
@@ -172,11 +174,7 @@ class Makers:
             name: its name there.
             place: as `Maker.place`, of what another process has made.
         """
-        if place:
-            self._told[key, name] = Maker((), place=place)
-            return
-        modules, made = _made_by(sys._getframe(2))
-        self._told[key, name] = Maker(modules, (0, 0), made, *self._thread())
+        self._told[key, name] = Maker((), place=place) if place else self._maker(sys._getframe(2))
 
     def forget_made(self, key: str, there: Collection[str]) -> None:
         """Forget who made the things of a resource that are not there any more."""
@@ -243,8 +241,7 @@ class Makers:
             pid: the child's.
             frame: the one that called it.
         """
-        modules, place = _made_by(frame)
-        self._processes[pid] = Maker(modules, (0, 0), place, *self._thread())
+        self._processes[pid] = self._maker(frame)
 
     def _forked(self, pid: int) -> Maker | None:
         """Who made a child by a fork that was not seen: the kernel lists it with its thread."""
@@ -279,8 +276,7 @@ class Makers:
         self._replaced.append((place, name, own, ours))
 
     def _note_starting(self, thread: threading.Thread) -> None:
-        modules, place = _made_by(sys._getframe(2))
-        self._starting[id(thread)] = Maker(modules, (0, 0), place, *self._thread())
+        self._starting[id(thread)] = self._maker(sys._getframe(2))
 
     def _note_thread(self, thread: threading.Thread) -> None:
         maker = self._starting[id(thread)]
@@ -289,16 +285,15 @@ class Makers:
 
     def _note(self, where: dict[int, Maker], key: int | None) -> None:
         if key is not None:
-            modules, place = _made_by(sys._getframe(3))
-            where[key] = Maker(modules, (0, 0), place, *self._thread())
+            where[key] = self._maker(sys._getframe(3))
 
     def _note_descriptor(self, number: int) -> None:
         self._note_descriptors(number, depth=4)
 
     def _note_descriptors(self, made: int | tuple[int, int], depth: int = 3) -> None:
-        modules, place = _made_by(sys._getframe(depth))
+        maker = self._maker(sys._getframe(depth))
         for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
-            self._descriptors[number] = Maker(modules, _identity(number), place, *self._thread())
+            self._descriptors[number] = replace(maker, identity=_identity(number))
 
     def _note_bound(self, bound: socket.socket, result: object) -> None:
         path = _OF_SOCKET.getsockname(bound) if bound.family == socket.AF_UNIX else b""
@@ -318,8 +313,29 @@ class Makers:
             self.note_made("process-groups", str(names[made[0]]))
 
     def _note_file(self, path: str, number: int, identity: tuple[int, int]) -> None:
-        modules, place = _made_by(sys._getframe(3))
-        self._bound[os.path.abspath(path)] = number, Maker(modules, identity, place, *self._thread())
+        self._bound[os.path.abspath(path)] = number, replace(self._maker(sys._getframe(3)), identity=identity)
+
+    def _maker(self, frame: FrameType | None) -> Maker:
+        """Return who makes something: a library's functions from a frame outwards, up to the program's own.
+
+        Where an installed package is what made it, its line comes first, and then the program's that called it.
+        """
+        modules: dict[str, None] = {}
+        functions = []
+        made = ""
+        for caller in _callers(frame):
+            code, module = caller.f_code, dict.get(caller.f_globals, "__name__")
+            # Another one notes it, too, or somebody is told of it.
+            if type(module) is str and module.startswith(_CHECKER):
+                continue
+            functions.append((code.co_filename, code.co_firstlineno))
+            if not is_library(code.co_filename):
+                made = f"{made}, called in {_place(caller)}" if made else _place(caller)
+                break
+            made = made or (_place(caller) if is_of_site(code.co_filename) else "")
+            if type(module) is str and module not in _PLUMBING:
+                modules[module] = None
+        return Maker(tuple(modules), (0, 0), made, *self._thread(), frozenset(functions))
 
     def _thread(self) -> tuple[str, str]:
         """Return the running thread and the first one of its line; empty ones in the main thread."""
@@ -385,25 +401,6 @@ def _leads_to(number: int, target: str) -> bool:
         return os.readlink(f"/proc/self/fd/{number}") == target
     except OSError:  # closed
         return False
-
-
-def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
-    """The library's modules from a frame outwards, up to the program's own code, and the line of that.
-
-    Where an installed package is what made it, its line comes first, and then the program's that called it.
-    """
-    found: dict[str, None] = {}
-    made = ""
-    for caller in _callers(frame):
-        code, module = caller.f_code, dict.get(caller.f_globals, "__name__")
-        if type(module) is str and module.startswith(_CHECKER):  # another one notes it, too, or somebody is told of it
-            continue
-        if not is_library(code.co_filename):
-            return tuple(found), f"{made}, called in {_place(caller)}" if made else _place(caller)
-        made = made or (_place(caller) if is_of_site(code.co_filename) else "")
-        if type(module) is str and module not in _PLUMBING:
-            found[module] = None
-    return tuple(found), made
 
 
 def _place(frame: FrameType) -> str:
