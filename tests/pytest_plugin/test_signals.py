@@ -104,7 +104,7 @@ def test_later():
 
 
 def test_a_time_limit_that_passes_while_a_test_is_judged_ends_the_judging_alone(run_inner: RunInner) -> None:
-    run = run_inner({"test_moving.py": MOVING}, using=["pytest_timeout"], settle=60)
+    run = run_inner({"test_moving.py": MOVING}, using=["pytest_timeout"], settle=8)
     assert "lowtide could not judge this test: Failed: Timeout" in run.message(
         "test_moving.py::test_that_is_judged_for_long"
     )
