@@ -25,6 +25,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
+from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
 from lowtide.probes.heap.large_values import UNIT, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
@@ -87,6 +88,9 @@ _BEHIND_PART = 0.75
 
 _SHARED_PART = 0.3
 """The part that must begin at one of them: a chain may be held at both ends."""
+
+_EXPLAINED = 100
+"""Objects on a way of which it is worth knowing what leads to each."""
 
 _DEEP = 0.25
 """The part of the new ones that the longest way must lead through where these are what everybody makes."""
@@ -476,36 +480,65 @@ def _of_container(
     return _stated(course, explanation, stretch, name=name, each=each, what=of_kind)
 
 
-class _Way(NamedTuple):
-    """How an object is reached through others of its type.
-
-    Attributes:
-        head: the edges up to the first of these.
-        links: what leads from each to the next.
-        through: the identities of what is on the way, and of the object.
-    """
-
-    head: tuple[str, ...]
-    links: tuple[str, ...]
-    through: frozenset[int]
-
-
 class _Came(NamedTuple):
     """What there is of a type that grows.
 
     Attributes:
         course: how it does.
         cls: the type.
-        objects: all that there are of it.
+        objects: all that there are of it, by their identities.
         new: those that were not there earlier; all where that is not known.
         tried: some of these, to which the ways are looked at.
     """
 
     course: Course
     cls: type
-    objects: Sequence[Any]
+    objects: Mapping[int, Any]
     new: Sequence[Any]
     tried: Sequence[Any]
+
+
+class _Way(NamedTuple):
+    """How an object is reached.
+
+    Attributes:
+        item: its identity.
+        before: the identities of what is on the way, in their order.
+        like: those of them that are of its type.
+    """
+
+    item: int
+    before: Sequence[int]
+    like: Sequence[int]
+
+    @property
+    def through(self) -> frozenset[int]:
+        """Return the identities of what is on the way, and of the object."""
+        return frozenset([*self.before, self.item])
+
+    @property
+    def near(self) -> int:
+        """Return the object, or the last of its type on the way that is not too far from the root to be explained."""
+        if len(self.before) <= _EXPLAINED:
+            return self.item
+        near = set(self.before[:_EXPLAINED])
+        return next((one for one in reversed(self.like) if one in near), self.item)
+
+
+class _Chained(NamedTuple):
+    """How an object is reached through others of its type.
+
+    Attributes:
+        head: the edges up to the first of these.
+        links: what leads from each to the next, as far as it is explained.
+        members: the identities of these, from the first to the last before the object.
+        through: those of all that is on the way, and of the object.
+    """
+
+    head: tuple[str, ...]
+    links: tuple[str, ...]
+    members: Sequence[int]
+    through: frozenset[int]
 
 
 def _growing_chains(
@@ -517,19 +550,25 @@ def _growing_chains(
     """
     came = [_came(course, cls, stretch) for course, cls in types if _may_be_linked(cls)]
     tried = [item for each in came for item in each.tried]
+    if not tried:
+        return {}
     passed = {id(tried), id(came)}
     for each in came:
         passed |= {id(each), id(each.objects), id(each.new), id(each.tried)}
-    explained = iter(explain(tried, ignore=passed, roots=stretch.roots, living=True) if tried else ())
-    ways = [(each, list(itertools.islice(explained, len(each.tried)))) for each in came]
-    passed.add(id(ways))
     found: dict[int, Finding] = {}
-    # Of a chain of two kinds of objects both grow: the one that is held is told.
-    for each, of_each in sorted(ways, key=lambda way: min((len(one.path) for one in way[1]), default=0)):
-        answer = _of_chain(each, of_each, stretch, told, passed)
-        if answer is not None:
-            found[each.course.identity], through = answer
-            told = {*told, *through}
+    with sharing_walk() as walk:
+        with trace(tried, ignore=passed, roots=stretch.roots, thorough=True, walk=walk) as traces:
+            ways = iter([traces.way(place) for place in range(len(tried))])
+        ways_of = [[_way_of(item, next(ways), each) for item in each.tried] for each in came]
+        near = [each.objects[way.near] for each, own in zip(came, ways_of, strict=True) for way in own]
+        explained = iter(explain(near, ignore={*passed, id(near)}, roots=stretch.roots, living=True, walk=walk))
+        known = [(each, [(next(explained), way) for way in own]) for each, own in zip(came, ways_of, strict=True)]
+        # Of a chain of two kinds of objects both grow: the one that is held is told.
+        for each, of_each in sorted(known, key=lambda of: min((len(way.before) for _, way in of[1]), default=0)):
+            answer = _of_chain(each, of_each, stretch, told, passed, walk)
+            if answer is not None:
+                found[each.course.identity], through = answer
+                told = {*told, *through}
     return found
 
 
@@ -537,41 +576,48 @@ def _came(course: Course, cls: type, stretch: Stretch) -> _Came:
     objects = [item for item in all_instances(cls) if type(item) is cls]
     earlier = stretch.earlier.get(course.identity, np.zeros(0, np.int64))
     new = list(itertools.compress(objects, ~np.isin(identities(objects), earlier)))
-    return _Came(course, cls, objects, new, _spread(new, _TRIED))
+    return _Came(course, cls, {id(item): item for item in objects}, new, _spread(new, _TRIED))
+
+
+def _way_of(item: object, before: Sequence[int], came: _Came) -> _Way:
+    return _Way(id(item), before, [each for each in before if each in came.objects])
 
 
 def _of_chain(
     came: _Came,
-    explained: Sequence[Explanation],
+    explained: Sequence[tuple[Explanation, _Way]],
     stretch: Stretch,
     told: Collection[int],
     passed: Collection[int],
+    walk: SharedWalk,
 ) -> tuple[Finding, frozenset[int]] | None:
     """Return the finding on new objects of a type that lie behind each other, and what is on the ways to them."""
     course, cls, objects, new, _ = came
     # What is garbage only was not collected yet.
-    held = [(each, item) for each, item in zip(explained, came.tried, strict=True) if each.path]
-    ways = [way for each, item in held if (way := _way_through(each, item, type_name(cls))) is not None]
-    ways = [way for way in ways if way.through.isdisjoint(told)]
-    if len(ways) < _BEHIND_PART * len(held) or not ways:
-        return _at_one_place(came, [each for each, _ in held], stretch, told)
-    ((head, count),) = Counter(way.head for way in ways).most_common(1)
-    longest = max((way for way in ways if way.head == head), key=lambda way: len(way.links))
-    is_deep = len(longest.links) >= _DEEP * len(new) and len(longest.links) >= _DEEP * course.items
+    held = [(each, way) for each, way in explained if each.path]
+    chained = [one for each, way in held if (one := _chained(each, way, type_name(cls))) is not None]
+    chained = [one for one in chained if one.through.isdisjoint(told)]
+    if len(chained) < _BEHIND_PART * len(held) or not chained:
+        return _at_one_place(came, [each for each, way in held if way.near == way.item], stretch, told)
+    ((head, count),) = Counter(one.head for one in chained).most_common(1)
+    longest = max((one for one in chained if one.head == head), key=lambda one: len(one.members))
+    depth = len(longest.members)
+    is_deep = depth >= _DEEP * len(new) and depth >= _DEEP * course.items
     are_telling = course.identity in stretch.earlier and not _is_plain(cls)
     if count < _SHARED_PART * len(held) or not (is_deep or are_telling):
         return None
-    through = frozenset[int]().union(*(way.through for way in ways))
+    through = frozenset[int]().union(*(one.through for one in chained))
     entries = [(item,) for item in _spread([item for item in new if id(item) in through], _SIZED)]
-    before = [item for item in objects if id(item) in longest.through]
-    holder = _head(before, len(head), stretch, {*passed, id(before), id(entries)})
-    if holder is None or not _is_of_program(holder, entries, stretch):
+    first = [objects[longest.members[0]]]
+    passed = {*passed, id(first), id(entries)}
+    (holder,) = explain(first, ignore=passed, roots=stretch.roots, living=True, walk=walk)
+    if not holder.path or not _is_of_program(holder, entries, stretch):
         return None
     each = _bytes_of_new(came, entries, stretch)
     if each is None:
         return None
     links = " or ".join(link for link, _ in Counter(longest.links).most_common(2))
-    what = f"{type_name(cls)} behind each other by {links}, {len(longest.links) + 1} deep or more"
+    what = f"{type_name(cls)} behind each other by {links}, {depth + 1} deep or more"
     finding = _stated(course, holder, stretch, each=each, what=what)
     return finding, through
 
@@ -602,7 +648,7 @@ def _at_one_place(
 def _bytes_of_new(came: _Came, entries: Sequence[tuple[Any, ...]], stretch: Stretch) -> tuple[int, str] | None:
     """Return the bytes that come with each turn, and the device where most of them are; None if that is too little."""
     sized = {id(item) for (item,) in entries}
-    kept = kept_by(entries, besides=[item for item in came.objects if id(item) not in sized])
+    kept = kept_by(entries, besides=[item for identity, item in came.objects.items() if identity not in sized])
     size, device = _with_tensors(kept, tensors=stretch.tensors)
     each = round(size / len(entries) * came.course.items / came.course.span)
     return (each, device) if _is_enough(came.course, each) else None
@@ -612,34 +658,16 @@ def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
     return items[:: max(1, -(-len(items) // most))]
 
 
-def _way_through(explanation: Explanation, item: object, kind: str) -> _Way | None:
+def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
     """Return how an object is reached through others of its type; None where it is not."""
     edges = [re.sub(r"\[\d+\]", "[*]", hop.edge) for hop in explanation.path]
     places = [place for place, hop in enumerate(explanation.path) if hop.type == kind and place]
     if len(places) < 2:
         return None
     links = ("".join(edges[here + 1 : there + 1]).strip() for here, there in itertools.pairwise(places))
-    return _Way(tuple(edges[: places[0] + 1]), tuple(links), explanation.through | {id(item)})
-
-
-def _head(members: Sequence[Any], hops: int, stretch: Stretch, passed: Collection[int]) -> Explanation | None:
-    """Return who holds the first one of a chain's objects: the one to which the way has so many hops.
-
-    Of many some are asked, few as each way may be as long as the chain, and then those before the nearest of these.
-    """
-    while members:
-        asked = _spread(members, _TRIED)
-        explained = explain(asked, ignore={*passed, id(members), id(asked)}, roots=stretch.roots, living=True)
-        # (The dict of a module's names is on a way, and no hop of it.)
-        there = (each for each in explained if len(each.path) >= hops)
-        nearest = min(there, key=lambda each: len(each.path), default=None)
-        if nearest is None or len(nearest.path) <= hops:
-            return nearest
-        before = [item for item in members if id(item) in nearest.through]
-        if len(before) >= len(members):
-            return None
-        members = before
-    return None
+    # The dict of a module's names is on a way, and no hop of it.
+    first = max(0, [*way.like, way.item].index(way.near) + 1 - len(places))
+    return _Chained(tuple(edges[: places[0] + 1]), tuple(links), way.like[first:], way.through)
 
 
 def _growing_values(courses: Sequence[Course], stretch: Stretch, told: Collection[int]) -> dict[int, Finding]:

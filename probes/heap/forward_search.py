@@ -12,6 +12,12 @@ from lowtide.probes.original_numpy import np
 
 UNSEEN, ROOT, BLOCKED = -1, -2, -3
 
+_NARROW = 4
+"""Nodes of a level that numpy takes longer for than Python does."""
+
+_LEVELS = 1000
+"""Narrow levels that are searched before the search looks whether it is over."""
+
 
 class ForwardSearch:
     """Goes forward over references in compressed sparse rows.
@@ -45,6 +51,34 @@ class ForwardSearch:
                 later = self._turns[frontier] > turn
                 waiting.append(frontier[later])
                 frontier = self.next_level(parents, frontier[~later])
+                if len(frontier) <= _NARROW:
+                    frontier, later_ones = self._next_levels(parents, frontier, turn)
+                    waiting.append(later_ones)
+
+    def _next_levels(self, parents: Indices, frontier: Indices, turn: int) -> tuple[Indices, Indices]:
+        """Do the same for some levels, while these are narrow: a list of a million links is a million levels.
+
+        Returns:
+            The nodes of the next level, and those on the way that wait for a later turn.
+        """
+        nodes: list[int] = frontier.tolist()
+        waiting: list[int] = []
+        for _ in range(_LEVELS):
+            if not 0 < len(nodes) <= _NARROW:
+                break
+            reached: list[int] = []
+            for node in nodes:
+                if self._turns[node] > turn:
+                    waiting.append(node)
+                    continue
+                if parents[node] == BLOCKED:
+                    continue
+                for held in self._edges[self._offsets[node] : self._offsets[node + 1]].tolist():
+                    if parents[held] == UNSEEN:
+                        parents[held] = node
+                        reached.append(held)
+            nodes = reached
+        return np.array(nodes, np.int32), np.array(waiting, np.int32)
 
     def next_level(self, parents: Indices, frontier: Indices) -> Indices:
         """Mark what the frontier's nodes lead to and return what was not reached before."""
@@ -60,7 +94,7 @@ class ForwardSearch:
         return self._each_once(reached)
 
     def flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> Iterator[Indices]:
-        """Mark everything that the frontier reaches as seen, and yield it a level at a time.
+        """Mark everything that the frontier reaches as seen, and yield it, a level or some narrow ones at a time.
 
         Args:
             seen: by node, whether it was reached.
@@ -68,11 +102,29 @@ class ForwardSearch:
             frontier: the nodes to begin at.
         """
         while len(frontier):
-            _, places = self._places(frontier)
-            reached = edges[places]
-            frontier = self._each_once(reached[~seen[reached]])
-            seen[frontier] = True
-            yield frontier
+            if len(frontier) <= _NARROW:
+                met, frontier = self._narrow_flood(seen, edges, frontier)
+            else:
+                _, places = self._places(frontier)
+                reached = edges[places]
+                met = frontier = self._each_once(reached[~seen[reached]])
+                seen[frontier] = True
+            yield met
+
+    def _narrow_flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> tuple[Indices, Indices]:
+        """Do the same for some narrow levels; return what they have, and the last of them."""
+        nodes: list[int] = frontier.tolist()
+        met: list[int] = []
+        while 0 < len(nodes) <= _NARROW and len(met) < _LEVELS:
+            reached: list[int] = []
+            for node in nodes:
+                for held in edges[self._offsets[node] : self._offsets[node + 1]].tolist():
+                    if not seen[held]:
+                        seen[held] = True
+                        reached.append(held)
+            met += reached
+            nodes = reached
+        return np.array(met, np.int32), np.array(nodes, np.int32)
 
     def _each_once(self, nodes: Indices) -> Indices:
         """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""

@@ -293,6 +293,11 @@ class Traces:
         heap = self._heap
         return frozenset() if heap is None else frozenset(id(heap.objects[node]) for node in self._nodes(place)[:-1])
 
+    def way(self, place: int) -> list[int]:
+        """The same in their order, from the root on: however long it is, no edge is looked at."""
+        heap = self._heap
+        return [] if heap is None else [id(heap.objects[node]) for node in self._nodes(place)[:-1]]
+
     def link(self, place: int, step: int) -> Link:
         """One step of the path to a target, with its objects."""
         nodes = self._nodes(place)
