@@ -25,7 +25,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
-from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
+from lowtide.probes.heap.holders import trace
 from lowtide.probes.heap.large_values import UNIT, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
@@ -555,20 +555,21 @@ def _growing_chains(
     passed = {id(tried), id(came)}
     for each in came:
         passed |= {id(each), id(each.objects), id(each.new), id(each.tried)}
+    with trace(tried, ignore=passed, roots=stretch.roots, thorough=True) as traces:
+        ways = iter([traces.way(place) for place in range(len(tried))])
+    ways_of = [[_way_of(item, next(ways), each) for item in each.tried] for each in came]
+    near = [each.objects[way.near] for each, own in zip(came, ways_of, strict=True) for way in own]
+    # Not by the same walk, which knows nothing of this list.
+    explained = iter(explain(near, ignore={*passed, id(near)}, roots=stretch.roots, living=True))
+    known = [(each, [(next(explained), way) for way in own]) for each, own in zip(came, ways_of, strict=True)]
+    passed.add(id(near))
     found: dict[int, Finding] = {}
-    with sharing_walk() as walk:
-        with trace(tried, ignore=passed, roots=stretch.roots, thorough=True, walk=walk) as traces:
-            ways = iter([traces.way(place) for place in range(len(tried))])
-        ways_of = [[_way_of(item, next(ways), each) for item in each.tried] for each in came]
-        near = [each.objects[way.near] for each, own in zip(came, ways_of, strict=True) for way in own]
-        explained = iter(explain(near, ignore={*passed, id(near)}, roots=stretch.roots, living=True, walk=walk))
-        known = [(each, [(next(explained), way) for way in own]) for each, own in zip(came, ways_of, strict=True)]
-        # Of a chain of two kinds of objects both grow: the one that is held is told.
-        for each, of_each in sorted(known, key=lambda of: min((len(way.before) for _, way in of[1]), default=0)):
-            answer = _of_chain(each, of_each, stretch, told, passed, walk)
-            if answer is not None:
-                found[each.course.identity], through = answer
-                told = {*told, *through}
+    # Of a chain of two kinds of objects both grow: the one that is held is told.
+    for each, of_each in sorted(known, key=lambda of: min((len(way.before) for _, way in of[1]), default=0)):
+        answer = _of_chain(each, of_each, stretch, told, passed)
+        if answer is not None:
+            found[each.course.identity], through = answer
+            told = {*told, *through}
     return found
 
 
@@ -589,7 +590,6 @@ def _of_chain(
     stretch: Stretch,
     told: Collection[int],
     passed: Collection[int],
-    walk: SharedWalk,
 ) -> tuple[Finding, frozenset[int]] | None:
     """Return the finding on new objects of a type that lie behind each other, and what is on the ways to them."""
     course, cls, objects, new, _ = came
@@ -610,7 +610,7 @@ def _of_chain(
     entries = [(item,) for item in _spread([item for item in new if id(item) in through], _SIZED)]
     first = [objects[longest.members[0]]]
     passed = {*passed, id(first), id(entries)}
-    (holder,) = explain(first, ignore=passed, roots=stretch.roots, living=True, walk=walk)
+    (holder,) = explain(first, ignore=passed, roots=stretch.roots, living=True)
     if not holder.path or not _is_of_program(holder, entries, stretch):
         return None
     each = _bytes_of_new(came, entries, stretch)
