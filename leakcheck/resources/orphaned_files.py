@@ -24,7 +24,7 @@ from typing import Any
 from lowtide.leakcheck.resources.processes import ChildProcesses
 from lowtide.probes.host.counters import Folder
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.process_files import began_at
+from lowtide.probes.host.process_files import began_at, descriptors_of, numbered_descriptors
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
@@ -445,14 +445,17 @@ def _folders_of_finalizers() -> Iterator[str]:
 
 def _living_sockets() -> set[str | int]:
     """Return the paths to which Unix sockets of living processes are bound, and these sockets' inodes."""
-    found: set[str | int] = set()
-    with contextlib.suppress(OSError):
-        for line in lines_of("/proc/net/unix")[1:]:
-            # Num RefCount Protocol Flags Type St Inode Path
-            fields = line.split(maxsplit=7)
-            if len(fields) == 8:
-                found |= {int(fields[6]), fields[7]}
-    return found
+    return {each for bound in _bound_sockets("/proc/net/unix") for each in bound}
+
+
+def _bound_sockets(listing: str) -> list[tuple[int, str]]:
+    """Return inode and path of each Unix socket that the kernel lists as bound; none where that may not be read."""
+    try:
+        # Num RefCount Protocol Flags Type St Inode Path
+        fields = [line.split(maxsplit=7) for line in lines_of(listing)[1:]]
+    except OSError:
+        return []
+    return [(int(each[6]), each[7]) for each in fields if len(each) == 8]
 
 
 def _unused(names: set[str]) -> set[str]:
@@ -467,29 +470,13 @@ def _numbers_in(name: str) -> set[str]:
     return set(re.findall(r"\d+", _UUID.sub("", name)))
 
 
-def _descriptors(pid: int) -> list[tuple[int, str]]:
-    """Return number and target of what a process has open; nothing of another user's."""
-    found = []
-    with contextlib.suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.append((int(number), os.readlink(f"/proc/{pid}/fd/{number}")))
-    return found
-
-
 def _opened(pid: int, folder: str) -> set[str]:
     """Return the paths in a folder that a process has open, besides its standard streams."""
-    return {path for number, path in _descriptors(pid) if number > 2 and path.startswith(folder)}
+    return {path for number, path in numbered_descriptors(pid).items() if number > 2 and path.startswith(folder)}
 
 
 def _listening(pid: int, folder: str) -> set[str]:
     """Return the paths in a folder to which a process's Unix sockets are bound."""
-    inodes = {target[len("socket:[") : -1] for _, target in _descriptors(pid) if target.startswith("socket:[")}
-    found = set()
-    with contextlib.suppress(OSError):
-        for line in lines_of(f"/proc/{pid}/net/unix")[1:]:
-            # Num RefCount Protocol Flags Type St Inode Path
-            fields: list[Any] = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[6] in inodes and fields[7].startswith(folder):
-                found.add(fields[7])
-    return found
+    own = set(descriptors_of(pid))
+    bound = _bound_sockets(f"/proc/{pid}/net/unix")
+    return {path for inode, path in bound if f"socket:[{inode}]" in own and path.startswith(folder)}
