@@ -31,7 +31,8 @@ from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
     is_installed,
 )
-from lowtide.leakcheck.judging.judge import HOLDER_OF_RUNG, Budget
+from lowtide.leakcheck.judging.judge import Budget
+from lowtide.leakcheck.judging.ladder import MEANINGS
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path
@@ -535,7 +536,7 @@ def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:
 
 def _garbage(*, frozen: bool, holders: Collection[str]) -> Explanation:
     if frozen:
-        holder = HOLDER_OF_RUNG[Rung.UNFREEZE]
+        holder = MEANINGS[Rung.UNFREEZE].holder or ""
         return Explanation("frozen-garbage", "frozen-garbage", holder, (), ("frozen garbage",))
     if holders:
         name = min(holders)

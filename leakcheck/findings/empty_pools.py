@@ -13,7 +13,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
+from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.heap.holders import SharedWalk, instances_in
 from lowtide.probes.memory.ranges import Range, common, total

@@ -13,8 +13,7 @@ from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import FROZEN, listed
-from lowtide.leakcheck.judging.ladder import release
-from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
+from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER, release
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Change, Items, Rung
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange, advice, describe_change, sentences

@@ -14,8 +14,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Explained, common_holder, explain_storages
 from lowtide.leakcheck.growth.steps import trend_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
-from lowtide.leakcheck.judging.ladder import ACTIONS
+from lowtide.leakcheck.judging.ladder import MEANINGS
 from lowtide.leakcheck.judging.owners import held_in_all
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys
 from lowtide.leakcheck.resources.resource import Rung, without_numbers
@@ -286,14 +285,14 @@ def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation:
 
 def _returned_at(finding: Finding, rung: Rung, *, is_held: bool) -> Finding:
     """Return a finding about storages that came back at a rung of the ladder, by which it is known why, if not held."""
-    action = ACTIONS[rung]
-    finding = msgspec.structs.replace(finding, holder=finding.holder or HOLDER_OF_RUNG.get(rung))
+    meaning = MEANINGS[rung]
+    finding = msgspec.structs.replace(finding, holder=finding.holder or meaning.holder)
     return noted(
         finding,
-        f"; {action} returns {format_bytes(finding.bytes)}",
-        cause=finding.cause if is_held else CAUSE_OF_RUNG[rung],
-        verdict=finding.verdict if is_held else VERDICT_OF_RUNG.get(rung),
-        remedy=Remedy(action=action, returns_bytes=finding.bytes),
+        f"; {meaning.action} returns {format_bytes(finding.bytes)}",
+        cause=finding.cause if is_held else meaning.cause,
+        verdict=finding.verdict if is_held else meaning.verdict,
+        remedy=Remedy(action=meaning.action, returns_bytes=finding.bytes),
     )
 
 

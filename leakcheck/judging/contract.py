@@ -12,12 +12,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
-from lowtide.leakcheck.judging.metrics import (
-    ALLOCATOR_HOLDER,
-    DRIVER_ADVICE,
-    DRIVER_HOLDER,
-    unaccounted_driver_memory,
-)
+from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER
+from lowtide.leakcheck.judging.metrics import DRIVER_ADVICE, DRIVER_HOLDER, unaccounted_driver_memory
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.probes.memory.contents import Contents, changed, take_fingerprints
 from lowtide.probes.memory.contents import fingerprint as fingerprint_of_tensor

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
-from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric, Reading
+from lowtide.leakcheck.judging.ladder import ACTIONS, MEANINGS, LadderStep
+from lowtide.leakcheck.judging.metrics import DRIVER_ADVICE, DRIVER_HOLDER, Metric, Reading
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.originals import time
@@ -66,34 +66,6 @@ def described(key: str, names: Iterable[str]) -> list[str]:
     resource = resource_of(key)
     return sorted(names if resource is None else map(resource.describe, names))
 
-
-# What it means that a resource came back at a rung only: the rung is the diagnosis.
-CAUSE_OF_RUNG: dict[Rung, Cause] = {
-    Rung.SETTLE: "driver",
-    Rung.COLLECT: "cycle",
-    Rung.UNFREEZE: "frozen-garbage",
-    Rung.IPC_COLLECT: "pending-transfer",
-    Rung.EMPTY_CACHE: "allocator-cache",
-    Rung.CLEAR_CACHES: "lru-cache",
-    Rung.RESET_COMPILED: "compiled-code",
-    Rung.CLEAR_WORKSPACES: "library-workspace",
-    Rung.CLEAR_HOST_CACHE: "allocator-cache",
-}
-VERDICT_OF_RUNG: dict[Rung, Verdict] = {
-    Rung.UNFREEZE: "frozen-garbage",
-    Rung.IPC_COLLECT: "cached",
-    Rung.EMPTY_CACHE: "cached",
-    Rung.CLEAR_CACHES: "reachable",
-    Rung.CLEAR_HOST_CACHE: "cached",
-}
-
-# Who holds what came back at a rung, where nobody in Python does.
-HOLDER_OF_RUNG: dict[Rung, str] = {
-    Rung.UNFREEZE: "the heap frozen by gc.freeze()",
-    Rung.IPC_COLLECT: "torch's list of what it has exported",
-    Rung.EMPTY_CACHE: ALLOCATOR_HOLDER,
-    Rung.CLEAR_HOST_CACHE: "torch's cache of pinned memory",
-}
 
 Level = tuple[str, str, str, str]
 """What a metric without names counts: its resource, device, unit, and how a finding calls it."""
@@ -208,13 +180,15 @@ def _finding(
     verdict: Verdict | None = metric.verdict
     remedy = advice = None
     notes: tuple[Note, ...] = ()
-    of_rung = None if back is None else HOLDER_OF_RUNG.get(steps[back].rung)
+    of_rung = None
     if back is not None:
         rung = steps[back].rung
+        meaning = MEANINGS[rung]
+        of_rung = meaning.holder
         # The driver is said to hold what nothing that was tried gives back.
-        cause = cause if cause not in ("unknown", "driver") else CAUSE_OF_RUNG[rung]
+        cause = cause if cause not in ("unknown", "driver") else meaning.cause
         # That native code holds it stays true, whatever made that let go.
-        verdict = verdict if verdict == "native-held" else VERDICT_OF_RUNG.get(rung)
+        verdict = verdict if verdict == "native-held" else meaning.verdict
         if rung in actions:
             came = above[back - 1] - above[back]
             remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, came))

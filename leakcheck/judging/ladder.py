@@ -14,12 +14,13 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.probes.device.torch_allocator import any_exported
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, time, torch_with_cuda
+from lowtide.reports.schema import Cause, Verdict
 
 _MOST_COLLECTIONS = 8
 """Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
@@ -29,17 +30,45 @@ _LIBRARY = ctypes.CDLL(None)
 """The C library, opened once: each opening leaves a cycle, for which a full collection would find garbage."""
 
 
-ACTIONS = {
-    Rung.COLLECT: "gc.collect()",
-    Rung.UNFREEZE: "gc.unfreeze(); gc.collect()",
-    Rung.IPC_COLLECT: "torch.cuda.ipc_collect()",
-    Rung.EMPTY_CACHE: "torch.cuda.empty_cache()",
-    Rung.CLEAR_CACHES: "[c.cache_clear() for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]",
-    Rung.RESET_COMPILED: "torch._dynamo.reset()",
-    Rung.CLEAR_WORKSPACES: "torch._C._cuda_clearCublasWorkspaces()",
-    Rung.CLEAR_HOST_CACHE: "ctypes.CDLL(None).malloc_trim(0); getattr(torch._C, '_host_emptyCache', int)()",
+ALLOCATOR_HOLDER = "torch's caching allocator"
+
+
+class Meaning(NamedTuple):
+    """What a rung does, and what it means that something came back there and no earlier.
+
+    Attributes:
+        action: what it does, as code that a user could run; empty where it does nothing but wait.
+        cause: why that was there still.
+        verdict: likewise, where there is one.
+        holder: who had it, where nobody in Python did.
+    """
+
+    action: str
+    cause: Cause
+    verdict: Verdict | None = None
+    holder: str | None = None
+
+
+_CLEARING = "[c.cache_clear() for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]"
+_TRIMMING = "ctypes.CDLL(None).malloc_trim(0); getattr(torch._C, '_host_emptyCache', int)()"
+
+MEANINGS = {
+    Rung.SETTLE: Meaning("", "driver"),
+    Rung.COLLECT: Meaning("gc.collect()", "cycle"),
+    Rung.UNFREEZE: Meaning(
+        "gc.unfreeze(); gc.collect()", "frozen-garbage", "frozen-garbage", "the heap frozen by gc.freeze()"
+    ),
+    Rung.IPC_COLLECT: Meaning(
+        "torch.cuda.ipc_collect()", "pending-transfer", "cached", "torch's list of what it has exported"
+    ),
+    Rung.EMPTY_CACHE: Meaning("torch.cuda.empty_cache()", "allocator-cache", "cached", ALLOCATOR_HOLDER),
+    Rung.CLEAR_CACHES: Meaning(_CLEARING, "lru-cache", "reachable"),
+    Rung.RESET_COMPILED: Meaning("torch._dynamo.reset()", "compiled-code"),
+    Rung.CLEAR_WORKSPACES: Meaning("torch._C._cuda_clearCublasWorkspaces()", "library-workspace"),
+    Rung.CLEAR_HOST_CACHE: Meaning(_TRIMMING, "allocator-cache", "cached", "torch's cache of pinned memory"),
 }
-"""What each rung does, as code that a user could run; `raw` and `settle` do nothing but look and wait."""
+
+ACTIONS = {rung: meaning.action for rung, meaning in MEANINGS.items() if meaning.action}
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -250,8 +250,6 @@ def _empty_private_pools(snapshot: Snapshot, device: str) -> dict[str, int]:
     }
 
 
-ALLOCATOR_HOLDER = "torch's caching allocator"
-
 DRIVER_HOLDER = "the driver or native code"
 """Who holds a card's memory that is neither in arenas nor in torch's segments."""
 
