@@ -14,10 +14,11 @@ import msgspec
 from lowtide.leakcheck.findings.life_findings import LEAST, has_slept, is_cached, not_judged
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, not_decided
-from lowtide.leakcheck.growth.quantities import COUNTED, SHARED, Things, things_of
+from lowtide.leakcheck.growth.quantities import COUNTED, SHARED
 from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
+    CountedThings,
     ProcessGrowth,
     growing_holder,
     held_by,
@@ -25,7 +26,6 @@ from lowtide.leakcheck.processes.process_growth import (
     mappings_of,
     one_of_each,
     shared_bytes,
-    things_held,
 )
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
@@ -77,8 +77,6 @@ class EngineProcesses:
     _before_sleep: dict[int, process_levels.ProcessLevels] = field(default_factory=dict)
     _silent: list[process_levels.ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
-    # By process, the threads and descriptors that it had when they were read first.
-    _first_things: dict[int, Things] = field(default_factory=dict)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, HolderFacts] = field(default_factory=dict)
     _searched: dict[str, int] = field(default_factory=dict)
@@ -105,6 +103,7 @@ class EngineProcesses:
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
         self.ended.driver = self.driver
+        self._things = CountedThings(self.ask)
 
     @property
     def kind(self) -> str:
@@ -188,13 +187,13 @@ class EngineProcesses:
 
     def left(self, pid: int, cycle: int | None) -> messages.Left:
         """Return what appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
-        left = self._one(pid, messages.ExplainLeft(cycle=cycle)) or ()
+        left = self.ask(pid, messages.ExplainLeft(cycle=cycle)) or ()
         return [(in_process(finding, process_levels.describe_process(pid)), sizes) for finding, sizes in left]
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
         """Return findings about a process that lives, with what clearing the `lru_cache`s among them gives back."""
         holders = tuple(finding.holder for finding in findings if finding.holder and is_cached(finding))
-        cleared = (self._one(pid, messages.ClearCaches(holders=holders)) if holders else None) or ()
+        cleared = (self.ask(pid, messages.ClearCaches(holders=holders)) if holders else None) or ()
         remedies = {finding.holder: finding.remedy for finding in cleared if finding.remedy is not None}
         return [
             msgspec.structs.replace(finding, remedy=remedies.get(finding.holder, finding.remedy))
@@ -207,7 +206,7 @@ class EngineProcesses:
         Returns:
             Bytes that the process has ever taken to answer this; None where it does not answer.
         """
-        imported = self._one(pid, messages.Trim()) if self.agents.has_agent(pid) else None
+        imported = self.ask(pid, messages.Trim()) if self.agents.has_agent(pid) else None
         if imported is None:
             return None
         self._imported[pid] = self._imported.get(pid, 0) + imported
@@ -222,7 +221,7 @@ class EngineProcesses:
         pid = process_levels.pid_of(finding)
         if finding.resource != "host-memory" or not self.agents.has_agent(pid):
             return None
-        return self._one(pid, messages.ExplainHostMemory(bytes=size))
+        return self.ask(pid, messages.ExplainHostMemory(bytes=size))
 
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
@@ -250,8 +249,8 @@ class EngineProcesses:
                 after = self._collected(now)
                 # What is free since before would go with what is trimmed later, and hide as much growth.
                 if pid not in self._growth.noted and self.trim(pid) is not None:
-                    after = self._one(pid, messages.Read()) or after
-                held = self._levels(now, after) | self._counts(pid)
+                    after = self.ask(pid, messages.Read()) or after
+                held = self._levels(now, after) | self._things.levels(pid)
                 self._growth.note(now.process, held, again=self._growth.turns.follows)
             self._find_holders()
             self._turn += 1
@@ -320,7 +319,7 @@ class EngineProcesses:
         """Note what each process holds after an update, or after another stage, for what the next update adds."""
         is_update = stage == UPDATE
         for pid, now in self._now.items():
-            levels = self._levels(now, self._collected(now) if is_update else now.levels) | self._counts(pid)
+            levels = self._levels(now, self._collected(now) if is_update else now.levels) | self._things.levels(pid)
             if is_update:
                 # What it has added is none of the next inference's.
                 self._growth.note(now.process, levels, again=False)
@@ -355,7 +354,7 @@ class EngineProcesses:
         pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
         if before is not None and any(size > before.get(device, 0) for device, size in levels.tensors.items()):
-            levels = self._one(pid, messages.Read(collects=True)) or levels
+            levels = self.ask(pid, messages.Read(collects=True)) or levels
         self._after_infer[pid] = levels.tensors
         return levels
 
@@ -364,7 +363,7 @@ class EngineProcesses:
         for growth in self._growths:
             for process in growth.suspects:
                 if process.pid in self._now and self.trim(process.pid) is not None:
-                    levels = self._one(process.pid, messages.Read())
+                    levels = self.ask(process.pid, messages.Read())
                     if levels is not None:
                         growth.correct(process, self._levels(self._now[process.pid], levels))
         for finding in (each for growth in self._growths for each in growth.findings()):
@@ -390,24 +389,6 @@ class EngineProcesses:
         private = None if private is None else private - self._imported.get(now.process.pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
-    def _counts(self, pid: int) -> dict[LevelKey, int]:
-        """Return how many threads and descriptors a process has."""
-        things = things_of(pid)
-        self._first_things.setdefault(pid, things)
-        return {LevelKey(resource): len(each) for resource, each in things.items()}
-
-    def _holder_of_things(self, finding: Finding, pid: int) -> HolderFacts | None:
-        """Return who holds the threads or descriptors that a process has more, and what these are."""
-        known = self._first_things.get(pid, {}).get(finding.resource, {})
-        things = things_of(pid).get(finding.resource, {})
-        new = {number: what for number, what in things.items() if known.get(number) != what}
-        question = messages.ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys()))
-        return things_held(finding, [*new.values()], self.ask_new(pid, question) if new else None)
-
-    def ask_new(self, pid: int, question: messages.ExplainNew) -> HolderFacts | None:
-        """Return who holds threads or descriptors that are new in a process; None where nobody is known to."""
-        return self._one(pid, question)
-
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""
         pid = process_levels.pid_of(finding)
@@ -416,10 +397,10 @@ class EngineProcesses:
         before = _private_bytes(pid) or 0
         if finding.resource == "tensors":
             # Those of most turns.
-            left = self._one(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
+            left = self.ask(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
             facts = growing_holder(left or (), finding.device, finding.stage)
         elif finding.resource in COUNTED:
-            facts = self._holder_of_things(finding, pid)
+            facts = self._things.named(finding)
         else:
             facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
         if self.trim(pid) is not None:
@@ -511,7 +492,7 @@ class EngineProcesses:
 
     def _largest_in(self, pid: int, stage: str) -> Sequence[Finding]:
         """Ask a process who holds its largest tensors."""
-        return self._one(pid, messages.ExplainHeld(stage=stage, kind=self.kind)) or ()
+        return self.ask(pid, messages.ExplainHeld(stage=stage, kind=self.kind)) or ()
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
@@ -541,7 +522,7 @@ class EngineProcesses:
                     answers[pid] = answer
         return answers
 
-    def _one(self, pid: int, question: messages.Question[_Answer]) -> _Answer | None:
+    def ask(self, pid: int, question: messages.Question[_Answer]) -> _Answer | None:
         """Return what one answers; None where it does not, or has not answered before."""
         return None if pid in self.not_measured else self._each([pid], question).get(pid)
 

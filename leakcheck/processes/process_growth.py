@@ -8,7 +8,7 @@ turns of one. The same is asked of a process that belongs to a fixture, of which
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
-from lowtide.leakcheck.growth.quantities import HOST, QUANTITIES, SHARED, Quantity, kind_of
+from lowtide.leakcheck.growth.quantities import HOST, QUANTITIES, SHARED, Quantity, Things, kind_of, things_of
 from lowtide.leakcheck.growth.series import TurnSeries
 from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps, LevelKey, rises
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
-from lowtide.leakcheck.processes.process_levels import role_of
+from lowtide.leakcheck.processes.messages import ExplainNew
+from lowtide.leakcheck.processes.process_levels import pid_of, role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName
@@ -480,18 +481,39 @@ def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
     )
 
 
-def things_held(finding: Finding, new: Sequence[str], holder: HolderFacts | None) -> HolderFacts | None:
-    """Say what most of the new things are that a process has more, and who holds them, where that is known."""
-    if not new:
-        return None
-    said = f": {kind_of(new)}"
-    if holder is None:
-        holder = HolderFacts(note=Note(said), cause="unknown", verdict=None, path=(), advice=None)
-    else:
-        note = msgspec.structs.replace(holder.note, text=f"{said};{holder.note.text}")
-        holder = msgspec.structs.replace(holder, note=note)
-    # What ends one of them does not end what the next turn makes.
-    return msgspec.structs.replace(holder, advice=finding.advice)
+class CountedThings:
+    """The threads and descriptors of some processes: how many each has, and what those are that came later.
+
+    Args:
+        ask: asks a process who holds some; None where it does not answer, or nobody is known to.
+    """
+
+    def __init__(self, ask: Callable[[int, ExplainNew], HolderFacts | None]) -> None:
+        self._ask = ask
+        self._first: dict[int, Things] = {}
+
+    def levels(self, pid: int) -> dict[LevelKey, int]:
+        """Return how many a process has; what it has when it is read first is not new."""
+        things = things_of(pid)
+        self._first.setdefault(pid, things)
+        return {LevelKey(resource): len(each) for resource, each in things.items()}
+
+    def named(self, finding: Finding) -> HolderFacts | None:
+        """Say what most of the things are that a process has more, and who holds them, where that is known."""
+        pid = pid_of(finding)
+        known = self._first.get(pid, {}).get(finding.resource, {})
+        things = things_of(pid).get(finding.resource, {})
+        new = {number: what for number, what in things.items() if known.get(number) != what}
+        if not new:
+            return None
+        said = f": {kind_of([*new.values()])}"
+        held = self._ask(pid, ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys())))
+        # What ends one of them does not end what the next turn makes.
+        advice = finding.advice
+        if held is None:
+            return HolderFacts(note=Note(said), cause="unknown", verdict=None, path=(), advice=advice)
+        note = msgspec.structs.replace(held.note, text=f"{said};{held.note.text}")
+        return msgspec.structs.replace(held, note=note, advice=advice)
 
 
 def growing_tensors(

@@ -21,15 +21,15 @@ from lowtide.leakcheck.findings.life_findings import LEAST
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, growth_of_host_memory, not_decided
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
-from lowtide.leakcheck.growth.quantities import COUNTED, QUANTITIES, Things, counted, most_of, things_of
+from lowtide.leakcheck.growth.quantities import COUNTED, QUANTITIES, counted, most_of, things_of
 from lowtide.leakcheck.growth.series import Slope, TurnSeries
 from lowtide.leakcheck.growth.steps import LevelKey
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import ExplainGrown, ExplainNew, Look, Seen
-from lowtide.leakcheck.processes.process_growth import ToldGrowth, held_by, risen, things_held
-from lowtide.leakcheck.processes.process_levels import describe_process
+from lowtide.leakcheck.processes.process_growth import CountedThings, ToldGrowth, held_by, risen
+from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
 from lowtide.probes.host.process_files import anonymous_bytes_of, stat
@@ -120,6 +120,7 @@ class TimeWindow(ABC):
     Args:
         seconds: for how long, `SHORTEST_S` or more.
         tell: takes what is to be said meanwhile.
+        ask: as of `CountedThings`.
 
     Attributes:
         seconds: as given.
@@ -129,15 +130,20 @@ class TimeWindow(ABC):
         named: what each process is called.
     """
 
-    def __init__(self, seconds: float, tell: Callable[[str], object]) -> None:
-        self.seconds, self.tell = seconds, tell
+    def __init__(
+        self,
+        seconds: float,
+        tell: Callable[[str], object],
+        ask: Callable[[int, ExplainNew], HolderFacts | None] = lambda pid, question: None,
+    ) -> None:
+        self.seconds, self.tell, self._ask = seconds, tell, ask
         self.interval = max(1.0, seconds / _READINGS)
         self.is_over = False
         self.tensors: Mapping[int, Mapping[str, int]] = {}
         self.named: dict[int, ProcessName] = {}
         self._turn = 0
         self._series: dict[int, dict[LevelKey, TurnSeries]] = {}
-        self._first_things: dict[int, Things] = {}
+        self._things = CountedThings(ask)
 
     @property
     def has_begun(self) -> bool:
@@ -166,10 +172,7 @@ class TimeWindow(ABC):
             pid: {device: size for device, size in sizes.items() if device != "cpu"} for pid, sizes in tensors.items()
         }
         for pid, cards in self.tensors.items():
-            things = things_of(pid)
-            self._first_things.setdefault(pid, things)
-            levels = {LevelKey("tensors", device): size for device, size in cards.items()}
-            levels |= {LevelKey(resource): len(each) for resource, each in things.items()}
+            levels = {LevelKey("tensors", device): size for device, size in cards.items()} | self._things.levels(pid)
             series = self._series.setdefault(pid, {})
             for key, level in levels.items():
                 series.setdefault(key, TurnSeries()).add(level)
@@ -201,17 +204,8 @@ class TimeWindow(ABC):
 
     def _with_holder(self, finding: Finding) -> Finding:
         """Return a finding on what is counted with what the new things are, and who holds them."""
-        pid = 0 if finding.process is None else finding.process.pid
-        known = self._first_things[pid].get(finding.resource, {})
-        things = things_of(pid).get(finding.resource, {})
-        new = {number: what for number, what in things.items() if known.get(number) != what}
-        question = ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys()))
-        facts = things_held(finding, [*new.values()], self._who_holds(pid, question) if new else None)
+        facts = self._things.named(finding)
         return finding if facts is None else held_by(finding, facts)
-
-    def _who_holds(self, pid: int, question: ExplainNew) -> HolderFacts | None:
-        """Ask a process who holds new things in it; None where it cannot be asked."""
-        return None
 
     @abstractmethod
     def look(self) -> None:
@@ -252,7 +246,7 @@ class TimedGrowth(TimeWindow):
     def __init__(
         self, engine: EngineProcesses, seconds: float, warm_up: float | None, tell: Callable[[str], object]
     ) -> None:
-        super().__init__(seconds, tell)
+        super().__init__(seconds, tell, engine.ask)
         self._engine, self._warm_up = engine, warm_up
         self._start = Start(warm_up, time.monotonic())
         self._began: float | None = None
@@ -324,7 +318,7 @@ class TimedGrowth(TimeWindow):
         self._began, self._turn, self._readings, self._new = None, 0, 0, frozenset()
         self._grown.clear()
         self._series.clear()
-        self._first_things.clear()
+        self._things = CountedThings(self._ask)
         self.tell("the program was starting still: its growth is watched anew once it has started")
 
     @property
@@ -356,9 +350,6 @@ class TimedGrowth(TimeWindow):
         if self._told is not None:
             return self._told
         return [each for pid, grown in self._grown.items() for each in self._causes(pid, grown.findings)]
-
-    def _who_holds(self, pid: int, question: ExplainNew) -> HolderFacts | None:
-        return self._engine.ask_new(pid, question)
 
     def end(self, status: int | None = None, *, asked: bool = False) -> None:
         """See `TimeWindow`; who did not answer meanwhile was about to end, too."""
@@ -507,7 +498,7 @@ def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:
     """Return the processes that grow by more than some bytes, all that grows in each together."""
     by_pid = Counter[int]()
     for finding in findings:
-        by_pid[0 if finding.process is None else finding.process.pid] += finding.bytes
+        by_pid[pid_of(finding)] += finding.bytes
     return {pid for pid, size in by_pid.items() if size > allowed}
 
 
