@@ -333,29 +333,17 @@ def _of_sleep(
     """Return a finding about what a sleep has left, as its holder's: a finding of the process's own, or an arena."""
     suspects = (suspect, "" if process is None else role_of(process.name))
     mark = fingerprint(resource="tensors", device=kind, stage=stage, suspects=suspects)
+    facts: dict[str, Any] = {"bytes": size, "stage": stage, "fingerprint": mark, "process": process, "advice": advice}
     if isinstance(holder, Finding):
-        return reworded(
-            holder,
-            message,
-            bytes=size,
-            stage=stage,
-            fingerprint=mark,
-            former_fingerprint="",
-            process=process,
-            advice=advice,
-        )
+        return reworded(holder, message, former_fingerprint="", **facts)
     return Finding(
         resource="arena" if holder else "driver" if kind == "cuda" else "tensors",
         cause="unknown",
-        bytes=size,
         count=1,
         device=device,
-        stage=stage,
         message=message,
-        fingerprint=mark,
         holder=f"arena {holder!r}" if holder else None,
-        advice=advice,
-        process=process,
+        **facts,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,11 +24,14 @@ from lowtide.probes.processes.outside_view import ByCard, by_process
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
 from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces, gone_on_cards
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding, NotMeasured, ResourceName
+from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import restated
 
 STAGE = "end"
+
+_of_end = functools.partial(finding_of, device="cpu", stage=STAGE)
+"""Returns a finding on what a tree has left on the host."""
 
 _STEP_S = 0.05
 
@@ -116,12 +120,12 @@ class EndJudgement:
 
     def _orphan(self, pid: int) -> Finding:
         running = read_running(pid, self.agents, self.traces.of_living(pid))
-        return _finding(
+        return _of_end(
             "processes",
-            f"{running.process.text} runs on after the command has ended; it holds {running.amounts}",
-            f"end pid {pid} when the program that started it ends; now: kill {pid}",
-            size=running.bytes,
+            bytes=running.bytes,
+            message=f"{running.process.text} runs on after the command has ended; it holds {running.amounts}",
             suspects=(role_of(running.process.name),),
+            advice=f"end pid {pid} when the program that started it ends; now: kill {pid}",
             process=running.process,
         )
 
@@ -132,14 +136,13 @@ class EndJudgement:
         makers = dict.fromkeys(filter(None, (self.traces.listener(str(path)) for path in paths)))
         bound = ", ".join(f"pid {pid} ({self.traces.name(pid)})" for pid in makers)
         are, them, files = ("is", "it", "the file") if len(paths) == 1 else ("are", "them", "the files")
-        return _finding(
+        return _of_end(
             "temporary-files",
-            f"{', '.join(told + more)} {are} left, and no living process uses {them}"
-            + (f"; bound in {bound}" if bound else ""),
-            f"remove {files} when the process that made {them} ends; now: {_removal(paths)}",
-            size=0,
-            suspects=("left file", _lasting_name(told[0])),
             count=len(paths),
+            message=f"{', '.join(told + more)} {are} left, and no living process uses {them}"
+            + (f"; bound in {bound}" if bound else ""),
+            suspects=("left file", _lasting_name(told[0])),
+            advice=f"remove {files} when the process that made {them} ends; now: {_removal(paths)}",
         )
 
 
@@ -233,13 +236,15 @@ def held_by_a_gone(process: ProcessName, by_card: ByCard) -> Finding:
         process: which it was.
         by_card: bytes by device; None where the driver does not say.
     """
-    return _finding(
+    return finding_of(
         "driver",
-        f"{process.text} has ended, and the driver counts {', '.join(_amounts(by_card))} for it",
-        "look for what has its memory open: a child that inherited its card, or an export by CUDA's IPC",
-        size=sum(size or 0 for size in by_card.values()),
+        cause="driver",
+        bytes=sum(size or 0 for size in by_card.values()),
         device=next(iter(by_card)),
+        stage=STAGE,
+        message=f"{process.text} has ended, and the driver counts {', '.join(_amounts(by_card))} for it",
         suspects=("ended process", role_of(process.name)),
+        advice="look for what has its memory open: a child that inherited its card, or an export by CUDA's IPC",
         process=process,
     )
 
@@ -249,12 +254,12 @@ def _amounts(cards: ByCard) -> list[str]:
 
 
 def _left(file: SharedMemoryFile) -> Finding:
-    return _finding(
+    return _of_end(
         "shared-memory",
-        f"{file.path}{_amount(file.bytes, _made_by(file))} is left, and no living process uses it",
-        f"unlink shared memory when its process ends; now: {file.remove}",
-        size=file.bytes,
+        bytes=file.bytes,
+        message=f"{file.path}{_amount(file.bytes, _made_by(file))} is left, and no living process uses it",
         suspects=("left file", file.library or _lasting_name(file.path)),
+        advice=f"unlink shared memory when its process ends; now: {file.remove}",
     )
 
 
@@ -286,38 +291,14 @@ def _named(left: SystemVObject) -> str:
 
 
 def _system_v(left: SystemVObject) -> Finding:
+    what, option = _SYSTEM_V[left.kind]
     amount = f" ({format_bytes(left.bytes)})" if left.bytes else ""
-    return _finding(
+    return _of_end(
         "shared-memory",
-        f"{_named(left)}{amount}, is left",
-        f"remove {_SYSTEM_V[left.kind][0]} when its process ends; now: ipcrm {_SYSTEM_V[left.kind][1]} {left.number}",
-        size=left.bytes,
+        bytes=left.bytes,
+        message=f"{_named(left)}{amount}, is left",
         suspects=("System V", left.kind),
-    )
-
-
-def _finding(
-    resource: ResourceName,
-    message: str,
-    advice: str,
-    *,
-    size: int,
-    suspects: Sequence[str],
-    device: str = "cpu",
-    process: ProcessName | None = None,
-    count: int = 1,
-) -> Finding:
-    return finding_of(
-        resource,
-        cause="driver" if resource == "driver" else "unknown",
-        bytes=size,
-        count=count,
-        device=device,
-        stage=STAGE,
-        message=message,
-        suspects=suspects,
-        advice=advice,
-        process=process,
+        advice=f"remove {what} when its process ends; now: ipcrm {option} {left.number}",
     )
 
 
