@@ -35,6 +35,7 @@ from lowtide.leakcheck.explaining.expressions import (
     of_public_global,
     of_root,
     one_step,
+    past_override,
 )
 from lowtide.leakcheck.explaining.path_reading import CodeOfPath, Shown
 from lowtide.probes.heap.holders import Traces
@@ -175,23 +176,19 @@ def _key(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
 
 def _setting(code: str, entries: object, key: str) -> str:
-    if is_plain(type(entries), "__setitem__"):
-        return f"{code}[{key}] = None"
-    return call(code, entries, "__setitem__", key, "None")
+    return past_override(f"{code}[{key}] = None", code, entries, "__setitem__", key, "None")
 
 
 def _deleting(code: str, entries: object, key: str | None, *, is_last: bool) -> str | None:
     """Return the deletion of an entry of a dict as code; the last one can go without its key."""
     if key is None:
         return call(code, entries, "popitem") if is_last else None
-    if is_plain(type(entries), "__delitem__"):
-        return f"del {code}[{key}]"
-    return call(code, entries, "__delitem__", key)
+    return past_override(f"del {code}[{key}]", code, entries, "__delitem__", key)
 
 
 def _place_in(of: LinkOwner, items: Any, index: int, key: str, ordered: str) -> Place:
     kind: Any = {"dict": dict, "list": list, "deque": deque}[ordered]
-    clear = f"{of.code}.clear()" if is_plain(type(items), "clear") else call(of.text, items, "clear")
+    clear = past_override(f"{of.code}.clear()", of.text, items, "clear")
     size = kind.__len__(items)
     return Place(id(items), of.text, key, size, index, clear if of.code is not None else "", True, ordered)
 
@@ -217,7 +214,7 @@ def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         empty = functools.partial(set_in_sequence, carrier, link.held, None)
         return of.emptying(code, text, empty)
     plain = is_plain(type(carrier), "__delitem__")
-    delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(index))
+    delete = past_override(f"del {text}", of.text, carrier, "__delitem__", str(index))
     together = functools.partial(delete_from_sequence, carrier)
     return _with_others(of, delete, text, link.held, together, place._replace(is_plain=plain))
 
@@ -252,7 +249,7 @@ def _member_of_set(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if place is None or not elements.can_discard(place):
         return None
     is_only = set.__len__(link.carrier) == 1
-    clear = f"{of.code}.clear()" if is_plain(type(link.carrier), "clear") else call(of.text, link.carrier, "clear")
+    clear = past_override(f"{of.code}.clear()", of.text, link.carrier, "clear")
     together = functools.partial(discard, link.carrier)
     return of.cut(
         clear if is_only else None,
@@ -282,7 +279,7 @@ def _global(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 def _removal(of: LinkOwner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
     """Return the deletion of an attribute, past a `__delattr__` of the program's own."""
     text = f"{of.text}.{name}"
-    code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
+    code = past_override(f"del {text}", of.text, owner, "__delattr__", repr(name))
     return of.deletion(code if is_name(name) else None, text, apply, where)
 
 
@@ -297,8 +294,7 @@ def _emptying(
 ) -> Cut:
     """Set an attribute to None, past a `__setattr__` of the program's own; in words where it was a function."""
     text = f"{of.text}.{name}"
-    plain = is_plain(type(owner), "__setattr__")
-    code = f"{text} = None" if plain else call(of.text, owner, "__setattr__", repr(name), "None")
+    code = past_override(f"{text} = None", of.text, owner, "__setattr__", repr(name), "None")
     return of.emptying(code if is_name(name) else None, text, apply, where, is_replaced=is_replaced)
 
 

@@ -181,6 +181,11 @@ def call(code: str, item: object, method: str, *arguments: str) -> str:
     return f"{_built_in(item)}.{method}({', '.join((code, *arguments))})"
 
 
+def past_override(plain: str, code: str, item: object, method: str, *arguments: str) -> str:
+    """Return code that does what a special method of an object does: `plain`, or a `call` where that is overridden."""
+    return plain if is_plain(type(item), method) else call(code, item, method, *arguments)
+
+
 def is_plain(cls: type, method: str) -> bool:
     """Return whether a special method of a class is the interpreter's, or a library's that this project knows."""
     for base in mro_of(cls):
@@ -218,14 +223,12 @@ def _literal(key: object, deepest: int = _DEEPEST_KEY) -> str | None:
 
 
 def _subscript(code: str, entries: object, key: str) -> str:
-    return f"{code}[{key}]" if is_plain(type(entries), "__getitem__") else call(code, entries, "__getitem__", key)
+    return past_override(f"{code}[{key}]", code, entries, "__getitem__", key)
 
 
 def listed(code: str, items: object) -> str:
     """Return a container's keys or items, as code, in a list."""
-    if is_plain(type(items), "__iter__"):
-        return f"list({code})"
-    return f"list({call(code, items, '__iter__')})"
+    return f"list({past_override(code, code, items, '__iter__')})"
 
 
 def _built_in(item: object) -> str:

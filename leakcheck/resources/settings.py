@@ -234,11 +234,9 @@ def _shortened(text: str) -> str:
 
 def is_secret(name: str, text: str) -> bool:
     """Return whether a setting is an environment variable whose value may be a secret, by its name or its look."""
-    variable = _VARIABLE.fullmatch(name)
-    if variable is None:
-        return False
-    named: str = ast.literal_eval(variable[1])
-    return (_SECRET.search(named) is not None and named not in _FOLDERS) or _LOGIN.search(text) is not None
+    named = _variable(name)
+    is_named_so = _SECRET.search(named) is not None and named not in _FOLDERS
+    return bool(named) and (is_named_so or _LOGIN.search(text) is not None)
 
 
 def _both_shown(change: SettingChange) -> tuple[str, str]:
@@ -397,7 +395,7 @@ class EnvironmentSetters:
 
 
 def _variable(setting: str) -> str:
-    found = re.fullmatch(r"os\.environ\[(.+)\]", setting, re.DOTALL)
+    found = _VARIABLE.fullmatch(setting)
     return "" if found is None else str(ast.literal_eval(found[1]))
 
 
@@ -514,24 +512,29 @@ def undoing(changes: Iterable[SettingChange]) -> list[str]:
 
     Where there is no expression for what a replaced function was, words stand for what `put_back` does.
     """
-    found = _each_once(changes)
-    many = disabled_loggers(found)
-    lines = [undo(change) or _without_code(change) for change in found if change not in many]
-    if None in lines:
-        return []
-    return [*filter(None, [_enabling(many)]), *(line for line in dict.fromkeys(lines) if line is not None)]
+    enabling, others = _apart(changes)
+    lines = [undo(change) or _without_code(change) for change in others]
+    return [] if None in lines else [*enabling, *(line for line in dict.fromkeys(lines) if line is not None)]
 
 
-def _enabling(changes: Sequence[SettingChange]) -> str | None:
-    """Return the line that enables loggers again that were disabled together, but for those that had been before."""
-    if not changes:
-        return None
+def _apart(changes: Iterable[SettingChange]) -> tuple[list[str], list[SettingChange]]:
+    """Return the line that enables loggers again, if many were disabled together, and all other changes.
+
+    It leaves out those that had been disabled before. Of a setting that has two names the second one is left out.
+    """
+    found = {change.name: change for change in changes}
+    if "torch.get_float32_matmul_precision()" in found:
+        found.pop("torch.backends.cuda.matmul.allow_tf32", None)
+    many = disabled_loggers([*found.values()])
+    if not many:
+        return [], [*found.values()]
     known = logging.root.manager.loggerDict
     disabled = {f"disabled of logging.getLogger({name!r})" for name, item in known.items() if _is_disabled(item)}
-    others = sorted(disabled - {change.name for change in changes})
-    but = "".join(f" and logger is not {name.removeprefix('disabled of ')}" for name in others)
+    before = sorted(disabled - {change.name for change in many})
+    but = "".join(f" and logger is not {name.removeprefix('disabled of ')}" for name in before)
     loggers = "logging.root.manager.loggerDict.values()"
-    return f"[setattr(logger, 'disabled', False) for logger in {loggers} if hasattr(logger, 'disabled'){but}]"
+    line = f"[setattr(logger, 'disabled', False) for logger in {loggers} if hasattr(logger, 'disabled'){but}]"
+    return [line], [change for change in found.values() if change not in many]
 
 
 def _is_disabled(logger: object) -> bool:
@@ -540,11 +543,10 @@ def _is_disabled(logger: object) -> bool:
 
 def put_back(changes: Iterable[SettingChange]) -> None:
     """Do what `undoing` says."""
-    found = _each_once(changes)
-    many = disabled_loggers(found)
-    run(filter(None, [_enabling(many)]))
-    for change in found:
-        line = None if change in many else undo(change)
+    enabling, others = _apart(changes)
+    run(enabling)
+    for change in others:
+        line = undo(change)
         if line is not None:
             run([line])
         elif _without_code(change) is not None:
@@ -553,7 +555,7 @@ def put_back(changes: Iterable[SettingChange]) -> None:
 
 def is_code(changes: Iterable[SettingChange]) -> bool:
     """Return whether all that `undoing` says can be written."""
-    return all(undo(change) is not None for change in _each_once(changes))
+    return all(undo(change) is not None for change in _apart(changes)[1])
 
 
 def _without_code(change: SettingChange) -> str | None:
@@ -563,23 +565,13 @@ def _without_code(change: SettingChange) -> str | None:
 
 def advice(changes: Sequence[SettingChange]) -> str:
     """Return what to do about settings: the code that puts them back, and words where there is none."""
-    found = _each_once(changes)
-    many = disabled_loggers(found)
-    lines = ["give logging.config disable_existing_loggers=False", _enabling(many) or ""] if many else []
-    for change in found:
-        if change not in many:
-            words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
-            lines.append(undo(change) or f"{change.setting}: {words}")
+    enabling, others = _apart(changes)
+    lines = ["give logging.config disable_existing_loggers=False", *enabling] if enabling else []
+    for change in others:
+        words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
+        lines.append(undo(change) or f"{change.setting}: {words}")
     lines = list(dict.fromkeys(lines))
     return "; ".join(lines[:_MOST_LINES]) + (f"; and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else "")
-
-
-def _each_once(changes: Iterable[SettingChange]) -> list[SettingChange]:
-    """Leave out the second name of a setting that has two."""
-    found = {change.name: change for change in changes}
-    if "torch.get_float32_matmul_precision()" in found:
-        found.pop("torch.backends.cuda.matmul.allow_tf32", None)
-    return list(found.values())
 
 
 def undo(change: SettingChange) -> str | None:
