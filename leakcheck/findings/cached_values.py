@@ -20,7 +20,7 @@ from typing import Any
 from lowtide.leakcheck.explaining.expressions import is_name, of_module
 from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
 from lowtide.leakcheck.explaining.path_reading import can_end
-from lowtide.leakcheck.growth.steps import KeptSteps
+from lowtide.leakcheck.growth.series import KeptSteps
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.owners import held_in_all
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys, tensors_over

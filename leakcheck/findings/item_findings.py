@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
-from lowtide.leakcheck.growth.steps import KeptSteps
+from lowtide.leakcheck.growth.series import KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint, fingerprint_of_items

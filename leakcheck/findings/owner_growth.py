@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
-from lowtide.leakcheck.growth.steps import FEWEST_STEPS, LevelKey
+from lowtide.leakcheck.growth.series import FEWEST_STEPS, LevelKey
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Claims, Count, Key, Owner

@@ -12,7 +12,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Explained, common_holder, explain_storages
-from lowtide.leakcheck.growth.steps import trend_of
+from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import MEANINGS
 from lowtide.leakcheck.judging.owners import held_in_all

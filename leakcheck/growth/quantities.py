@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
-from lowtide.leakcheck.growth.steps import FEWEST_STEPS, LevelKey
+from lowtide.leakcheck.growth.series import FEWEST_STEPS, LevelKey
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import anonymous_bytes_of, numbered_descriptors, numbered_threads

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Optional
 
-from lowtide.leakcheck.growth.steps import KeptSteps, LevelKey, rises
+from lowtide.leakcheck.growth.series import KeptSteps, LevelKey, rises
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.growth.steps import trend_of
+from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
 from lowtide.leakcheck.lives.script import Life, told

@@ -4,6 +4,7 @@ what it should have given back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from lowtide.leakcheck.findings.life_findings import LEAST, has_slept, is_cached
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, not_decided
 from lowtide.leakcheck.growth.quantities import COUNTED, SHARED
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.processes import messages, process_levels
 from lowtide.leakcheck.processes.process_growth import (
     CountedThings,
@@ -27,6 +28,7 @@ from lowtide.leakcheck.processes.process_growth import (
     one_of_each,
     shared_bytes,
 )
+from lowtide.leakcheck.processes.process_levels import SleptLevels
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.process_files import name_of, rollup
@@ -432,63 +434,38 @@ class EngineProcesses:
             self._kept_asleep.setdefault(process_levels.role_of(process.name), set()).update(holders)
         # What inferring left is reported by itself.
         left = {pid: sum(finding.bytes for finding in kept) for pid, kept in of_inferring.items()}
+        slept = {
+            pid: levels
+            for pid, now in self._now.items()
+            if pid in self._at_work
+            and (levels := SleptLevels.between(self._at_work[pid], now, self.kind, left.get(pid, 0))) is not None
+        }
         reported_pids: set[int] = set()
-        for pid, before in self._at_work.items():
-            now = self._now.get(pid)
-            sizes = None if now is None else self.kept(before, now, left.get(pid, 0))
-            if now is None or sizes is None:
+        device = self.device or self.kind
+        for pid, each in slept.items():
+            sizes = each.at_work, each.asleep
+            if has_slept(*sizes):
                 continue
             # On a card each sleep gives up what it keeps on the host.
             if empties or self.kind == "cuda":
                 reported_pids.add(pid)
-                largest, device = self._largest_in(pid, stage), self.device or self.kind
-                arenas = now.arenas(self.kind)
-                found.append(process_levels.explain_kept(stage, device, sizes, now.process, arenas, largest))
+                largest = self._largest_in(pid, stage)
+                found.append(process_levels.explain_kept(stage, device, sizes, each.process, each.arenas, largest))
             else:
-                role = process_levels.role_of(now.process.name)
-                self._undeclared[role, stage] = not_judged(stage, sizes, self.kind, now.process.text)
-        kept_groups = process_levels.communicators_kept(stage, self._at_work, self._now) if empties else []
-        return [*found, *kept_groups, *self._uneven(stage, left, reported_pids)]
+                role = process_levels.role_of(each.process.name)
+                self._undeclared[role, stage] = not_judged(stage, sizes, self.kind, each.process.text)
+        if empties:
+            found += process_levels.communicators_kept(stage, self._at_work, self._now)
+        for uneven in process_levels.uneven_ranks(list(slept.values()), self.kind):
+            if uneven.rank.process.pid not in reported_pids:
+                largest_in = functools.partial(self._largest_in, stage=stage)
+                found.append(process_levels.explain_uneven_rank(uneven, stage, self.kind, device, largest_in))
+        return found
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
         """Return what a wake that raised has left mapped in each, of what the last sleep had given up."""
         after = self._each(list(self._now), messages.Read())
         return process_levels.mapped_by_failed_wake(stage, self.kind, self._now, after)
-
-    def _uneven(self, stage: str, left: Mapping[int, int], reported_pids: Collection[int]) -> list[Finding]:
-        """Return the ranks that have kept more than their peers, without those that are reported for what they kept."""
-        levels = []
-        for pid, now in self._now.items():
-            before = self._at_work.get(pid)
-            sizes = None if before is None else self._asked_and_kept(before, now, left.get(pid, 0))
-            if sizes is not None:
-                levels.append(process_levels.RankLevels(now.process, *sizes, now.arenas(self.kind)))
-
-        return [
-            process_levels.explain_uneven_rank(
-                uneven, stage, self.kind, self.device or self.kind, lambda pid: self._largest_in(pid, stage)
-            )
-            for uneven in process_levels.uneven_ranks(levels, self.kind)
-            if uneven.rank.process.pid not in reported_pids
-        ]
-
-    def _asked_and_kept(
-        self, before: process_levels.ProcessLevels, now: process_levels.ProcessLevels, left: int
-    ) -> tuple[int, int] | None:
-        """Return the bytes that a sleep asks one process for, and those of them that are there; None if unknown."""
-        held, holds = before.held(self.kind), now.held(self.kind)
-        if held is None or holds is None:
-            return None
-        # What is reported elsewhere, or is a context's, is neither asked for nor kept.
-        excused = left + (before.of_libraries if self.kind == "cuda" else 0)
-        return held - excused, holds - excused
-
-    def kept(
-        self, before: process_levels.ProcessLevels, now: process_levels.ProcessLevels, left: int
-    ) -> tuple[int, int] | None:
-        """Return what `_asked_and_kept` says of a process that has not given back its part; None where it has."""
-        sizes = self._asked_and_kept(before, now, left)
-        return None if sizes is None or has_slept(*sizes) else sizes
 
     def _largest_in(self, pid: int, stage: str) -> Sequence[Finding]:
         """Ask a process who holds its largest tensors."""

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
 from lowtide.leakcheck.growth.quantities import QUANTITIES, HeldSource, counted, most_of
-from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey, TurnSeries
 from lowtide.leakcheck.processes.process_growth import ToldGrowth, risen
 from lowtide.leakcheck.processes.process_levels import describe_process
 from lowtide.probes.host.process_files import stat

@@ -16,7 +16,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.life_findings import largest_of_cause
 from lowtide.leakcheck.growth.quantities import HOST
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages

@@ -18,8 +18,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.growth.quantities import HOST, QUANTITIES, SHARED, Quantity, Things, kind_of, things_of
-from lowtide.leakcheck.growth.series import TurnSeries
-from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps, LevelKey, rises
+from lowtide.leakcheck.growth.series import FEWEST_STEPS, KeptSteps, LevelKey, TurnSeries, rises
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
 from lowtide.leakcheck.processes.messages import ExplainNew
 from lowtide.leakcheck.processes.process_levels import pid_of, role_of

@@ -348,8 +348,8 @@ def _of_sleep(
 
 
 @dataclass(frozen=True)
-class RankLevels:
-    """What one rank had and has, in bytes on the engine's kind of device.
+class SleptLevels:
+    """What one process had and has after a sleep, in bytes on the engine's kind of device.
 
     Attributes:
         process: which it is.
@@ -363,23 +363,35 @@ class RankLevels:
     asleep: int
     arenas: Mapping[str, int]
 
+    @classmethod
+    def between(cls, before: ProcessLevels, now: ProcessLevels, kind: str, left: int) -> SleptLevels | None:
+        """Return that of a process that held `before` at work; None where the driver does not say.
+
+        What is reported elsewhere (`left`), or is a context's, is neither asked for nor kept.
+        """
+        held, holds = before.held(kind), now.held(kind)
+        if held is None or holds is None:
+            return None
+        excused = left + (before.of_libraries if kind == "cuda" else 0)
+        return cls(now.process, held - excused, holds - excused, now.arenas(kind))
+
 
 class UnevenRank(NamedTuple):
     """A rank that kept more than its peers, the peer that kept the least of what it had, and the bytes more."""
 
-    rank: RankLevels
-    peer: RankLevels
+    rank: SleptLevels
+    peer: SleptLevels
     excess: int
 
 
-def uneven_ranks(levels: Sequence[RankLevels], kind: str) -> list[UnevenRank]:
+def uneven_ranks(levels: Sequence[SleptLevels], kind: str) -> list[UnevenRank]:
     """Return the ranks that have clearly kept more than the least of their peers.
 
     Args:
         levels: of all processes after a sleep; those without a rank are passed over.
         kind: of the engine's device: `cpu` or `cuda`.
     """
-    groups: dict[tuple[str, str], list[RankLevels]] = {}
+    groups: dict[tuple[str, str], list[SleptLevels]] = {}
     for each in levels:
         if _rank_of(each.process) and each.at_work > 0:
             groups.setdefault((each.process.role, role_of(each.process.name)), []).append(each)
@@ -400,7 +412,7 @@ def _rank_of(process: ProcessName) -> str:
     return process.ranks or ("" if process.rank is None else str(process.rank))
 
 
-def _excess(rank: RankLevels, peer: RankLevels) -> int:
+def _excess(rank: SleptLevels, peer: SleptLevels) -> int:
     # Not by parts: a sleep that leaves weights on the host gives up a smaller part of a rank with more weights.
     return rank.asleep - peer.asleep - max(0, rank.at_work - peer.at_work)
 

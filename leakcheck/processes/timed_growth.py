@@ -22,8 +22,7 @@ from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS, growth_of_host_
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import LEAST_IN_ALL, HostGrowth, HostLevels
 from lowtide.leakcheck.growth.quantities import COUNTED, QUANTITIES, counted, most_of, things_of
-from lowtide.leakcheck.growth.series import Slope, TurnSeries
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey, Slope, TurnSeries
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses

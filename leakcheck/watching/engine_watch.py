@@ -16,7 +16,7 @@ from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS as FEWEST_TO_GROW
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth
-from lowtide.leakcheck.growth.steps import FEWEST_STEPS
+from lowtide.leakcheck.growth.series import FEWEST_STEPS
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.process_growth import Turns, grown_under
 from lowtide.leakcheck.resources import read_items

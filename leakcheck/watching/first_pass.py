@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lowtide.leakcheck.findings.storage_watch import Collected
-from lowtide.leakcheck.growth.steps import FEWEST_STEPS, KeptSteps
+from lowtide.leakcheck.growth.series import FEWEST_STEPS, KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import SettlePolicy, settle, trim_heap

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.findings.owner_growth import growth_of, limit_passed, merged, note_growth, place_of, rest_of
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.judging.owners import ANYTHING, Claims, Count, Owner, OwnerHistory
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding

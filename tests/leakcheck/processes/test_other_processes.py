@@ -13,7 +13,7 @@ import pytest
 
 from lowtide import LeakCheck
 from lowtide.leakcheck.growth.quantities import HOST
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.processes.other_processes import OtherProcesses, _Outside
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors
 from lowtide.probes.host.counters import Counters

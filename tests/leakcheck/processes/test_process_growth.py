@@ -10,8 +10,9 @@ import sys
 import msgspec
 import pytest
 
+from lowtide.leakcheck.findings.life_findings import has_slept
 from lowtide.leakcheck.growth.quantities import HOST, SHARED
-from lowtide.leakcheck.growth.steps import LevelKey
+from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import (
@@ -24,7 +25,7 @@ from lowtide.leakcheck.processes.process_growth import (
     mappings_of,
     shared_bytes,
 )
-from lowtide.leakcheck.processes.process_levels import ProcessLevels
+from lowtide.leakcheck.processes.process_levels import ProcessLevels, SleptLevels
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
@@ -154,12 +155,11 @@ def test_on_a_card_the_driver_says_what_a_sleep_has_kept(
     at_work: int | None, asleep: int | None, found: int | None
 ) -> None:
     levels = Levels(tensors={"cuda:0": 5000 * MIB}, arenas={}, reserved={"cuda:0": 5000 * MIB}, has_torch=True)
-    tree = ProcessTree()
-    processes = EngineProcesses(tree, Agents(), "cuda:1", lambda: NoDriver("a test"))
     before = ProcessLevels(ProcessName(pid=7, name="VLLM::EngineCore"), levels, {"cuda:0": at_work})
     now = ProcessLevels(ProcessName(pid=7, name="VLLM::EngineCore"), levels, {"cuda:0": asleep})
-    sizes = processes.kept(before, now, 0)
-    assert (None if sizes is None else sizes[1]) == found
+    slept = SleptLevels.between(before, now, "cuda", 0)
+    kept = None if slept is None or has_slept(slept.at_work, slept.asleep) else slept.asleep
+    assert kept == found
 
 
 def test_the_first_inference_after_a_sleep_is_no_growth_and_stages_inside_one_do_not_matter() -> None:

@@ -18,7 +18,7 @@ from lowtide.leakcheck.processes.process_growth import ProcessGrowth
 from lowtide.leakcheck.processes.process_levels import (
     NOTHING_SAID,
     ProcessLevels,
-    RankLevels,
+    SleptLevels,
     communicators_kept,
     describe_process,
     explain_uneven_rank,
@@ -220,10 +220,10 @@ def test_a_report_of_an_earlier_version_is_readable() -> None:
 
 def levels_of(
     number: int | None, at_work: int, asleep: int, *, role: str = "vllm worker", ranks: str = ""
-) -> RankLevels:
+) -> SleptLevels:
     """Sizes in MiB."""
     name = ProcessName(pid=100 + (number or 0), name=f"VLLM::Worker_TP{number}", role=role, rank=number, ranks=ranks)
-    return RankLevels(name, at_work * MIB, asleep * MIB, {})
+    return SleptLevels(name, at_work * MIB, asleep * MIB, {})
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -263,7 +263,7 @@ def test_a_rank_that_a_sleep_did_not_reach_is_found_with_its_excess(kind: str) -
     ],
 )
 @pytest.mark.parametrize("kind", ["cuda"])
-def test_ranks_that_do_not_keep_more_are_silent(ranks: list[RankLevels], kind: str) -> None:
+def test_ranks_that_do_not_keep_more_are_silent(ranks: list[SleptLevels], kind: str) -> None:
     assert uneven_ranks(ranks, kind) == []
 
 
@@ -312,7 +312,7 @@ def test_without_a_holder_an_arena_is_named_or_nothing() -> None:
     (uneven,) = uneven_ranks(levels, "cuda")
     plain = explain_uneven_rank(uneven, "sleep(1)", "cuda", "cuda:0", nobody)
     assert (plain.resource, plain.holder, plain.device) == ("driver", None, "cuda:0")
-    mapped = RankLevels(levels[1].process, levels[1].at_work, levels[1].asleep, {"kv_cache": 900 * MIB})
+    mapped = SleptLevels(levels[1].process, levels[1].at_work, levels[1].asleep, {"kv_cache": 900 * MIB})
     (uneven,) = uneven_ranks([levels[0], mapped], "cuda")
     finding = explain_uneven_rank(uneven, "sleep(1)", "cuda", "cuda:0", nobody)
     assert (finding.resource, finding.holder) == ("arena", "arena 'kv_cache'")
