@@ -200,7 +200,11 @@ def offered_function(words: str) -> Offer | None:
     if not words.startswith("unittest.mock._patch._active_patches"):
         return None
     # It undoes what `start()` of a patch does, and nothing else.
-    return Offer("unittest.mock.patch.stopall()", "all started patches are stopped", lambda _: _stop_patches())
+    return Offer(
+        "unittest.mock.patch.stopall()",
+        "all started patches are stopped",
+        lambda _: loaded("unittest.mock").patch.stopall(),
+    )
 
 
 def offered_by_module(module: ModuleType, name: str) -> Offer | None:
@@ -271,10 +275,6 @@ _UNDOING = {
 """By the class of a hook of a module: where the function is that undoes it, and what names its parameter."""
 
 _PARAMETRIZE = "torch.nn.utils.parametrize"
-
-
-def _stop_patches() -> None:
-    loaded("unittest.mock").patch.stopall()
 
 
 _METHODS: tuple[tuple[tuple[str, ...], Offer], ...] = (

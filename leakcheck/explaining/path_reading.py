@@ -206,11 +206,8 @@ def _public(steps: Sequence[PathStep], turn: int, *, is_last: bool) -> str:
         return f".{edge[2:-2]}"
     if edge == "._mock_children" and not is_last:
         return ""
-    return _OF_MOCKS.sub(r".\1", edge) if turn and _is_mock(steps[turn - 1]) else edge
-
-
-def _is_mock(step: PathStep) -> bool:
-    return step.type_name.startswith("unittest.mock.")
+    is_mocks = turn and steps[turn - 1].type_name.startswith("unittest.mock.")
+    return _OF_MOCKS.sub(r".\1", edge) if is_mocks else edge
 
 
 def _shortened(code: str) -> str:

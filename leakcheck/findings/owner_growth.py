@@ -23,7 +23,7 @@ from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker
 from lowtide.probes.memory.stack_frames import allocating_function
-from lowtide.reports.schema import Finding, Hop, ResourceName
+from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement, noted
 
@@ -195,15 +195,15 @@ def _place_of_growth(owner: Owner, key: LevelKey) -> tuple[list[Key], Mapping[Ke
 
 def _in_full_caches(explanations: Mapping[Key, Explanation]) -> set[Key]:
     """Return the storages in bounded `lru_cache`s that are full: what these take from here on, they make room for."""
-    cached = {key for key, explanation in explanations.items() if any(_is_of_a_cache(hop) for hop in explanation.path)}
+    cached = {
+        key
+        for key, explanation in explanations.items()
+        if any(hop.edge.startswith("lru_cache ") for hop in explanation.path)
+    }
     if not cached:
         return set()
     full = [cache for cache in read_caches() if cache.maxsize is not None and cache.entries >= cache.maxsize]
     return cached & {(device, address) for cache in full for device, address, _ in cache.held}
-
-
-def _is_of_a_cache(hop: Hop) -> bool:
-    return hop.edge.startswith("lru_cache ")
 
 
 def place_of(edges: Iterable[str]) -> str:

@@ -113,11 +113,7 @@ def _number(name: str) -> int:
 
 
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
-
-
-def _installed(names: Names) -> Names:
-    """Return the files that lie where libraries are installed."""
-    return {name for name in names if _target(name).startswith(_LIBRARIES)}
+"""Where libraries are installed."""
 
 
 def _is_torchs_own(name: str) -> bool:
@@ -226,10 +222,6 @@ def _threads_by_name() -> dict[str, threading.Thread]:
     return {thread_key(thread): thread for thread in threading.enumerate()}
 
 
-def _ended_threads(names: Names) -> Names:
-    return set(names) - _threads_by_name().keys()
-
-
 def _in_torchs_pools(names: Names) -> Names:
     """Return the threads of the executors that torch makes once, and keeps."""
     compiler: Any = loaded("torch._inductor.async_compile")
@@ -302,7 +294,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "threads",
         "a thread that has ended",
         "it was listed while it ended",
-        _ended_threads,
+        lambda names: set(names) - _threads_by_name().keys(),
         is_end=True,
     ),
     Exemption(
@@ -393,7 +385,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "file-descriptors",
         "a library's own files",
         "fonts, tables and the like, which a library opens where it is installed when they are first asked for",
-        _installed,
+        _each(lambda name: _target(name).startswith(_LIBRARIES)),
     ),
     Exemption(
         "file-descriptors",

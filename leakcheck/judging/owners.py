@@ -71,15 +71,8 @@ class Count:
         came: those of them that came in this turn.
     """
 
-    now: int
-    came: int
-
-    def plus(self, amount: int, *, came: bool) -> Count:
-        """Return it with some more, which came in this turn or was there before."""
-        return Count(self.now + amount, self.came + (amount if came else 0))
-
-
-_NONE = Count(0, 0)
+    now: int = 0
+    came: int = 0
 
 
 class OwnerHistory:
@@ -137,14 +130,15 @@ class OwnerHistory:
         numbers: dict[LevelKey, Count] = {}
         for (device, _), lying in self.storages.items():
             key, came = LevelKey("tensors", device), lying.turn == self.turns
-            now[key] = now.get(key, _NONE).plus(lying.bytes, came=came)
-            numbers[key] = numbers.get(key, _NONE).plus(1, came=came)
+            for levels, amount in ((now, lying.bytes), (numbers, 1)):
+                level = levels.get(key, Count())
+                levels[key] = Count(level.now + amount, level.came + amount * came)
         self._set(self._levels, now)
         self._set(self._numbers, numbers)
 
     def _set(self, levels: dict[LevelKey, list[int]], now: Mapping[LevelKey, Count]) -> None:
         for key in {*levels, *now}:
-            count = now.get(key, _NONE)
+            count = now.get(key, Count())
             levels.setdefault(key, [count.now - count.came] * (self.turns + 1))[-1] = count.now
 
     def forget(self, gone: Collection[Key]) -> None:

@@ -173,15 +173,13 @@ class HeldSeries:
             for key, own in list(self._own.items())
         ]
 
-    def grown(self, explained: Mapping[tuple[int, bool], float]) -> list[GrownLevel]:
+    def grown(self, known: ToldGrowth) -> list[GrownLevel]:
         """Return what grows over all readings, each cause once.
 
         Args:
-            explained: bytes a second that are known to grow in a process, and whether on a card.
+            known: bytes a second that are known to grow, by process and whether on a card.
         """
-        known, found = ToldGrowth(), []
-        for place, rate in explained.items():
-            known.add(place, rate)
+        found = []
         # In the order of the quantities: what the driver counts explains nothing that tensors have not.
         for course in sorted(self.courses() if self._is_judged else (), key=lambda each: _PLACES[each.key.resource]):
             grown, key = _grown(course.stretches, course.key), course.key

@@ -23,7 +23,7 @@ from lowtide.leakcheck.judging.contract import PreservedState
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.storages import HeldStorage, within
 from lowtide.leakcheck.processes.messages import ExplainGrown, FilledCache, Left, Levels, Seen, TensorKind, written
-from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
+from lowtide.leakcheck.resources.driver_memory import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.allocations import sleeping_bytes

@@ -286,6 +286,11 @@ class ToldGrowth:
         return False
 
 
+def is_on_card(finding: Finding) -> bool:
+    """Return whether what a finding is about lies on a card."""
+    return finding.device not in ("", "cpu")
+
+
 def one_of_each(grown: Sequence[Finding], containers: Sequence[Finding]) -> list[Finding]:
     """Return what has grown, each cause once: a container that grows is what its process has more."""
     told = {(_role_in(each), each.holder) for each in grown if each.holder}

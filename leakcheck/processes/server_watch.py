@@ -7,13 +7,14 @@ nobody counts requests. A server that ends or answers no more is a finding, too.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.held_series import GrownLevel, HeldSeries
+from lowtide.leakcheck.processes.process_growth import ToldGrowth, is_on_card
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.timed_growth import SHORTEST_S, TimeWindow
 from lowtide.probes.originals import time
@@ -202,9 +203,9 @@ class ServerWatch:
         found = [GrownLevel(each, seconds) for each in window.findings() if seconds]
         if self.series is None:
             return found
-        explained: defaultdict[tuple[int, bool], float] = defaultdict(float)
+        explained = ToldGrowth()
         for each in found:
-            explained[pid_of(each.finding), each.finding.device not in ("", "cpu")] += each.rate
+            explained.add((pid_of(each.finding), is_on_card(each.finding)), each.rate)
         told = {_counted_in(each.finding) for each in found}
         more = self.series.grown(explained)
         return [*found, *(each for each in more if each.finding.bytes or _counted_in(each.finding) not in told)]

@@ -27,7 +27,7 @@ from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import ExplainGrown, ExplainNew, Look, Seen
-from lowtide.leakcheck.processes.process_growth import CountedThings, ToldGrowth, held_by, risen
+from lowtide.leakcheck.processes.process_growth import CountedThings, ToldGrowth, held_by, is_on_card, risen
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
@@ -186,7 +186,7 @@ class TimeWindow(ABC):
         # A list of sockets is said with the descriptors that it holds.
         holders = {each.holder for each in counted}
         containers = [each for each in containers if each.holder not in holders]
-        told = [*containers, *counted, *(each for each in others if not known.explains(_is_on_card(each), each.bytes))]
+        told = [*containers, *counted, *(each for each in others if not known.explains(is_on_card(each), each.bytes))]
         return [in_process(each, self.named[pid]) for each in told]
 
     def _risen(self, pid: int, key: LevelKey) -> Finding | None:
@@ -506,12 +506,8 @@ def _explained_by(containers: Iterable[Finding]) -> ToldGrowth:
     known = ToldGrowth()
     for each in containers:
         known.add(True, each.bytes)
-        known.add(False, 0 if _is_on_card(each) else each.bytes)
+        known.add(False, 0 if is_on_card(each) else each.bytes)
     return known
-
-
-def _is_on_card(finding: Finding) -> bool:
-    return finding.device not in ("", "cpu")
 
 
 def _processes(pids: Collection[int]) -> str:

@@ -106,7 +106,7 @@ class UnmeasuredProcesses:
             return
         self._looked_at = children
         if not (self._tree.any_alive() if now is None else now.items["processes"]):
-            self._memory.note(_held(now))
+            self._memory.note(None if now is None else now.amounts["host-memory"])
             return
         own, processes = self._memory.read(self._driver, floor=FLOOR)
         whole = own + sum(process.own for process in processes)
@@ -114,7 +114,7 @@ class UnmeasuredProcesses:
             had_to_be_seen = bool(process.cards) or (
                 process.own >= FLOOR and process.own > SHARE * whole and not _is_helper(process.pid)
             )
-            if had_to_be_seen and not process.cards and not process.forked and _is_data_worker(process.pid):
+            if had_to_be_seen and not process.cards and not process.forked and _comm(process.pid) == _DATA_WORKER:
                 had_to_be_seen = process.own - _WORKER_IMPORTS > SHARE * whole
                 if not had_to_be_seen:
                     # It has its name only once it has imported everything.
@@ -162,10 +162,6 @@ class UnmeasuredProcesses:
         return not self._reported_pids.isdisjoint([pid, *parents_of(pid)])
 
 
-def _held(now: Counters | None) -> int | None:
-    return None if now is None else now.amounts["host-memory"]
-
-
 def _size(process: ProcessMemory) -> tuple[int, int]:
     return sum(size or 1 for size in process.cards.values()), _on_host(process)
 
@@ -207,10 +203,6 @@ def _is_vllm(name: str) -> bool:
 def _is_helper(pid: int) -> bool:
     """Return whether a process serves a library, and is no engine whatever it holds on the host, or has ended."""
     return bool(exempt("processes", (str(pid),))) or _comm(pid) in (*_HELPERS, "")
-
-
-def _is_data_worker(pid: int) -> bool:
-    return _comm(pid) == _DATA_WORKER
 
 
 def _comm(pid: int) -> str:

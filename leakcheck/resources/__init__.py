@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.leakcheck.resources.address_space import AddressSpace
-from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
-from lowtide.leakcheck.resources.driver_memory import Allocations, PageLocked
+from lowtide.leakcheck.resources.driver_memory import Allocations, CudaIpc, PageLocked
 from lowtide.leakcheck.resources.files import Descriptors, SharedMemory, TemporaryFiles
 from lowtide.leakcheck.resources.processes import ChildProcesses, ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource

@@ -373,7 +373,8 @@ class _Owners:
         """Return whether no Python code made it: none was seen to, and none can have unseen."""
         if key == "processes":
             # What Python code starts by other means than those that are noted is Python again, or the program's own.
-            return is_library(_executable(name)) and not _is_python(_executable(name))
+            file = _executable(name)
+            return is_library(file) and not os.path.basename(file).startswith("python")
         state = self._of_program()
         return key == "file-descriptors" and not state.calls(self._makers.originals) and not state.has(key, name)
 
@@ -507,10 +508,6 @@ def _executable(pid: str) -> str:
         return os.readlink(f"/proc/{pid}/exe")
     except OSError:  # it ended meanwhile
         return ""
-
-
-def _is_python(file: str) -> bool:
-    return os.path.basename(file).startswith("python")
 
 
 def _pool_of(name: str) -> ThreadPoolExecutor | None:

@@ -173,7 +173,8 @@ class ProcessGroups(Resource):
 
     def identity(self, name: str) -> Name:
         """Return the backend and the description that somebody gave the group: torch's name is a number or a digest."""
-        given = next((_description(group) for group, known in _groups().items() if str(known) == name), "")
+        group = next((group for group, known in _groups().items() if str(known) == name), None)
+        given = str(getattr(group, "group_desc", ""))
         backend = without_numbers(self.describe(name).partition(" ")[2])
         if given in _WITHOUT_DESCRIPTION:
             return Name(f"{backend} {given}", is_given=False)
@@ -193,10 +194,6 @@ def _world() -> Any:
 def _groups() -> dict[Any, Any]:
     world = _world()
     return {} if world is None else dict(world.pg_names)
-
-
-def _description(group: Any) -> str:
-    return str(getattr(group, "group_desc", ""))
 
 
 def _destroying(name: str, group: Any) -> Change:

@@ -383,7 +383,9 @@ class EnvironmentSetters:
 
     def _note(self, variable: str, what: str, frame: FrameType | None) -> None:
         # Python's library and the test runner set what somebody else wants to have set.
-        while frame is not None and (is_of_python(file := frame.f_code.co_filename) or _is_runner(file)):
+        while frame is not None and (
+            is_of_python(file := frame.f_code.co_filename) or any(part in file for part in _RUNNERS)
+        ):
             frame = frame.f_back
         # `os.environ` has it a moment later.
         was_own = self._by_libraries.pop(variable, variable not in os.environ)
@@ -397,10 +399,6 @@ class EnvironmentSetters:
 def _variable(setting: str) -> str:
     found = _VARIABLE.fullmatch(setting)
     return "" if found is None else str(ast.literal_eval(found[1]))
-
-
-def _is_runner(file: str) -> bool:
-    return any(part in file for part in _RUNNERS)
 
 
 _LONGEST_LINE = 240

@@ -9,6 +9,7 @@ import pytest
 
 from lowtide.leakcheck.growth.quantities import HeldSource
 from lowtide.leakcheck.processes.held_series import GrownLevel, HeldKey, HeldReading, HeldSeries, Point
+from lowtide.leakcheck.processes.process_growth import ToldGrowth
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host.process_files import anonymous_bytes_of, descriptors_of, stat
 from lowtide.reports.schema import ResourceName
@@ -41,7 +42,9 @@ def grown(
     """What grows once this process has been read again."""
     series = HeldSeries(source, {which: earlier}, len, is_judged=is_judged)
     series.look(has_begun=True)
-    return series.grown({(OWN, False): explained})
+    known = ToldGrowth()
+    known.add((OWN, False), explained)
+    return series.grown(known)
 
 
 def rising(now: int, step: int) -> list[Point]:

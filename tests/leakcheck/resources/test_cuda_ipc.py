@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowtide.leakcheck.resources import cuda_ipc, resource_of
-from lowtide.leakcheck.resources.cuda_ipc import CudaIpc
+from lowtide.leakcheck.resources import driver_memory, resource_of
+from lowtide.leakcheck.resources.driver_memory import CudaIpc
 from lowtide.probes.device.cuda_ipc import Counter
 from tests.probes.ipc_records import BLOCK, Records, importer_of
 
@@ -25,7 +25,7 @@ def records() -> Iterator[Records]:
 
 @pytest.fixture
 def importer(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(cuda_ipc, "has_opened_a_card", lambda pid: pid == child.pid)
+    monkeypatch.setattr(driver_memory, "has_opened_a_card", lambda pid: pid == child.pid)
     with importer_of(os.getpid()) as child:
         yield child.pid
 
