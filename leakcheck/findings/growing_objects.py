@@ -18,6 +18,7 @@ from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleTy
 from typing import Any, NamedTuple
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.explaining.expressions import class_named
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.growth.containers import Course
@@ -382,18 +383,11 @@ def _is_bounded_by_its_class(path: Sequence[Hop]) -> bool:
     name = attribute.edge.removeprefix(".")
     methods = [
         method.__code__
-        for cls in mro_of(_class_called(owner.type))
+        for cls in mro_of(class_named(owner.type) or object)
         for method in namespace_of_class(cls).values()
         if type(method) is FunctionType and name in method.__code__.co_names
     ]
     return any(_asks_for_length(code, name) and not _TAKE_OUT.isdisjoint(code.co_names) for code in methods)
-
-
-def _class_called(name: str) -> type:
-    """Return the class of a module's that has a name, with its module's before it; `object` where there is none."""
-    module = sys.modules.get(name.rpartition(".")[0])
-    found = dict_of_module(module).get(name.rpartition(".")[2]) if type(module) is ModuleType else None
-    return found if type(found) is type else object
 
 
 _TAKE_OUT = frozenset({"pop", "popleft", "popitem", "clear"})

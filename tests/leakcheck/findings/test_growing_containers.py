@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import atexit
 import codecs
@@ -380,11 +381,16 @@ class Journal(Window):
             self.is_long = True
 
 
+class AbstractWindow(Window, abc.ABC):
+    """A window whose class has a metaclass of its own."""
+
+
 HELD: list[Window] = []
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "told"), [(Window, 2000, False), (Window, 64_000, True), (Journal, 2000, True)]
+    ("kind", "size", "told"),
+    [(Window, 2000, False), (AbstractWindow, 2000, False), (Window, 64_000, True), (Journal, 2000, True)],
 )
 def test_a_window_that_fills_is_no_growth_while_it_is_small(kind: type[Window], size: int, *, told: bool) -> None:
     HELD[:] = [kind()]
