@@ -136,34 +136,20 @@ def finding_of(
 
 
 def fingerprint_of_items(
-    key: str,
-    items: Iterable[str],
-    *,
-    resource: str,
-    device: str,
-    stage: str,
-    suspects: Sequence[str],
-    allocated_in: str = "",
-    module: str = "",
+    key: str, items: Iterable[str], *, suspects: Sequence[str], allocated_in: str = "", module: str = "", **facts: Any
 ) -> str:
     """Return the fingerprint of things that are counted, or of a level: by their names, so far as they have any.
 
     Args:
         key: the metric's key: `threads`, `native cuda:0`.
         items: the things, by their names in the counters; none for a level.
-        resource: the finding's.
-        device: the finding's.
-        stage: the finding's.
         suspects: what else names the leak.
         allocated_in: the function that allocated what has no name.
         module: the test module in which it leaked; it counts for what has no name.
+        facts: the finding's own, as of `fingerprint`.
     """
     identity = identity_of(key, items)
-    return fingerprint(
-        resource=resource,
-        device=device,
-        stage=stage,
-        suspects=(key.partition(" ")[0], *suspects, *identity.names),
-        allocated_in="" if identity.are_named else allocated_in,
-        module="" if identity.are_named else module,
-    )
+    if identity.are_named:
+        allocated_in = module = ""
+    suspects = (key.partition(" ")[0], *suspects, *identity.names)
+    return fingerprint(suspects=suspects, allocated_in=allocated_in, module=module, **facts)

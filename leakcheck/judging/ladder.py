@@ -179,35 +179,25 @@ def settle(
 
 def release(rung: Rung) -> bool:
     """Do what a rung does; False where it has nothing to act on in this process."""
-    torch = torch_with_cuda()
+    torch: Any = torch_with_cuda()
     on_card = torch is not None and torch.cuda.is_initialized()
     if rung is Rung.COLLECT:
         collect()
-    elif rung is Rung.UNFREEZE:
-        if not any_frozen():
-            return False
+    elif rung is Rung.UNFREEZE and any_frozen():
         gc.unfreeze()
         collect()
-    elif rung is Rung.IPC_COLLECT:
-        if not on_card or not any_exported():
-            return False
+    elif rung is Rung.IPC_COLLECT and on_card and any_exported():
         torch.cuda.ipc_collect()
-    elif rung is Rung.EMPTY_CACHE:
-        if not on_card:
-            return False
+    elif rung is Rung.EMPTY_CACHE and on_card:
         torch.cuda.empty_cache()
     elif rung is Rung.CLEAR_CACHES:
         _clear_lru_caches()
         collect()
-    elif rung is Rung.RESET_COMPILED:
-        if not compiled_anything():
-            return False
+    elif rung is Rung.RESET_COMPILED and compiled_anything():
         reset_compiled()
         if on_card:
             torch.cuda.empty_cache()
-    elif rung is Rung.CLEAR_WORKSPACES:
-        if not on_card:
-            return False
+    elif rung is Rung.CLEAR_WORKSPACES and on_card:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     elif rung is Rung.CLEAR_HOST_CACHE:

@@ -154,16 +154,26 @@ class TimeWindow(ABC):
         """Return the seconds from the first reading to the last one; 0 before there are two."""
         return max(0, self._turn - 1) * self.interval
 
-    def _due(self, began: float) -> int:
-        """Return the number of the reading that is due; 0 where none is.
+    def look(self) -> None:
+        """Read what grows, if that is due; to be called a few times a second."""
+        began = None if self.is_over else self._beginning()
+        # Each reading takes its time: the next one is where it is due, not an interval later.
+        turn = 0 if began is None else 1 + int((time.monotonic() - began) / self.interval)
+        if turn > self._turn:
+            self._turn = turn
+            self._read()
 
-        Each reading takes its time: the next one is where it is due, not an interval later.
-        """
-        turn = 1 + int((time.monotonic() - began) / self.interval)
-        return turn if turn > self._turn else 0
+    @abstractmethod
+    def _beginning(self) -> float | None:
+        """Return when the first reading is due, in seconds; None where that is not known yet."""
 
-    def _is_last(self, turn: int) -> bool:
-        return turn > round(self.seconds / self.interval)
+    @abstractmethod
+    def _read(self) -> None:
+        """Make the reading that is due."""
+
+    @property
+    def _is_last(self) -> bool:
+        return self._turn > round(self.seconds / self.interval)
 
     def _note_levels(self, tensors: Mapping[int, Mapping[str, int]]) -> None:
         """Note what the processes that have answered hold of what is followed here: on cards, and what is counted."""
@@ -205,10 +215,6 @@ class TimeWindow(ABC):
         """Return a finding on what is counted with what the new things are, and who holds them."""
         facts = self._things.named(finding)
         return finding if facts is None else held_by(finding, facts)
-
-    @abstractmethod
-    def look(self) -> None:
-        """Read what grows, if that is due; to be called a few times a second."""
 
     @abstractmethod
     def findings(self) -> list[Finding]:
@@ -259,29 +265,21 @@ class TimedGrowth(TimeWindow):
         self._silent: dict[int, float] = {}
         self._told: list[Finding] | None = None
 
-    def look(self) -> None:
-        """See `TimeWindow`."""
+    def _beginning(self) -> float | None:
         now = time.monotonic()
-        if self.is_over:
-            return
-        if self._began is None:
-            pids = self._pids()
-            if not self._start.is_over(pids, now):
-                return
+        if self._began is None and self._start.is_over(pids := self._pids(), now):
             self._began = now
             self._began_first = self._began_first or now
             self.tell(f"growth of {_processes(pids)} is watched for {self.seconds:g} s")
-        turn = self._due(self._began)
-        if turn:
-            self._read(turn)
+        return self._began
 
     def _pids(self) -> list[int]:
         engine = self._engine
         engine.tree.adopt(engine.agents.elsewhere(engine.tree.descendants()))
         return [pid for pid in engine.tree.descendants() if engine.agents.has_agent(pid)]
 
-    def _read(self, turn: int) -> None:
-        is_first, self._turn = not self._turn, turn
+    def _read(self) -> None:
+        is_first = not self._readings
         self._readings += 1
         known = set(self._engine.not_measured)
         pids = self._pids()
@@ -296,7 +294,7 @@ class TimedGrowth(TimeWindow):
         self._grown |= grown
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
         # Whoever has come just now may stay.
-        if self._tells and (self._is_last(turn) or (is_known and not self._new)):
+        if self._tells and (self._is_last or (is_known and not self._new)):
             self._grown |= self._engine.read_turn(list(grown), self._question(ends=True))
             # While they are there to be asked.
             self._told = self.findings()
@@ -438,23 +436,21 @@ class LookedGrowth(TimeWindow):
         self._silent: dict[int, str] = {}
         self._found: list[Finding] = []
 
-    def look(self) -> None:
-        """See `TimeWindow`."""
-        turn = self._due(self._began)
-        if self.is_over or not turn:
-            return
-        self._turn = turn
+    def _beginning(self) -> float:
+        return self._began
+
+    def _read(self) -> None:
         tensors = {}
         for pid in self._asked.keys() - self._silent.keys():
             seen = self._answer(pid, lambda asked: asked.ask(Look()))
             if seen is not None:
                 self.named[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
-                self._watched[pid].note(turn, seen, anonymous_bytes_of(pid))
+                self._watched[pid].note(self._turn, seen, anonymous_bytes_of(pid))
                 tensors[pid] = seen.tensors
         self._note_levels(tensors)
         watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
         is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
-        if not watched or is_known or self._is_last(turn):
+        if not watched or is_known or self._is_last:
             self._end()
 
     def _end(self) -> None:

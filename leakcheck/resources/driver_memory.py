@@ -59,7 +59,7 @@ class Allocations(Resource):
 
     def objects(self, names: Collection[str]) -> Mapping[str, object]:
         """Return the arrays of other libraries that lie in them."""
-        return _arrays_at({_address_of(name): name for name in names}, _start_of_allocation)
+        return _arrays_at(names, _start_of_allocation)
 
     def identity(self, name: str) -> Name:
         """Return what each of them is: where it lies is another place in each run."""
@@ -124,7 +124,7 @@ class PageLocked(Resource):
 
     def objects(self, names: Collection[str]) -> Mapping[str, object]:
         """Return the arrays over them, which give them back with the last one."""
-        return _arrays_at({_address_of(name): name for name in names}, lambda address: address)
+        return _arrays_at(names, lambda address: address)
 
     def describe(self, name: str) -> str:
         """Return `32.0 MiB of page-locked memory at 0x7f5e80000000`."""
@@ -143,19 +143,17 @@ class PageLocked(Resource):
         return f"give it back in teardown: {'cudaFree' if is_managed else 'cudaFreeHost'}"
 
 
-def _arrays_at(names: Mapping[int, str], start_of: Callable[[int], int]) -> dict[str, object]:
+def _arrays_at(names: Collection[str], start_of: Callable[[int], int]) -> dict[str, object]:
     """Return the array in each of some allocations, for those that have one.
 
-    Args:
-        names: those of the allocations, by the address at which each begins.
-        start_of: gives the address at which what lies at another one begins.
+    By `start_of` it is known where what lies at an address begins.
     """
     if not names:
         return {}
     from lowtide.probes.memory.array_interfaces import arrays_by_address
 
     placed = {start_of(address): item for address, item in arrays_by_address().items()}
-    return {name: placed[address] for address, name in names.items() if address in placed}
+    return {name: placed[address] for name in names if (address := _address_of(name)) in placed}
 
 
 def _start_of_allocation(address: int) -> int:
