@@ -28,7 +28,6 @@ from lowtide.leakcheck.explaining.cut import (
 from lowtide.leakcheck.explaining.expressions import (
     call,
     entry_of,
-    is_name,
     is_plain,
     is_this_threads,
     key_of,
@@ -54,6 +53,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.originals import loaded, signal, sys, threading
+from lowtide.probes.references.entries import is_name
 from lowtide.probes.references.unseen_references import object_parts
 
 _OF_WEAK_KEYS = ".data"

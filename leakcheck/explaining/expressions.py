@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import itertools
-import keyword
 import re
 import sys
 from collections import OrderedDict, deque
@@ -47,6 +46,7 @@ from lowtide.probes.objects.foreign import (
 )
 from lowtide.probes.originals import threading
 from lowtide.probes.references.edges import UNNAMED
+from lowtide.probes.references.entries import is_name
 from lowtide.probes.references.unseen_references import reader_of
 
 _LONGEST_KEY = 200
@@ -192,11 +192,6 @@ def is_plain(cls: type, method: str) -> bool:
         if method in namespace_of(base):
             return base is object or module_of_class(base) == "builtins" or is_library(module_of_class(base))
     return True
-
-
-def is_name(text: object) -> bool:
-    """Return whether it can stand behind a dot."""
-    return type(text) is str and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def attribute_of(code: str, owner: object, name: str) -> str:

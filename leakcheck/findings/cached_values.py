@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lowtide.leakcheck.explaining.expressions import is_name, of_module
+from lowtide.leakcheck.explaining.expressions import of_module
 from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
 from lowtide.leakcheck.explaining.path_reading import can_end
 from lowtide.leakcheck.growth.series import KeptSteps
@@ -44,6 +44,7 @@ from lowtide.probes.objects.foreign import (
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import gc, loaded, weakref
 from lowtide.probes.references.definitions import is_dict_of_cache
+from lowtide.probes.references.entries import is_name
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
 

@@ -196,19 +196,14 @@ def thaw(stage: str, held: Collection[HeldStorage], seen: Collection[Key]) -> tu
         gc.unfreeze()
         collect()
         return ()
-    reached = {_key(storage) for storage in _all_storages(torch, all_objects())}
+    reached = storage_keys(all_objects())
     with collector_paused():
         gc.unfreeze()
-        visible = _all_storages(torch, gc.get_objects())
+        visible = survey_storages(gc.get_objects()).storages
     collect()
     known = reached.union(seen, (each.key for each in held))
     hidden = [storage for storage in visible if _key(storage) not in known]
     return without_overlaps(HeldStorage.of(storage, stage) for storage in hidden)
-
-
-def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:
-    census = Census(objects)
-    return survey_storages([*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]).storages
 
 
 def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[Any]:
@@ -260,13 +255,8 @@ class _Covering:
 
 def live_keys() -> set[Key]:
     """Return all storages that Python's tensors hold now."""
-    torch: Any = loaded("torch")
-    if torch is None or not hasattr(torch, "UntypedStorage"):
-        return set()
     # Frozen garbage is nobody's: see `thaw`.
-    if any_frozen():
-        return {_key(storage) for storage in _all_storages(torch, all_objects())}
-    return {_key(storage) for storage in survey_storages().storages}
+    return storage_keys(all_objects() if any_frozen() else None)
 
 
 def is_tensor(item: object) -> bool:
@@ -283,8 +273,8 @@ def is_storage(item: object) -> bool:
     return torch is not None and is_a(item, getattr(torch, "UntypedStorage", type(None)))
 
 
-def storage_keys(items: Iterable[Any]) -> set[Key]:
-    """Return the storages under some tensors."""
+def storage_keys(items: Iterable[Any] | None) -> set[Key]:
+    """Return the storages under the tensors among some objects; None: under all that are alive."""
     return {_key(storage) for storage in survey_storages(items).storages}
 
 
