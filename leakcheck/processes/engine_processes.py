@@ -28,10 +28,10 @@ from lowtide.leakcheck.processes.process_growth import (
     one_of_each,
     shared_bytes,
 )
-from lowtide.leakcheck.processes.process_levels import SleptLevels
+from lowtide.leakcheck.processes.process_levels import SleptLevels, private_bytes
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
-from lowtide.probes.host.process_files import name_of, rollup
+from lowtide.probes.host.process_files import name_of
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
@@ -303,13 +303,13 @@ class EngineProcesses:
             tells=self._turn >= FEWEST_TO_GROW,
         )
         more = 0
-        before = {pid: _private_bytes(pid) or 0 for pid in self._now}
+        before = {pid: private_bytes(pid) or 0 for pid in self._now}
         answers = self._each(list(self._now), question)
         # Once it has let go of what it needed to answer, which it has before it answers again.
         self._each(list(answers), messages.TellStacks())
         for pid, answer in answers.items():
             # At rest: what it has more than before, or less, is by what it was asked.
-            self._imported[pid] = self._imported.get(pid, 0) + (_private_bytes(pid) or 0) - before[pid]
+            self._imported[pid] = self._imported.get(pid, 0) + (private_bytes(pid) or 0) - before[pid]
             process, more = self._now[pid].process, max(more, answer.more)
             self._in_turns[pid] = tuple(in_process(each, process) for each in answer.findings)
             self._undecided.pop(pid, None)
@@ -387,7 +387,7 @@ class EngineProcesses:
             levels: what it has answered last.
         """
         # To ask the kernel takes 50 ms where it has gigabytes.
-        private = now.host if levels is now.levels else _private_bytes(now.process.pid)
+        private = now.host if levels is now.levels else private_bytes(now.process.pid)
         private = None if private is None else private - self._imported.get(now.process.pid, 0)
         return levels_of(private, levels.resident, levels.tensors)
 
@@ -396,7 +396,7 @@ class EngineProcesses:
         pid = process_levels.pid_of(finding)
         if finding.resource == "shared-memory":
             return mappings_of(pid, {os.getpid(), *self.tree.descendants()})
-        before = _private_bytes(pid) or 0
+        before = private_bytes(pid) or 0
         if finding.resource == "tensors":
             # Those of most turns.
             left = self.ask(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
@@ -407,7 +407,7 @@ class EngineProcesses:
             facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
         if self.trim(pid) is not None:
             # What an earlier search has left may be given back by this one.
-            self._imported[pid] = max(0, self._imported[pid] + (_private_bytes(pid) or 0) - before)
+            self._imported[pid] = max(0, self._imported[pid] + (private_bytes(pid) or 0) - before)
         return facts
 
     def _with_holder(self, finding: Finding) -> Finding:
@@ -502,9 +502,3 @@ class EngineProcesses:
     def ask(self, pid: int, question: messages.Question[_Answer]) -> _Answer | None:
         """Return what one answers; None where it does not, or has not answered before."""
         return None if pid in self.not_measured else self._each([pid], question).get(pid)
-
-
-def _private_bytes(pid: int) -> int | None:
-    """Return the bytes of host memory that a process alone has; None where that may not be read."""
-    memory = rollup(pid)
-    return None if memory is None else memory.private

@@ -22,12 +22,13 @@ from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors, left_by_test
-from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
+from lowtide.leakcheck.processes.process_levels import describe_process, pid_of, private_bytes
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
+from lowtide.leakcheck.resources.orphaned_files import has_ended
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, anonymous_bytes
-from lowtide.probes.host.process_files import rollup, stat
+from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
@@ -376,7 +377,7 @@ class OtherProcesses:
         if pid in self._engine.not_measured:
             return msgspec.structs.replace(item, why=self._engine.not_measured[pid].why)
         has_slept, is_known = pid in self._asleep, pid in self._engine.answering
-        if not has_slept and _has_ended(pid):
+        if not has_slept and has_ended(pid):
             return self.unmeasured.growth_unseen(pid)
         if has_slept or self._is_marked:
             why = _TOO_FEW if is_known else _SAYS_NOTHING
@@ -463,10 +464,8 @@ class OtherProcesses:
         cards = self._ended.on_cards(pids)
         found = {}
         for pid in pids:
-            process, memory = stat(pid), rollup(pid)
-            if process is not None:
-                private = None if memory is None else memory.private
-                found[pid] = _Outside(process.started, private, cards.get(pid, {}))
+            if (process := stat(pid)) is not None:
+                found[pid] = _Outside(process.started, private_bytes(pid), cards.get(pid, {}))
         return found
 
 
@@ -476,11 +475,6 @@ def _is_unreadable(process: OtherProcess) -> bool:
 
 def _stage_of(owner: Owner) -> str:
     return f"tests with {owner.name}"
-
-
-def _has_ended(pid: int) -> bool:
-    process = stat(pid)
-    return process is None or process.state == "Z"
 
 
 def _by_device(findings: Sequence[Finding]) -> Counter[str]:

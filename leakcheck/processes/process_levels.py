@@ -71,6 +71,12 @@ def pid_of(finding: Finding) -> int:
     return 0 if finding.process is None else finding.process.pid
 
 
+def private_bytes(pid: int) -> int | None:
+    """Return the bytes of host memory that a process alone has; None where that may not be read."""
+    memory = rollup(pid)
+    return None if memory is None else memory.private
+
+
 def role_of(name: str) -> str:
     """Return a process's name without the numbers in it, which differ from run to run."""
     return re.sub(r"\d+", "", name)
@@ -99,8 +105,7 @@ class ProcessLevels:
         # Each process numbers the cards that it may use from 0; the driver's number is this process's.
         devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
         process = describe_process(pid, variables=levels.variables, devices=devices, called=levels.called)
-        memory = rollup(pid)
-        return cls(process, levels, cards, None if memory is None else memory.private)
+        return cls(process, levels, cards, private_bytes(pid))
 
     def held(self, kind: str) -> int | None:
         """Return the bytes on the devices of a kind; None where the driver does not say.

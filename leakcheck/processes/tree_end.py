@@ -12,11 +12,11 @@ from pathlib import Path
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.messages import Levels, Read, ask_agent
-from lowtide.leakcheck.processes.process_levels import describe_process, role_of
+from lowtide.leakcheck.processes.process_levels import describe_process, private_bytes, role_of
 from lowtide.leakcheck.resources.resource import UUIDS
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import rollup, stat
+from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, Agents
@@ -163,9 +163,8 @@ class Running:
 
 def read_running(pid: int, agents: Agents, cards: ByCard) -> Running:
     """Return what a process holds, as seen from outside, with what the driver counts for it, and as its agent says."""
-    memory, held = rollup(pid), _asked(pid, agents)
+    size, held = private_bytes(pid) or 0, _asked(pid, agents)
     process = describe_process(pid, variables={} if held is None else held.variables, devices=cards)
-    size = 0 if memory is None else memory.private
     amounts = ", ".join([f"{format_bytes(size)} on the host", *_amounts(cards)])
     of_tensors = 0 if held is None else sum(held.tensors.values())
     of_arenas = 0 if held is None else sum(sum(tags.values()) for tags in held.arenas.values())

@@ -233,7 +233,7 @@ class OrphanedFiles:
 
     def _sockets_of_the_dead(self) -> set[str]:
         """Return the files of those sockets whose process has ended, if nobody has bound one there again."""
-        dead = {path for path, pid in self._bound_by.items() if _has_ended(pid)}
+        dead = {path for path, pid in self._bound_by.items() if has_ended(pid)}
         for path in [path for path in dead if _facts_of(path) is None]:
             del self._bound_by[path]
         dead &= self._bound_by.keys()
@@ -319,7 +319,7 @@ class OrphanedFiles:
             self._lifetimes[pid] = (self._began()[pid], now)
 
     def _ended_since(self) -> set[int]:
-        return {pid for pid in self._began() if pid not in self._ended_before and _has_ended(pid)}
+        return {pid for pid in self._began() if pid not in self._ended_before and has_ended(pid)}
 
     def _abandoned_sockets(self, names: Collection[str]) -> set[str]:
         """Return the paths of sockets that ended processes may have made, among some temporary files and in them."""
@@ -422,7 +422,8 @@ class _MadeUpNames:
         return name
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
+    """Return whether a process is there no more, or only its exit code is."""
     process = process_stat(pid)
     return process is None or process.state == "Z"
 
