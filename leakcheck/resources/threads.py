@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from types import CoroutineType, FrameType
+from types import CoroutineType
 from typing import Any
 
 from lowtide.leakcheck.resources.resource import Bound, Items, Name, Resource, Rule, function_name, without_numbers
@@ -227,13 +227,8 @@ def _reached_by_loops(tasks: Iterable[Any]) -> frozenset[int]:
 
 
 def _running_frames() -> frozenset[int]:
-    found: set[int] = set()
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            found.add(id(frame))
-            frame = frame.f_back
-    return frozenset(found)
+    both = (False, True)
+    return frozenset(id(frame) for of_checker in both for frame, _ in roots.running_frames(of_checker=of_checker))
 
 
 def _wakers(
