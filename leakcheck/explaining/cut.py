@@ -127,12 +127,19 @@ def delete_keys(entries: Any, keys: Collection[int]) -> None:
             _base(entries).__delitem__(entries, known.keys[place])
 
 
-def set_in_dict(entries: Any, held: int, value: object) -> None:
-    """Put something else where the object of an identity is; nothing where that takes the program's own hash."""
-    known = Entries(entries)
+def empty_in(container: Any, held: int) -> None:
+    """Put None where the object of an identity is first in a dict, list or deque.
+
+    Does nothing where that takes the program's own hash.
+    """
+    known = Entries(container)
     place = known.place(held)
-    if place is not None and has_plain_hash(known.keys[place]):
-        _base(entries).__setitem__(entries, known.keys[place], value)
+    if place is None:
+        return
+    if not is_a(container, dict):
+        _base_of(container).__setitem__(container, place, None)
+    elif has_plain_hash(known.keys[place]):
+        _base(container).__setitem__(container, known.keys[place], None)
 
 
 def delete_from_sequence(items: Any, held: Collection[int]) -> None:
@@ -145,13 +152,6 @@ def delete_from_sequence(items: Any, held: Collection[int]) -> None:
     # From the end, where deleting moves nothing.
     for place in sorted(places.values(), reverse=True):
         base.__delitem__(items, place)
-
-
-def set_in_sequence(items: Any, held: int, value: object) -> None:
-    """Put something else where the object of an identity is first in a list or deque."""
-    place = Entries(items).place(held)
-    if place is not None:
-        _base_of(items).__setitem__(items, place, value)
 
 
 def discard(elements: Any, held: Collection[int]) -> None:

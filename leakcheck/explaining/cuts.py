@@ -22,8 +22,7 @@ from lowtide.leakcheck.explaining.cut import (
     delete_from_sequence,
     delete_keys,
     discard,
-    set_in_dict,
-    set_in_sequence,
+    empty_in,
 )
 from lowtide.leakcheck.explaining.expressions import (
     call,
@@ -124,7 +123,7 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     text = f"{of.text}[{key_text}]" if key_text is not None and link.owner is carrier else f"{of.words}{link.edge}"
     if bound == "none":
         set_none = None if where is None or key_text is None else _setting(where, carrier, key_text)
-        change = functools.partial(set_in_dict, carrier, link.held, None)
+        change = functools.partial(empty_in, carrier, link.held)
         return of.emptying(set_none, text, change)
     is_old = bound == "other" or entries.last_old > index
     if not names.are_free and (is_old or entries.has_none):
@@ -133,7 +132,7 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if not entries.can_delete(index):
         return None
     if bound == "other" and is_definition(value):
-        change = functools.partial(set_in_dict, carrier, link.held, None)
+        change = functools.partial(empty_in, carrier, link.held)
         return of.emptying(None, text, change, is_replaced=True)
     is_last = index == dict.__len__(carrier) - 1
     delete = None if where is None else _deleting(where, carrier, key_text, is_last=is_last)
@@ -211,7 +210,7 @@ def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     text = f"{of.text}{place.key}"
     if items.has_none:
         code = _setting(of.text, carrier, str(index))
-        empty = functools.partial(set_in_sequence, carrier, link.held, None)
+        empty = functools.partial(empty_in, carrier, link.held)
         return of.emptying(code, text, empty)
     plain = is_plain(type(carrier), "__delitem__")
     delete = past_override(f"del {text}", of.text, carrier, "__delitem__", str(index))

@@ -17,7 +17,7 @@ from lowtide.leakcheck.explaining.cut import (
     delete_from_sequence,
     delete_keys,
     discard,
-    set_in_dict,
+    empty_in,
 )
 from lowtide.probes.objects.foreign import has_plain_hash
 
@@ -93,7 +93,7 @@ def test_it_stays_where_another_such_key_stands_behind_it(thing: Thing) -> None:
     Asked.count = 0
     assert not can_delete(entries, id(thing))
     delete_from_dict(entries, [id(thing)])
-    set_in_dict(entries, id(thing), None)
+    empty_in(entries, id(thing))
     assert (list(entries.values()), Asked.count) == ([thing, 2], 0)
 
 
@@ -126,7 +126,7 @@ def test_an_ordered_dict_with_a_key_that_is_not_to_be_asked_is_left_alone(thing:
 
 def test_something_else_is_put_in_its_place(thing: Thing) -> None:
     entries: Any = {"a": 1, "b": thing, "c": 2}
-    set_in_dict(entries, id(thing), None)
+    empty_in(entries, id(thing))
     assert list(entries.items()) == [("a", 1), ("b", None), ("c", 2)]
 
 
