@@ -32,7 +32,7 @@ from lowtide.leakcheck.lives.tenant import BareContexts
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.resources import read_items
-from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems
+from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, NewItems
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.resources.settings import (
     ABSENT,
@@ -315,7 +315,7 @@ class LifeReader(LivedProcess):
                 new[key] = {as_counted(key, name): size for name, size in metric.new_items(baseline, now).items()}
                 there[key] = {as_counted(key, name): size for name, size in metric.items(now).items()}
         tensors = now.snapshot.tensors.on("cpu").ranges
-        found = self._library_items.sort(new, Counters(there, {}, {}), f"cycle {cycle}", tensors)
+        found = self._library_items.sort(NewItems(new, tensors), Counters(there, {}, {}), f"cycle {cycle}")
         for key in JUDGED:
             known = self._first_use.setdefault(key, {})
             for name in found.excused.get(key, ()):

@@ -182,6 +182,25 @@ class Sorted:
         return {**left, **dict(sorted(more.items()))}
 
 
+@dataclass(frozen=True)
+class NewItems:
+    """What is new in one judgement and nobody is known to own, and what was seen beside it.
+
+    Attributes:
+        items: per resource, these.
+        tensors: where the tensors' memory lies that is not on a card.
+        natively: what keeps objects of C++ that came with these items, each with whether it is excused.
+        unheld: the threads among them to which no module leads.
+        has_native_owner: tells whether the program has a new object that may own what native code has opened.
+    """
+
+    items: Items
+    tensors: Sequence[Range] = ()
+    natively: Sequence[tuple[str, bool]] = ()
+    unheld: Collection[str] = ()
+    has_native_owner: Callable[[], bool] = lambda: False
+
+
 class LibraryItems:
     """What libraries have been excused for in this process.
 
@@ -193,33 +212,18 @@ class LibraryItems:
         self._makers = makers
         self._kept: dict[tuple[str, str], _Kept] = {}
 
-    def sort(
-        self,
-        new: Items,
-        now: Counters,
-        subject: str,
-        tensors: Sequence[Range] = (),
-        natively: Sequence[tuple[str, bool]] = (),
-        unheld: Collection[str] = (),
-        has_native_owner: Callable[[], bool] = lambda: False,
-    ) -> Sorted:
+    def sort(self, new: NewItems, now: Counters, subject: str) -> Sorted:
         """Tell apart what of some new items is a library's first.
 
         Args:
-            new: per resource, what nobody is known to own.
+            new: these.
             now: the counters now.
             subject: what is judged, as a later finding calls it.
-            tensors: where the tensors' memory lies that is not on a card.
-            natively: what keeps objects of C++ that came with these items, each with whether it is excused.
-            unheld: the threads among them to which no module leads.
-            has_native_owner: tells whether the program has a new object that may own what native code has opened.
         """
-        asked = {key: names for key, names in new.items() if key in JUDGED and names}
+        asked = {key: names for key, names in new.items.items() if key in JUDGED and names}
         if not asked:
             return Sorted()
-        owners = _Owners(
-            self._makers, native_files(new.get("shared-memory", ()), tensors), natively, unheld, has_native_owner
-        )
+        owners = _Owners(self._makers, new)
         excused: dict[str, set[str]] = {}
         since: dict[str, str] = {}
         earlier: dict[str, dict[str, dict[str, int]]] = {}
@@ -285,25 +289,13 @@ class _Owners:
 
     Args:
         makers: who made what.
-        native: the files in /dev/shm that native code made.
-        natively: what keeps objects of C++, as `LibraryItems.sort` has it.
-        unheld: threads, as `LibraryItems.sort` has it.
-        has_native_owner: as `LibraryItems.sort` has it; asked once at most.
+        new: these items.
     """
 
-    def __init__(
-        self,
-        makers: Makers,
-        native: Collection[str],
-        natively: Sequence[tuple[str, bool]],
-        unheld: Collection[str],
-        has_native_owner: Callable[[], bool],
-    ) -> None:
-        self._has_native_owner = functools.cache(has_native_owner)
-        self._makers = makers
-        self._native = native
-        self._natively = natively
-        self._unheld = unheld
+    def __init__(self, makers: Makers, new: NewItems) -> None:
+        self._makers, self._new = makers, new
+        self._native = native_files(new.items.get("shared-memory", ()), new.tensors)
+        self._has_native_owner = functools.cache(new.has_native_owner)
         self._states: dict[str, _State] = {}
         self._program: _State | None = None
 
@@ -318,7 +310,7 @@ class _Owners:
         maker = self._maker(key, name)
         if maker is None:
             return self._of_native(key, name) if self._is_native(key, name) else ("", 0)
-        is_unheld = key == "threads" and name in self._unheld
+        is_unheld = key == "threads" and name in self._new.unheld
         if not maker.modules or (not is_unheld and self._of_program().has(key, name)):
             return "", 0
         packages = () if is_unheld else dict.fromkeys(module.partition(".")[0] for module in maker.modules)
@@ -354,10 +346,10 @@ class _Owners:
         """
         if key != "file-descriptors":
             return NATIVE, 0
-        if not self._natively:
+        if not self._new.natively:
             kind = name.partition(" -> ")[2].removeprefix("anon_inode:").partition(":")[0].strip("[]")
             return ("", 0) if self._has_native_owner() else (f"{NATIVE} ({kind})", 0)
-        names = [name for name, is_excused in self._natively if is_excused]
+        names = [name for name, is_excused in self._new.natively if is_excused]
         return (f"{NATIVE} for {names[0]}", _ANY) if names else ("", 0)
 
     def _maker(self, key: str, name: str) -> Maker | None:

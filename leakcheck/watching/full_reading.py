@@ -29,7 +29,7 @@ from lowtide.leakcheck.judging.storages import (
     thaw,
 )
 from lowtide.leakcheck.resources import resource_of
-from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, Sorted, unheld_threads
+from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, NewItems, Sorted, unheld_threads
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.watching.watched import Verdict, Watched
 from lowtide.probes.heap.births import Births, Newborn
@@ -500,15 +500,14 @@ class FullReadings:
         now = self._watched.counters.read()
         if self.distinguished is None:
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
-            self.distinguished = self._library_items.sort(
+            items = NewItems(
                 new,
-                now,
-                self.subject,
                 tensors,
                 self.values.natively,
                 unheld,
                 lambda: of_library(replace(case.context, walk=None)) is not None,
             )
+            self.distinguished = self._library_items.sort(items, now, self.subject)
         return deep.settled(self.distinguished, now).without(self.values.excused)
 
     def _read(self, case: Case, *, notes: bool, walk: SharedWalk, last: Deep | None) -> Deep:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.resources.first_use import LibraryItems, Sorted, unheld_threads
+from lowtide.leakcheck.resources.first_use import LibraryItems, NewItems, Sorted, unheld_threads
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
@@ -119,7 +119,7 @@ class Process:
             if f"_{os.getpid()}_" in item and item not in self._before.items["shared-memory"]
         }
         tensors = [(held.address, held.bytes) for held in live_storages() if held.device == "cpu"]
-        found = self._items.sort(new, now, name, tensors)
+        found = self._items.sort(NewItems(new, tensors), now, name)
         reported = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
         self._before = now
         return {key: names for key, names in reported.items() if names}, found
@@ -648,5 +648,5 @@ def test_nothing_is_gone_through_for_a_thread_that_is_unheld(library: Any, done:
     makers.stop()
     (name,) = (thread_key(thread) for thread in threading.enumerate() if thread not in before)
     now = CounterReader(None, card=False).read()
-    assert LibraryItems(makers).sort({"threads": {name: 1}}, now, "test").listed
-    assert not LibraryItems(makers).sort({"threads": {name: 1}}, now, "test", unheld=[name]).listed
+    assert LibraryItems(makers).sort(NewItems({"threads": {name: 1}}), now, "test").listed
+    assert not LibraryItems(makers).sort(NewItems({"threads": {name: 1}}, unheld=[name]), now, "test").listed
