@@ -114,7 +114,7 @@ class UnmeasuredProcesses:
             had_to_be_seen = bool(process.cards) or (
                 process.own >= FLOOR and process.own > SHARE * whole and not _is_helper(process.pid)
             )
-            if had_to_be_seen and not process.cards and not process.forked and _comm(process.pid) == _DATA_WORKER:
+            if had_to_be_seen and not process.cards and not process.forked and _is_data_worker(process.pid):
                 had_to_be_seen = process.own - _WORKER_IMPORTS > SHARE * whole
                 if not had_to_be_seen:
                     # It has its name only once it has imported everything.
@@ -203,6 +203,10 @@ def _is_vllm(name: str) -> bool:
 def _is_helper(pid: int) -> bool:
     """Return whether a process serves a library, and is no engine whatever it holds on the host, or has ended."""
     return bool(exempt("processes", (str(pid),))) or _comm(pid) in (*_HELPERS, "")
+
+
+def _is_data_worker(pid: int) -> bool:
+    return _comm(pid) == _DATA_WORKER
 
 
 def _comm(pid: int) -> str:
