@@ -30,30 +30,27 @@ class Exemption:
         what: its name for people.
         reason: why it stays.
         among: which of some items, by the names that they have in the counters, are it.
-        is_end: whether it says that an item has ended meanwhile, and so nothing of one in an earlier reading.
     """
 
     resource: ResourceName
     what: str
     reason: str
     among: Callable[[Names], Names]
-    is_end: bool = False
 
 
-def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
+def exempt(resource: str, names: Names) -> set[str]:
     """Return those items of `resource` that are there to stay.
 
     Args:
         resource: of the items.
         names: as the counters call them.
-        as_read: whether they are of an earlier reading, in which those that have ended since were there.
 
     This is asked at every poll while something is waited for: no entry looks at the whole heap, and what an entry
     reads, it reads once for all names.
     """
     left = set(names)
     for entry in EXEMPTIONS:
-        if left and entry.resource == resource and not (as_read and entry.is_end):
+        if left and entry.resource == resource:
             left.difference_update(entry.among(left))
     kind = resource_of(resource)
     if left and kind is not None:
@@ -276,7 +273,6 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "a child that has ended",
         "only its exit code is left, until somebody asks for it",
         _each(_has_ended),
-        is_end=True,
     ),
     Exemption(
         "processes",
@@ -295,7 +291,6 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "a thread that has ended",
         "it was listed while it ended",
         lambda names: set(names) - _threads_by_name().keys(),
-        is_end=True,
     ),
     Exemption(
         "threads",

@@ -6,17 +6,14 @@ and not four (its storage, the arena that it keeps mapped, the driver's bytes be
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test
 from lowtide.leakcheck.resources.resource import Bound, Items, Rule, Rung
 from lowtide.probes.device.torch_allocator import PoolSegments
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.originals import os
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
 from lowtide.reports.schema import Cause, Finding, ResourceName, Verdict
@@ -161,37 +158,9 @@ def _places(rule: Rule, device: str) -> Sequence[str]:
     return ("cpu", device) if rule.key == "tensors" else (device,)
 
 
-def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> Callable[[Snapshot, str], Items]:
-    """Return the reading of things that are counted and have names, without what is there to stay."""
-
-    def left(snapshot: Snapshot, _: str) -> Items:
-        by_item = {as_counted(resource, name): name for name in names(snapshot)}
-        stays = exempt(resource, by_item, as_read=True)
-        return {name: 1 for item, name in by_item.items() if item not in stays}
-
-    return left
-
-
 def as_counted(resource: str, name: str) -> str:
     """Return what the counters call an item of a snapshot: a child process by its number alone."""
     return name.partition(" ")[0] if resource == "processes" else name
-
-
-def _own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
-    """Return the bytes of what is this process's in /dev/shm, by name.
-
-    That is what it maps, what processes of its left there, and what carries its process id in its name.
-
-    (An entry that is neither may be another process's: nobody can be blamed for it from here.)
-    """
-    pid = str(os.getpid())
-    own = {
-        entry.name: entry.bytes
-        for entry in snapshot.host.shared_memory
-        if entry.mapped_here or entry.left_here or pid in re.findall(r"\d+", entry.name)
-    }
-    stays = exempt("shared-memory", own, as_read=True)
-    return {name: size for name, size in own.items() if name not in stays}
 
 
 def _pools(snapshot: Snapshot, kind: PoolKind) -> dict[str, int]:
@@ -299,13 +268,8 @@ _ITEMS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], Items]] = {
     "reserved": _empty_private_pools,
     "pinned": lambda snapshot, _: _pools(snapshot, "pinned"),
     "host-pools": lambda snapshot, _: _pools(snapshot, "host"),
-    "threads": _counted("threads", lambda snapshot: snapshot.host.threads),
-    "processes": _counted("processes", lambda snapshot: snapshot.host.children),
-    "file-descriptors": _counted("file-descriptors", lambda snapshot: snapshot.host.descriptors),
-    "shared-memory": lambda snapshot, _: _own_shared_memory(snapshot),
-    "temporary-files": _counted("temporary-files", lambda snapshot: snapshot.host.temporary_files),
 }
-"""How the others are read: by name."""
+"""How others are read that have names; the rest are in the counters."""
 
 
 HOST_MEMORY_TOLERANCE = bound_of_test("host-memory").allowed(card=False)

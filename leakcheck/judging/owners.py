@@ -650,7 +650,7 @@ class Ownership:
         level, base = now.amounts.get(key, 0), self.baseline.amounts.get(key, 0)
         if level is None or base is None:
             return dict.fromkeys((id(subject) for subject in (None, *ended)), None)
-        expected = base + sum(owner.growth.get(key, 0) for owner in self._opened)
+        expected = base + self.growth(key)
         if ended:
             # It should fall by what they took, but not below where it was before they took it.
             floor = min(self._floor(key, owner) for owner in ended)
@@ -663,6 +663,10 @@ class Ownership:
             excess -= share
         found[id(None)] = excess
         return found
+
+    def growth(self, key: str) -> int:
+        """Return by how much the owners' setups since the baseline have raised a level."""
+        return sum(owner.growth.get(key, 0) for owner in self._opened)
 
     def share(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> int | None:
         """Return how far a level is too high by one subject; None where that is not known."""

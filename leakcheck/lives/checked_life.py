@@ -42,6 +42,7 @@ from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_levels import judged_asleep, role_of
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
+from lowtide.leakcheck.resources.settings import ABSENT, put_back
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (
@@ -184,7 +185,7 @@ class Lives:
         self.driver_at_work = 0
         self.host_at_work: dict[str, int] = {}
         self._around = LivedProcess(able.device, watched, self._importing, self._after_import)
-        self.counters, self.imported = self._around.counters, self._around.imported
+        self.counters, self.ownership = self._around.counters, watched.ownership
         self._is_watching = False
         self._at_first: Mapping[str, Items] = {}
         self.processes = LifeProcesses(self._around.processes, able.emptying_levels)
@@ -203,7 +204,6 @@ class Lives:
         self._listening.enter_context(self.interrupts)
         self._listening.callback(self._around.stop)
         self._around.start()
-        self._around.settings.mark()
         self._at_first = read_items()
         self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
@@ -256,7 +256,11 @@ class Lives:
 
         A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
         """
-        self._around.settings.findings("shutdown", remedies=True)
+        for setting in self._around.changed_settings():
+            # What was added, and not only replaced or removed, may be needed by lives that follow.
+            if setting.before != ABSENT or setting.is_replaced:
+                with suppress(Exception):
+                    put_back([setting])
         now = read_items()
         for resource in LISTED:
             key = resource.rule.key
@@ -299,10 +303,14 @@ class Lives:
     def _importing(self, owner: Owner) -> None:
         if self._is_watching:
             self.watch.enter(owner)
+        else:
+            self._around.begin_import(owner)
 
     def _after_import(self) -> None:
         if self._is_watching:
             self.watch.leave()
+        else:
+            self._around.end_import()
 
 
 class CheckedLife:
@@ -755,7 +763,7 @@ class CheckedLife:
     def _host_outside(self) -> int:
         """Return the bytes of the process's own host memory beyond announced pools and what imported modules took."""
         pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
-        return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
+        return anonymous_bytes() - pooled - self._lives.ownership.growth("host-memory")
 
     def _outside(self, unknown: int = 0) -> int:
         """Return the driver's bytes beyond arenas and torch's segments; `unknown` where it reports nothing."""
@@ -763,7 +771,7 @@ class CheckedLife:
         return unknown if amount is None else amount
 
     def _driver_of_imports(self) -> int:
-        return self._lives.imported.growth(f"driver {self._device}")
+        return self._lives.ownership.growth(f"driver {self._device}")
 
     def _left(self) -> list[Finding]:
         """Report what the life has left behind, now that it is over."""

@@ -7,7 +7,7 @@ and what a library keeps from its first use, is the process's, and is left out o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,18 +31,15 @@ from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.lives.tenant import BareContexts
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
-from lowtide.leakcheck.resources import read_items
+from lowtide.leakcheck.resources import LISTED
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, NewItems
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.resources.settings import (
-    ABSENT,
-    EnvironmentSetters,
     SettingChange,
     advice,
-    changes_between,
     describe_change,
 )
-from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
+from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.watched import Policy, Watched
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
@@ -56,70 +53,26 @@ from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.statement import Statement
 
+_NAMED = ("threads", "file-descriptors", "shared-memory", "temporary-files")
+_LISTED = tuple(resource.rule.key for resource in LISTED)
+
 
 @dataclass(frozen=True)
 class LifeReading(Reading):
-    """What a life is judged by at one moment, and the snapshot that its tables show."""
+    """What a life is judged by at one moment, with the counters; and the snapshot that its tables show."""
 
     snapshot: Snapshot = field(kw_only=True)
+    counters: Counters = field(kw_only=True)
 
 
-class LifeSettings:
-    """Compares process-wide settings after a life with what they were when it began.
+def setting_left(change: SettingChange, stage: str, *, remedies: bool) -> Finding:
+    """Report a process-wide setting that lives have changed.
 
     Args:
-        read: gives what they are, by name.
-        environment: who set which environment variable; None: what is added, and not only replaced or removed, is left
-            alone, as where lives follow that may need it.
+        change: since the first of them began.
+        stage: after which this is.
+        remedies: whether to put it back, to show that this ends it.
     """
-
-    def __init__(self, read: Callable[[], Mapping[str, str]], environment: EnvironmentSetters | None = None) -> None:
-        self._read = read
-        self._environment = environment
-        self._before: Mapping[str, str] = {}
-        # What earlier lives left, with what was there before the first that did: a later life begins with it.
-        self._left: dict[str, SettingChange] = {}
-
-    def mark(self) -> None:
-        """Note what they are when a life begins."""
-        self._before = self._read()
-
-    def adopt(self, owner: Owner) -> None:
-        """Take what the import of a module has set for what lives must leave as it is."""
-        known = {**self._before, **owner.settings}
-        self._before = {name: text for name, text in known.items() if text != ABSENT}
-
-    def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
-        """Report each that is not what it was at the mark.
-
-        Args:
-            stage: after which this is.
-            remedies: whether to put each back, to show that this ends it; then also those that earlier lives left.
-        """
-        changes = {
-            change.name: change
-            for change in changes_between(self._before, self._read())
-            if self._is_judged(change) and not self._puts_back(change)
-        }
-        if remedies:
-            changes |= {first.name: first for first in self._left.values() if still_changed((first,))}
-        for name, change in changes.items():
-            self._left.setdefault(name, change)
-        if remedies:
-            self._left.clear()
-        return [_changed(change, stage, remedies=remedies) for change in changes.values()]
-
-    def _puts_back(self, change: SettingChange) -> bool:
-        """Return whether a change undoes that of an earlier life, and so is none."""
-        return change.name in self._left and self._left[change.name].before == change.now
-
-    def _is_judged(self, change: SettingChange) -> bool:
-        if self._environment is None:
-            return change.before != ABSENT or change.is_replaced
-        return not self._environment.is_own_of_library(change)
-
-
-def _changed(change: SettingChange, stage: str, *, remedies: bool) -> Finding:
     rule, cause = rule_of("globals"), rule_of("globals").life
     assert cause is not None
     finding = finding_of(
@@ -150,32 +103,26 @@ class LivedProcess:
         watched: what is followed of it; started and stopped with this.
         importing: hears of each module that a life is about to import, with whom what it makes belongs to.
         imported: hears when that is done.
-        environment: who set which environment variable, where what is added is judged.
     """
 
     def __init__(
-        self,
-        device: str,
-        watched: Watched,
-        importing: Callable[[Owner], None],
-        imported: Callable[[], None],
-        environment: EnvironmentSetters | None = None,
+        self, device: str, watched: Watched, importing: Callable[[Owner], None], imported: Callable[[], None]
     ) -> None:
         self.device = device
         self.cards = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self.watched = watched
         self.counters = watched.counters
-        self.settings = LifeSettings(lambda: self.counters.read().settings, environment)
         self.processes = EngineProcesses(watched.tree, watched.others.agents, device, watched.ask_driver)
-        self.imports = ImportWatch(self._begin_import, self._end_import)
-        self.imported = Imported(self.counters.read)
-        self._importing, self._after_import = importing, imported
+        self.imports = ImportWatch(importing, imported)
 
     def start(self) -> None:
         """Begin to notice."""
         # First: what it sets in the environment is no life's.
         self.watched.start()
         self.watched.others.agents.start()
+        # What else has a name is compared life by life.
+        now = self.counters.read()
+        self.watched.ownership.begin("create", dataclasses.replace(now, items={key: now.items[key] for key in _LISTED}))
         self.imports.install()
         self.imports.active = True
 
@@ -188,16 +135,19 @@ class LivedProcess:
         """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
         return sum(self.watched.ask_driver().read(index).process_bytes or 0 for index in self.cards)
 
-    def _begin_import(self, owner: Owner) -> None:
+    def begin_import(self, owner: Owner) -> None:
         """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
-        self._importing(owner)
-        self.imported.begin(owner)
+        self.watched.ownership.enter(owner, self.counters.read())
 
-    def _end_import(self) -> None:
-        self.settings.adopt(self.imported.end())
-        self._after_import()
+    def end_import(self) -> None:
+        """Note what the import has made."""
+        self.watched.ownership.leave(self.counters.read())
         # A library may have come with it that binds sockets in C.
         self.watched.makers.start()
+
+    def changed_settings(self) -> list[SettingChange]:
+        """Return the process-wide settings that are not what they were when this, or a watch's last test, began."""
+        return self.watched.ownership.left(self.counters.read(), None, ())
 
 
 class LifeReader(LivedProcess):
@@ -214,7 +164,7 @@ class LifeReader(LivedProcess):
     def __init__(self, device: str, driver: Driver) -> None:
         watched = Watched(Policy(processes=False, stacks="off" if device == "cpu" else "auto"), driver)
         self.leftovers = LeftoverTensors(watched.births, watched.stacks)
-        super().__init__(device, watched, self.leftovers.importing, self.leftovers.imported, watched.environment)
+        super().__init__(device, watched, self._importing, self._imported)
         self._driver = driver
         self.left_running: set[int] = set()
         self.makers, self.unseen = watched.makers, watched.others.unmeasured
@@ -223,7 +173,6 @@ class LifeReader(LivedProcess):
             self.processes.context = contexts.size
         self.processes.passed_over = self.left_running
         self._library_items = LibraryItems(self.makers)
-        self._at_first: Mapping[str, Items] = {}
         # By resource, what libraries have from their first use, with the life.
         self._first_use: dict[str, dict[str, int]] = {}
         self.used_before: dict[str, set[int]] = {}
@@ -236,6 +185,14 @@ class LifeReader(LivedProcess):
         self.watched.orphaned_files.mark()
         self.unseen.begin()
 
+    def _importing(self, owner: Owner) -> None:
+        self.leftovers.importing(owner)
+        self.begin_import(owner)
+
+    def _imported(self) -> None:
+        self.leftovers.imported()
+        self.end_import()
+
     def look(self) -> None:
         """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""
         # A library may have come in another thread that binds sockets in C.
@@ -244,23 +201,14 @@ class LifeReader(LivedProcess):
         self.watched.orphaned_files.look()
 
     def snapshot(self, label: str) -> Snapshot:
-        """Take a snapshot, with those children, segments and files alone that are the program's to end."""
+        """Take a snapshot, with those children alone that are the program's to end."""
         snapshot = take_snapshot(label, driver=self._driver, devices=self.cards)
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.watched.tree.orphans()}
         stays = exempt("processes", children)
         left = sorted(int(pid) for pid in children if pid not in stays)
-        segments = {entry.name for entry in snapshot.host.shared_memory}
-        remain = self.watched.orphaned_files.shared_memory(segments) | self.watched.segments.names
-        host = dataclasses.replace(
-            snapshot.host,
-            children=tuple(children[str(pid)] for pid in left),
-            shared_memory=tuple(
-                dataclasses.replace(entry, left_here=entry.name in remain) for entry in snapshot.host.shared_memory
-            ),
-            temporary_files=tuple(self.watched.orphaned_files.temporary_files()),
-        )
+        host = dataclasses.replace(snapshot.host, children=tuple(children[str(pid)] for pid in left))
         return dataclasses.replace(snapshot, host=host)
 
     def read(self, label: str) -> LifeReading:
@@ -270,25 +218,25 @@ class LifeReader(LivedProcess):
         amounts = dict(found.amounts)
         of_imports = self.leftovers.imported_bytes()
         # Tensors are counted by themselves.
-        host = max(0, self.imported.growth("host-memory") - of_imports.get("cpu", 0))
+        growth = self.watched.ownership.growth
+        host = max(0, growth("host-memory") - of_imports.get("cpu", 0))
         driver = f"driver {self.device}"
         taken = {f"tensors {device}": size for device, size in of_imports.items()}
-        taken |= {"host-memory": host, driver: self.imported.growth(driver)}
+        taken |= {"host-memory": host, driver: growth(driver)}
         for key, size in taken.items():
             if (level := amounts.get(key)) is not None:
                 amounts[key] = level - size
-        return LifeReading({**found.items, **self._listed()}, amounts, snapshot=snapshot)
+        now = self.counters.read()
+        return LifeReading({**found.items, **self._named(snapshot, now)}, amounts, snapshot=snapshot, counters=now)
 
-    def _listed(self) -> dict[str, Items]:
-        """Read what no snapshot has, without what is new since the first reading and there to stay."""
-        now = read_items()
-        self._at_first = self._at_first or now
-        new = {key: items.keys() - self._at_first[key].keys() for key, items in now.items()}
-        stays = {key: exempt(key, names) for key, names in new.items() if names}
-        return {
-            key: {name: size for name, size in items.items() if name not in stays.get(key, ())}
-            for key, items in now.items()
-        }
+    def _named(self, snapshot: Snapshot, now: Counters) -> dict[str, Items]:
+        """Return what has a name and is not there to stay, without what imports made."""
+        ownership = self.watched.ownership
+        named = {key: ownership.new_items(key, now, None, ()) for key in (*_NAMED, *_LISTED)}
+        of_imports = {pid for owner in ownership.live for pid in owner.items.get("processes", ())}
+        # With those of each child.
+        children = (name for name in snapshot.host.children if as_counted("processes", name) not in of_imports)
+        return {**named, "processes": dict.fromkeys(children, 1)}
 
     def read_after_shutdown(self) -> LifeReading:
         """Read when a life is over."""
@@ -296,26 +244,20 @@ class LifeReader(LivedProcess):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Return all that is judged, without what libraries have from their first use and what imports left."""
-        return tuple(self._excusing(self._first_use))
-
-    def _excusing(self, first_use: Mapping[str, Collection[str]]) -> Iterator[Metric]:
-        """Yield all that is judged, without what imports left and these items of each resource."""
-        for metric in shutdown_metrics(self.device):
-            excused = {*self.imported.names(metric.resource), *first_use.get(metric.resource, ())}
-            yield dataclasses.replace(metric, excused=excused) if metric.is_named else metric
+        """Return all that is judged, without what libraries have from their first use."""
+        return tuple(
+            dataclasses.replace(metric, excused=self._first_use.get(metric.resource, ()))
+            for metric in shutdown_metrics(self.device)
+        )
 
     def note_first_use(self, cycle: int, baseline: Reading, now: LifeReading) -> None:
         """Tell apart what a library made and keeps: it is a leak once a later life makes more of it."""
-        new: dict[str, dict[str, int]] = {}
-        there: dict[str, dict[str, int]] = {}
-        for metric in self._excusing({}):
-            key: str = metric.resource
-            if key in JUDGED and metric.is_named:
-                new[key] = {as_counted(key, name): size for name, size in metric.new_items(baseline, now).items()}
-                there[key] = {as_counted(key, name): size for name, size in metric.items(now).items()}
+        new: dict[str, Items] = {}
+        for key in JUDGED:
+            named = now.items[key]
+            new[key] = {as_counted(key, name): named[name] for name in named.keys() - baseline.items[key].keys()}
         tensors = now.snapshot.tensors.on("cpu").ranges
-        found = self._library_items.sort(NewItems(new, tensors), Counters(there, {}, {}), f"cycle {cycle}")
+        found = self._library_items.sort(NewItems(new, tensors), now.counters, f"cycle {cycle}")
         for key in JUDGED:
             known = self._first_use.setdefault(key, {})
             for name in found.excused.get(key, ()):

@@ -200,7 +200,6 @@ class LifecycleRun:
 
     def _live(self, cycle: int) -> None:
         self._cycle = cycle
-        self._reader.settings.mark()
         if cycle > 1:
             # What an earlier life left to the collector would hide as much that this one keeps.
             release(Rung.COLLECT)

@@ -33,7 +33,7 @@ from lowtide.leakcheck.judging.judge import (
 )
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric, Reading
-from lowtide.leakcheck.lives.life_reader import LifeReader, LifeReading
+from lowtide.leakcheck.lives.life_reader import LifeReader, LifeReading, setting_left
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
@@ -246,7 +246,9 @@ class ShutdownJudgement:
             if are_groups and tried.changed:
                 tried = self._with_what_went_too(tried)
             self._record.findings.append(tried)
-        self._record.findings += self._reader.settings.findings("shutdown", remedies=self._is_last)
+        self._record.findings += [
+            setting_left(change, "shutdown", remedies=self._is_last) for change in self._reader.changed_settings()
+        ]
 
     def _with_what_went_too(self, groups: Finding) -> Finding:
         """Make what is back now that process groups are destroyed a part of their finding: it was theirs.

@@ -1,59 +1,16 @@
-"""Modules imported for the first time while a test runs: what their import makes belongs to the process.
-
-So does what modules make that the lives of an engine import for the first time (`Imported`).
-"""
+"""Modules imported for the first time while a test, or an engine, runs: what their import makes is the process's."""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.judging.owners import Owner
-from lowtide.probes.host.counters import Counters
 from lowtide.probes.originals import in_main_thread, sys, threading
-
-
-class Imported:
-    """Collects what the imports of a run took, one outermost import after the other.
-
-    Args:
-        read: reads the counters, right before and right after an import.
-    """
-
-    def __init__(self, read: Callable[[], Counters]) -> None:
-        self._read = read
-        self._owner: Owner | None = None
-        self._names: dict[str, set[str]] = {}
-        self._growth: dict[str, int] = {}
-
-    def begin(self, owner: Owner) -> None:
-        """Note that a module is about to be executed; what it makes will be the owner's."""
-        owner.before = self._read()
-        self._owner = owner
-
-    def end(self) -> Owner:
-        """Return the owner of the module that has been executed, with all that is its own."""
-        owner, self._owner = self._owner, None
-        assert owner is not None
-        owner.take(self._read(), (), ())
-        for key, names in owner.items.items():
-            self._names.setdefault(key, set()).update(names)
-        for key, amount in owner.growth.items():
-            self._growth[key] = self._growth.get(key, 0) + max(amount, 0)
-        return owner
-
-    def names(self, key: str) -> Collection[str]:
-        """Return the items of a resource that imports made, as the counters call them."""
-        return self._names.get(key, ())
-
-    def growth(self, key: str) -> int:
-        """Return by how many bytes imports raised a level of the counters until now."""
-        return self._growth.get(key, 0)
-
 
 _OWN = ("lowtide", "pynvml", "amdsmi")
 """What this checker itself may import in the middle of a reading."""

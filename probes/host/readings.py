@@ -48,13 +48,11 @@ class SharedMemoryEntry:
         name: its name there.
         bytes: its length.
         mapped_here: whether this process maps it.
-        left_here: whether a process of this one's had it that has ended, as far as whoever asks has seen.
     """
 
     name: str
     bytes: int
     mapped_here: bool
-    left_here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,6 @@ class HostReading:
         descriptors: open descriptors as `number -> target`, sorted by number; without those of the reading itself.
         shared_memory: files in /dev/shm that this user owns, sorted by name.
         notes: what could not be read, and why.
-        temporary_files: those that processes of this one's have left which have ended, as far as whoever asks has seen.
         own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.host.counters.own_bytes`.
         shared: the part of `own` that is shared memory.
     """
@@ -87,7 +84,6 @@ class HostReading:
     descriptors: tuple[str, ...]
     shared_memory: tuple[SharedMemoryEntry, ...]
     notes: tuple[str, ...]
-    temporary_files: tuple[str, ...] = ()
     own: int = 0
     shared: int = 0
 

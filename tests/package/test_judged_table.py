@@ -16,14 +16,12 @@ from lowtide.leakcheck.judging.metrics import (
     Reading,
     host_memory_tolerance,
     plain_metrics,
-    reading_of,
     shutdown_metrics,
 )
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test, rule_of
-from lowtide.leakcheck.resources import LISTED
+from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.resources.resource import Bound, Rung
 from lowtide.probes.device.driver import NoDriver
-from lowtide.probes.snapshot import take_snapshot
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1 << 20
@@ -118,7 +116,7 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
     judged = {metric.key: metric for metric in shutdown_metrics("cuda:0")}
     for rule in RULES:
         key = rule.key if rule.place == "process" else f"{rule.key} cuda:0"
-        # Settings are compared one by one by `LifeSettings`.
+        # Settings are compared one by one by the life's reader.
         if rule.life is None or rule.key == "globals":
             assert key not in judged
             continue
@@ -127,10 +125,12 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
 
 
 def test_each_metric_of_a_life_has_its_place_in_a_reading() -> None:
-    reading = reading_of(take_snapshot(driver=NoDriver("a test")), "cpu")
+    reader = LifeReader("cpu", NoDriver("a test"))
+    reader.start()
+    reading = reader.read("now")
+    reader.stop()
     judged = shutdown_metrics("cpu")
-    listed = {resource.rule.key for resource in LISTED}
-    assert {metric.key for metric in judged if metric.is_named} == reading.items.keys() | listed
+    assert {metric.key for metric in judged if metric.is_named} == reading.items.keys()
     assert {metric.key for metric in judged if not metric.is_named} == reading.amounts.keys()
 
 

@@ -17,10 +17,11 @@ import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
+from lowtide.leakcheck.lives.life_reader import LivedProcess
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.watching.check import LeakCheck
-from lowtide.leakcheck.watching.import_watch import Imported, ImportWatch
+from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Subject
@@ -268,17 +269,17 @@ def test_a_level_that_one_import_sets_of_a_library_that_another_brought_stays(
 
 def test_what_the_checker_imports_as_it_opens_its_watch_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
-    begin, opened = Imported.begin, Watch.open
+    begin, opened = LivedProcess.begin_import, Watch.open
 
-    def note(imported: Imported, owner: Owner) -> None:
+    def note(process: LivedProcess, owner: Owner) -> None:
         reported.append(owner.name)
-        begin(imported, owner)
+        begin(process, owner)
 
     def open_late(watch: Watch) -> None:
         import_late()
         opened(watch)
 
-    monkeypatch.setattr(Imported, "begin", note)
+    monkeypatch.setattr(LivedProcess, "begin_import", note)
     monkeypatch.setattr(Watch, "open", open_late)
     with Lives(Acting, explain=False):
         assert "import of imported_late" not in reported

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from lowtide.leakcheck.lives.life_reader import LifeSettings
-from lowtide.leakcheck.resources.settings import EnvironmentSetters
-from lowtide.probes.host.counters import SettingReader
+from lowtide.leakcheck.lives.life_reader import LivedProcess, setting_left
+from lowtide.leakcheck.watching.watched import Policy, Watched
+from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding
 
 
@@ -62,63 +63,79 @@ def put_back() -> Iterator[None]:
     torch.accelerator.synchronize = synchronize
 
 
+class State(LivedProcess):
+    """This process since the first of some lives began."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", Watched(Policy(), NoDriver("a test")), self.begin_import, self.end_import)
+        self.start()
+
+    def findings(self, *, remedies: bool) -> list[Finding]:
+        return [setting_left(change, "shutdown", remedies=remedies) for change in self.changed_settings()]
+
+
+@contextmanager
+def closing_state() -> Iterator[State]:
+    state = State()
+    yield state
+    state.stop()
+
+
 @pytest.fixture
-def state() -> LifeSettings:
-    state = LifeSettings(SettingReader().read, EnvironmentSetters())
-    state.mark()
-    return state
+def state() -> Iterator[State]:
+    with closing_state() as state:
+        yield state
 
 
-def test_where_nothing_changed_nothing_is_found(state: LifeSettings) -> None:
-    assert state.findings("shutdown", remedies=True) == []
+def test_where_nothing_changed_nothing_is_found(state: State) -> None:
+    assert state.findings(remedies=True) == []
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_was_not_restored_is_reported_and_left_alone(name: str, state: LifeSettings) -> None:
+def test_a_setting_that_was_not_restored_is_reported_and_left_alone(name: str, state: State) -> None:
     change, message, _ = CHANGES[name]
     change()
     for _ in range(2):
-        (finding,) = state.findings("shutdown", remedies=False)
+        (finding,) = state.findings(remedies=False)
         assert (finding.resource, finding.cause, finding.stage) == ("globals", "not-restored", "shutdown")
         assert finding.message.startswith(message)
         assert (finding.remedy, finding.tried) == (None, ())
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_was_not_restored_is_put_back(name: str, state: LifeSettings) -> None:
+def test_a_setting_that_was_not_restored_is_put_back(name: str, state: State) -> None:
     change, _, action = CHANGES[name]
     change()
-    (finding,) = state.findings("shutdown", remedies=True)
+    (finding,) = state.findings(remedies=True)
     assert undone_by(finding) == action
-    assert state.findings("shutdown", remedies=True) == []
+    assert state.findings(remedies=True) == []
 
 
 def test_a_collector_that_was_off_and_is_on_is_put_back_too() -> None:
     gc.disable()
-    state = LifeSettings(SettingReader().read, EnvironmentSetters())
-    state.mark()
-    gc.enable()
-    (finding,) = state.findings("shutdown", remedies=True)
+    with closing_state() as state:
+        gc.enable()
+        (finding,) = state.findings(remedies=True)
     assert finding.remedy is not None
     assert finding.remedy.action == "gc.disable()"
     assert not gc.isenabled()
 
 
-def test_several_changes_are_several_findings_with_fingerprints_of_their_own(state: LifeSettings) -> None:
+def test_several_changes_are_several_findings_with_fingerprints_of_their_own(state: State) -> None:
     for change, *_ in CHANGES.values():
         change()
-    findings = state.findings("shutdown", remedies=False)
+    findings = state.findings(remedies=False)
     assert len({finding.fingerprint for finding in findings}) == len(findings) == len(CHANGES)
 
 
 def test_what_cannot_be_put_back_is_reported_with_what_was_tried(
-    state: LifeSettings, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_dtype = torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", functools.partial(refuse, "not now"))
-    state.mark()
-    set_dtype(torch.float64)
-    (finding,) = state.findings("shutdown", remedies=True)
+    with closing_state() as state:
+        set_dtype(torch.float64)
+        (finding,) = state.findings(remedies=True)
     assert finding.remedy is None
     assert [tried.action for tried in finding.tried] == [
         "torch.set_default_dtype(torch.float32) (raised RuntimeError: not now)"
@@ -130,24 +147,21 @@ def refuse(why: str, *args: object) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_first_life_left_is_put_back_after_the_last_as_it_was_before_all(name: str, state: LifeSettings) -> None:
+def test_what_a_first_life_left_is_put_back_after_the_last_as_it_was_before_all(name: str, state: State) -> None:
     change, message, undo = CHANGES[name]
     change()
-    assert len(state.findings("shutdown", remedies=False)) == 1
-    # The next life begins with it, and so leaves nothing that was not there.
-    state.mark()
+    assert len(state.findings(remedies=False)) == 1
+    # The next life begins with it.
     change()
-    (finding,) = state.findings("shutdown", remedies=True)
+    (finding,) = state.findings(remedies=True)
     assert finding.message.startswith(message)
     assert undone_by(finding) == undo
-    state.mark()
-    assert state.findings("shutdown", remedies=True) == []
+    assert state.findings(remedies=True) == []
 
 
-def test_a_life_that_puts_back_what_an_earlier_one_left_has_changed_nothing(state: LifeSettings) -> None:
+def test_a_life_that_puts_back_what_an_earlier_one_left_has_changed_nothing(state: State) -> None:
     gc.disable()
-    assert len(state.findings("shutdown", remedies=False)) == 1
-    state.mark()
+    assert len(state.findings(remedies=False)) == 1
     gc.enable()
-    assert state.findings("shutdown", remedies=True) == []
+    assert state.findings(remedies=True) == []
     assert gc.isenabled()

@@ -30,7 +30,7 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.judge import excesses
 from lowtide.leakcheck.judging.ladder import ACTIONS, SettlePolicy
-from lowtide.leakcheck.judging.metrics import Metric, Reading, reading_of, shutdown_metrics, unaccounted_host_memory
+from lowtide.leakcheck.judging.metrics import Metric, Reading, shutdown_metrics, unaccounted_host_memory
 from lowtide.leakcheck.lives import life_reader
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
@@ -764,24 +764,20 @@ def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stay
 
 
 def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
-    nothing = take_snapshot(driver=NoDriver("a test"))
-
-    def read(*children: str, descriptors: tuple[str, ...] = ()) -> Reading:
-        host = dataclasses.replace(nothing.host, children=children, descriptors=descriptors)
-        return reading_of(dataclasses.replace(nothing, host=host), "cpu")
-
-    metrics = {metric.resource: metric for metric in shutdown_metrics("cpu") if metric.resource != "tensors"}
+    reader = LifeReader("cpu", NoDriver("a test"))
+    reader.start()
+    before = reader.read("before")
     resource_tracker.ensure_running()
-    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
     child = subprocess.Popen(["sleep", "600"])
     try:
-        now = read(f"{tracker._pid} python3", f"{child.pid} sleep", descriptors=(f"{tracker._fd} -> pipe:[1]",))
-        assert metrics["processes"].new_items(read(), now) == {f"{child.pid} sleep": 1}
-        assert metrics["processes"].above(read(), now) == 1
-        assert metrics["file-descriptors"].above(read(), now) == 0
+        now = reader.read("now")
     finally:
         child.kill()
         child.wait()
+        reader.stop()
+    metrics = {metric.key: metric for metric in shutdown_metrics("cpu")}
+    assert metrics["processes"].new_items(before, now) == {f"{child.pid} sleep": 1}
+    assert metrics["file-descriptors"].above(before, now) == 0
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
