@@ -15,9 +15,8 @@ import machine
 import torch
 
 from lowtide.engine import EngineConfig
-from lowtide.engine.config import load_model_config
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.targets.reference import ReferenceLife
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife
+from lowtide.leakcheck.targets.reference import FixedReference
 from lowtide.probes.device.driver import find_driver
 
 MIB = 1 << 20
@@ -63,10 +62,9 @@ def main() -> None:
     for turn in range(options.runs):
         settings = random_settings(source, options.device)
         config = EngineConfig(device=options.device, **settings)
-        vocab_size = load_model_config(config).vocab_size
 
-        def make(config: EngineConfig = config, vocab_size: int = vocab_size) -> ReferenceLife:
-            return ReferenceLife(config, vocab_size)
+        def make(config: EngineConfig = config) -> TargetLife:
+            return TargetLife(lambda: FixedReference(config))
 
         subject = LifecycleRun(f"run {turn}", make, device=options.device, driver=driver, cycles=2).run()
         if subject.outcome != "clean":

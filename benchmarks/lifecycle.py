@@ -14,9 +14,8 @@ import machine
 import torch
 
 from lowtide.engine import EngineConfig
-from lowtide.engine.config import load_model_config
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.targets.reference import MAX_TOKENS, PROMPT_LENGTHS, ReferenceLife
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife
+from lowtide.leakcheck.targets.reference import MAX_TOKENS, PROMPT_LENGTHS, FixedReference
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import Ledger, Readings, Stage
 
@@ -87,11 +86,10 @@ def main() -> None:
     args = parser.parse_args()
 
     config = EngineConfig(model=args.preset, device=args.device)
-    vocab_size = load_model_config(config).vocab_size
     driver = find_driver()
     run = LifecycleRun(
         f"run[{args.preset}]",
-        lambda: ReferenceLife(config, vocab_size),
+        lambda: TargetLife(lambda: FixedReference(config)),
         device=args.device,
         driver=driver,
         cycles=args.cycles,

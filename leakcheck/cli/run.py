@@ -39,7 +39,6 @@ from lowtide.leakcheck.cli.console import (
     refuse,
     show_judged,
 )
-from lowtide.leakcheck.lives.script import SCRIPT, UPDATES
 from lowtide.leakcheck.targets.target import Device, TargetError, device_name, load_factory
 from lowtide.reports.terminal.running_life import RunningLife
 
@@ -130,22 +129,19 @@ def run(
     known = _check_lives(cycles, turns, report, suppressions, until_decided, native, keep_heap)
     with interruptible("interrupted before there was anything to report"):
         # Only now: importing torch takes seconds, and refusing bad input should not.
-        from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-        from lowtide.leakcheck.lives.tenant import tenant_of
-        from lowtide.leakcheck.targets.reference import ReferenceLife
+        from lowtide.leakcheck.lives.lifecycle import check_run
+        from lowtide.leakcheck.targets.reference import FixedReference
 
         size, separate = tensor_parallel_size, engine_process
         settings = {"seed": seed, "tensor_parallel_size": size, "engine_process": separate}
-        active, config, vocab_size = configure_engine(device, preset, model, settings, defect, twin=twin)
+        active, config = configure_engine(device, preset, model, settings, defect, twin=twin)
         tolerances = load_tolerances(calibration, config.device)
 
         make_run = partial(
-            LifecycleRun,
-            make=lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
-            device=config.device,
-            script=(*SCRIPT[:-1], *UPDATES, SCRIPT[-1]),
-            tenant=tenant_of(config.device) if tenant else None,
-            tolerances=tolerances,
+            check_run,
+            factory=lambda: FixedReference(config, active.prompt_scale if active is not None else 1),
+            tenant=tenant,
+            tolerances_on=lambda device: tolerances,
             cycles=cycles,
             turns=turns,
             until_decided=until_decided,
@@ -199,13 +195,12 @@ def configure_engine(
     defect: str | None,
     *,
     twin: bool,
-) -> tuple[Defect | None, EngineConfig, int]:
-    """Return the bug, the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
+) -> tuple[Defect | None, EngineConfig]:
+    """Return the bug and the engine's settings, checked as far as that goes without memory.
 
     Ends the command where something cannot work.
     """
     from lowtide.engine import EngineConfig, EngineError, LLMEngine
-    from lowtide.engine.config import load_model_config
     from lowtide.engine.defects import find_defect
 
     name = str(model) if model else (preset or Preset.TINY).value
@@ -215,7 +210,7 @@ def configure_engine(
         if bug is not None:
             config = bug.configure(config, twin=twin)
         LLMEngine(config).check()
-        return bug, config, load_model_config(config).vocab_size
+        return bug, config
     except EngineError as error:
         refuse(str(error))
 
@@ -422,7 +417,7 @@ def serve(
             "max_model_len": max_model_len,
             "engine_process": True,
         }
-        active, config, _ = configure_engine(device, preset, model, settings, defect, twin=twin)
+        active, config = configure_engine(device, preset, model, settings, defect, twin=twin)
         try:
             with _switched_on(active, twin=twin):
                 serve_engine(LLMEngine(config), host, port)

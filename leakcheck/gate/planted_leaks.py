@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowtide.engine import EngineConfig
-from lowtide.engine.config import load_model_config
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages import check_device, open_backend, open_driver
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife
 from lowtide.leakcheck.lives.script import SCRIPT
-from lowtide.leakcheck.targets.reference import ReferenceLife
+from lowtide.leakcheck.targets.reference import FixedReference
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import Finding, ResourceName
 
@@ -202,17 +202,16 @@ def _run(
     after_create: Callable[[], None],
     tolerances: Mapping[str, int],
 ) -> LifecycleRun:
-    config = EngineConfig(model="tiny", device=device, seed=0)
-    vocab_size = load_model_config(config).vocab_size
+    engine = EngineConfig(model="tiny", device=device, seed=0)
 
-    class Life(ReferenceLife):
-        def create(self) -> None:
-            super().create()
+    class Target(FixedReference):
+        def create(self, config: Mapping[str, Any]) -> None:
+            super().create(config)
             after_create()
 
     return LifecycleRun(
         name,
-        lambda: Life(config, vocab_size),
+        lambda: TargetLife(lambda: Target(engine)),
         device=device,
         driver=find_driver(),
         cycles=lives,

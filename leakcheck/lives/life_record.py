@@ -11,7 +11,7 @@ import msgspec
 from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
-from lowtide.leakcheck.lives.script import Life, told
+from lowtide.leakcheck.lives.script import told
 from lowtide.probes.snapshot import LedgerBase, Snapshot, base_from
 from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.outcomes import judged_as
@@ -97,7 +97,7 @@ class LifeRecord:
                 self.level_of[finding.fingerprint] = level
         self.not_measured.update({item.what: item for item in judgement.not_measured})
 
-    def note_preserved(self, life: Life, *, elsewhere: bool) -> Mapping[str, Any]:
+    def note_preserved(self, life: object, *, elsewhere: bool) -> Mapping[str, Any]:
         """Note what a life says must survive a sleep; where none of it is in any process, the report says so."""
         preserved = told(life, "preserved")
         if not (preserved or elsewhere) and hasattr(life, "preserved"):

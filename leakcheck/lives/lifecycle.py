@@ -32,11 +32,9 @@ from lowtide.leakcheck.lives.script import (
     UPDATES,
     Event,
     Interrupts,
-    Life,
     asked,
     parsed,
     parts_of,
-    perform,
     simplest,
     told,
 )
@@ -101,7 +99,7 @@ class LifecycleRun:
     """
 
     name: str
-    make: Callable[[], Life]
+    make: Callable[[], TargetLife]
     _: KW_ONLY
     device: str
     driver: Driver
@@ -229,9 +227,9 @@ class LifecycleRun:
         when = f"in cycle {self._cycle}" if self._cycle else "before the first life"
         self._failure = self._failure or f"interrupted {when}"
 
-    def _walk(self, life: Life, cycle: int, baseline: Snapshot) -> None:
+    def _walk(self, life: TargetLife, cycle: int, baseline: Snapshot) -> None:
         before = at_work = before_sleep = baseline
-        engine = getattr(life, "engine", life)
+        engine: object = life
         may_grow = False
         self._grown.clear()
         for turns in self._turns_of.values():
@@ -257,6 +255,8 @@ class LifecycleRun:
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
                 self._failed(cycle, called, error)
                 return
+            # Targets make it as they are created.
+            engine = getattr(life, "engine", life)
             self._reader.look()
             if name.startswith("sleep"):
                 self._wait_for_driver(name, cycle, before)
@@ -290,7 +290,7 @@ class LifecycleRun:
                 self._keep_snapshot(cycle, name, leaves=len(self._record.findings) > known)
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self.device, before_sleep, after)
-                self._record.findings += slept.more_awake(name, lambda: self._leftovers.context(engine))
+                self._record.findings += slept.more_awake(name, functools.partial(self._leftovers.context, engine))
                 self._record.findings += self._processes.more_awake(name)
                 lost = self._processes.after_wake(name)
                 lost += self._preserved_state.after_wake(name, told(life, "preserved"), told(life, "graph_buffers"))
@@ -321,7 +321,7 @@ class LifecycleRun:
             self._record.not_measured[missing.what] = missing
         return found
 
-    def _infer_again(self, life: Life, engine: object, *, is_looked_at: bool) -> None:
+    def _infer_again(self, life: TargetLife, engine: object, *, is_looked_at: bool) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show, and look for it."""
         own = self._turns_of["infer"]
         is_looked_at = is_looked_at and any(is_under(ENGINE, finding) for finding, _ in self._left(own, engine))
@@ -361,7 +361,7 @@ class LifecycleRun:
         elif not (found or elsewhere):
             self._said_of_turns = f"nothing grows over {count} inferences in a row: {said}"
 
-    def _update_again(self, life: Life, engine: object) -> None:
+    def _update_again(self, life: TargetLife, engine: object) -> None:
         """Update the weights some times more, for growth, and look for it."""
         for turn in range(MORE_UPDATES):
             if not self._again(life, UPDATE, f"{UPDATE}({(turn + 1) % 2})"):
@@ -370,7 +370,7 @@ class LifecycleRun:
         self._grown[UPDATE] = grown_under(ENGINE, self._left(own, engine), own)
         self._record.findings += self._named_growth.findings()
 
-    def _again(self, life: Life, stage: str, called: str) -> bool:
+    def _again(self, life: TargetLife, stage: str, called: str) -> bool:
         """Go through a stage once more, for growth; return whether it has worked."""
         self._leftovers.stage(stage, self._cycle)
         self._processes.begin_stage(stage, self._cycle)
@@ -394,7 +394,9 @@ class LifecycleRun:
         trim_heap()
         return left
 
-    def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
+    def _performed(
+        self, life: TargetLife, name: str, cycle: int, before: Snapshot
+    ) -> tuple[Sequence[Sequence[int]], float]:
         """Perform a stage; return its tokens and its seconds. A wake that finds no memory is made again."""
         started = time.perf_counter()
         try:
@@ -414,7 +416,7 @@ class LifecycleRun:
             self._record.not_measured["the first try of wake"] = NotMeasured(what="the first try of wake", why=why)
         return tokens, time.perf_counter() - started
 
-    def _idle(self, life: Life, stage: str) -> list[Finding]:
+    def _idle(self, life: TargetLife, stage: str) -> list[Finding]:
         """Return who holds KV blocks now that no request runs, if the engine reports it."""
         held = told(life, "kv_blocks_held")
         after = None
@@ -424,7 +426,7 @@ class LifecycleRun:
             after = told(life, "kv_blocks_held")
         return contract.after_idle(stage, self.device, held, after)
 
-    def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
+    def _end(self, life: TargetLife, cycle: int, baseline: Snapshot) -> None:
         """Shut down and judge; the engine object is held meanwhile, as whoever called shutdown holds it."""
         self._announce(cycle, len(self.script) - 1)
         self._leftovers.stage("shutdown", cycle)
@@ -458,7 +460,7 @@ class LifecycleRun:
         if why:
             self._record.not_measured[stage] = NotMeasured(what=f"torch's snapshot after {stage}", why=why)
 
-    def _shut_down(self, life: Life) -> None:
+    def _shut_down(self, life: TargetLife) -> None:
         try:
             life.shutdown()
         except BaseException as error:
@@ -513,11 +515,11 @@ class SentWeights:
         """Begin another life: another engine is to be created."""
         self._version, self._is_updated, self._is_wrong = 0, False, False
 
-    def begin(self, life: Life) -> None:
+    def begin(self, life: TargetLife) -> None:
         """Note what the engine has before an update."""
         self._before = digests(told(life, "weights"))
 
-    def end(self, version: int, life: Life) -> list[Finding]:
+    def end(self, version: int, life: TargetLife) -> list[Finding]:
         """Compare what it has after the update with what was sent."""
         before, self._before = self._before, {}
         self._version, self._is_updated = version, True
@@ -541,6 +543,15 @@ def leaves_more(before: Snapshot, after: Snapshot) -> bool:
     """Return whether there is more under tensors outside pools, on any device."""
     then, now = (outside_pools(each.tensors, each.pools) for each in (before, after))
     return any(size > then.get(device, 0) for device, size in now.items())
+
+
+def perform(life: TargetLife, name: str) -> Tokens:
+    """Perform one stage of the script; return the tokens of an infer, nothing for the others."""
+    if name == "infer":
+        return life.infer()
+    method, number = parsed(name)
+    getattr(life, method)(*([] if number is None else [number]))
+    return ()
 
 
 def script_of(capabilities: Capabilities) -> tuple[str, ...]:
@@ -594,6 +605,8 @@ def check_run(
 
 class TargetLife:
     """One life of a target in its simplest configuration, with one prompt of each of its lengths.
+
+    Its methods are the stages of a script, and what a target may say of itself.
 
     Raises:
         TargetError: what it makes cannot be driven.

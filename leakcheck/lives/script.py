@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lowtide.leakcheck.targets.target import CALLS, CallKind, Capabilities, calls_of
 from lowtide.probes.originals import in_main_thread, signal
@@ -42,34 +42,6 @@ _WITH_NUMBER = re.compile(r"(\w+)(?:\((\d+)\))?")
 Phase: TypeAlias = Literal["new", "running", "asleep", "closed"]
 
 
-class Life(Protocol):
-    """An engine that can be driven through a script; new ones are made for every life.
-
-    It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are reported; without
-    one that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive
-    a sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
-    `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
-    one more step ends that.  A script that has the stage `reload` needs a `reload()`; one that
-    has `update_weights(N)` needs an `update_weights(version)`, and may have `sent_weights()` and `weights()`: what
-    the last one has sent and what the engine has, by name, as tensors or what distinguishes their contents.
-    """
-
-    def create(self) -> None:
-        """Take memory and be ready."""
-
-    def infer(self) -> Sequence[Sequence[int]]:
-        """Generate for a fixed set of prompts; the new tokens of each."""
-
-    def sleep(self, level: int) -> None:
-        """Give device memory back until `wake`."""
-
-    def wake(self) -> None:
-        """Take all of it again."""
-
-    def shutdown(self) -> None:
-        """Give everything back; legal at any time."""
-
-
 @dataclass(frozen=True)
 class Event:
     """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
@@ -95,15 +67,6 @@ class Event:
     def text(self) -> str:
         """`cycle 1/2: infer`."""
         return f"cycle {self.cycle}/{self.cycles}: {self.stage}"
-
-
-def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
-    """Perform one stage of the script; return the tokens of an infer, nothing for the others."""
-    if name == "infer":
-        return life.infer()
-    method, number = parsed(name)
-    getattr(life, method)(*([] if number is None else [number]))
-    return ()
 
 
 def parsed(name: str) -> tuple[str, int | None]:

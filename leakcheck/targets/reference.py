@@ -47,7 +47,6 @@ from lowtide.engine.pages.card import VmmPages
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.processes.channel import RemoteError, describe_error, restore_error
 from lowtide.engine.weight_transfer import FileMemory, checksum
-from lowtide.leakcheck.judging.contract import held_by_nobody
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import (
     DamagedShardError,
@@ -68,9 +67,8 @@ if TYPE_CHECKING:
 
 
 PROMPT_LENGTHS = (5, 17, 33, 64, 64, 100, 120, 150)
-"""Tokens of the prompts; the two of 64 begin alike, so that prefix caching has something to do."""
+"""Tokens of the prompts of `lowtide run`."""
 
-SHARED_PREFIX = 48
 MAX_TOKENS = 32
 
 ENTERED = f"{__name__}:followed"
@@ -141,10 +139,25 @@ class Trainer:
         return one_by_one(source, self._model.torch_dtype, self._config.device)
 
 
-class _OfReference:
-    """What is asked of the reference engine alike in a life and as a target."""
+class _Reference:
+    """The reference engine as a target, however it is configured.
 
-    engine: LLMEngine
+    Args:
+        config: of the first engine, and of those with other settings but for these.
+        capabilities: what is driven of it.
+    """
+
+    def __init__(self, config: EngineConfig, capabilities: Capabilities) -> None:
+        self._capabilities = capabilities
+        self._seed = config.seed
+        self._vocab_size = load_model_config(config).vocab_size
+        self._trainer = Trainer(config)
+        self.engine = LLMEngine(config)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What is driven of it."""
+        return self._capabilities
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """Return what must survive a sleep, by name."""
@@ -162,57 +175,83 @@ class _OfReference:
         """Shut the engine down."""
         self.engine.shutdown()
 
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        """Greedy tokens of each prompt."""
+        outputs = self.engine.generate([self._prompt(length) for length in prompt_lengths], _greedy(max_tokens))
+        return [output.token_ids for output in outputs]
 
-class ReferenceLife(_OfReference):
-    """One life of the reference engine with a fixed set of prompts.
+    def start(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[str]:
+        """Queue requests for `step`."""
+        return [self.engine.add_request(self._prompt(length), _greedy(max_tokens)) for length in prompt_lengths]
+
+    def step(self) -> Mapping[str, Sequence[int]]:
+        """Make one step of the engine."""
+        return {output.request_id: output.token_ids for output in self.engine.step() if output.finished}
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests."""
+        self.engine.abort(request_ids)
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        """Put the engine to sleep; what it aborts is no output."""
+        outputs = self.engine.sleep(level, mode)  # type: ignore[arg-type]
+        return {output.request_id: output.token_ids for output in outputs if output.finish_reason != "abort"}
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Wake it."""
+        self.engine.wake(tags)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes."""
+        return self.engine.reset_prefix_cache()
+
+    def reload(self) -> None:
+        """Draw the weights again."""
+        self.engine.reload_weights()
+
+    def update_weights(self, version: int) -> Mapping[str, int]:
+        """Send the engine the weights of a version; their checksums, by name."""
+        self._trainer.send(self.engine, version)
+        return self._trainer.sent
+
+    def kv_usage(self) -> KVCacheUsage | None:
+        """Return who has the KV blocks; None where there are none."""
+        alive = self.engine.state in (EngineState.RUNNING, EngineState.ASLEEP)
+        return self.engine.kv_cache_usage() if alive else None
+
+    def _prompt(self, length: int) -> list[int]:
+        # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.
+        source = random.Random(self._seed + length % 2)
+        return [source.randrange(self._vocab_size) for _ in range(length)]
+
+
+class FixedReference(_Reference):
+    """The reference engine in one configuration, as `lowtide run` drives it: a new one for each life.
 
     Args:
         config: of the engine.
-        vocab_size: of its model; the prompts are random tokens below it, the same for every life.
         prompt_scale: how many times as long as usual the prompts are.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int, prompt_scale: int = 1) -> None:
+    def __init__(self, config: EngineConfig, prompt_scale: int = 1) -> None:
+        capabilities = Capabilities(
+            device=config.device,
+            prompt_lengths=tuple(length * prompt_scale for length in PROMPT_LENGTHS),
+            max_requests=len(PROMPT_LENGTHS),
+            max_tokens=MAX_TOKENS,
+            unfinished=True,
+            sleep_levels=(1, 2),
+            preserving_levels=(1, 2),
+            emptying_levels=(2,),
+            prefix_cache=True,
+            update_weights=True,
+        )
         # What nobody writes again after a wake must not pass for the zeros that it may have been.
-        self.engine = LLMEngine(replace(config, poison_pages=True))
-        self._prompts = make_prompts(vocab_size, config.seed, prompt_scale)
-        self._trainer = Trainer(config)
+        super().__init__(replace(config, poison_pages=True), capabilities)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what the engine does without more: `step`, `sleep`, `wake`."""
-        return getattr(self.engine, name)
-
-    def create(self) -> None:
+    def create(self, config: Mapping[str, Any]) -> None:
         """Create the engine."""
         self.engine.create()
-
-    def infer(self) -> Sequence[Sequence[int]]:
-        """Greedy tokens of every prompt."""
-        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-        return [output.token_ids for output in self.engine.generate(self._prompts, params)]
-
-    def kv_blocks_held(self) -> Mapping[str, int]:
-        """Return who holds how many KV blocks although no request does, once the engine has forgotten its prefixes."""
-        return {} if self.engine.reset_prefix_cache() else held_by_nobody(self.engine.kv_cache_usage())
-
-    def update_weights(self, version: int) -> None:
-        """Send the engine the weights of a version."""
-        self._trainer.send(self.engine, version)
-
-    def sent_weights(self) -> Mapping[str, int]:
-        """Return the checksums of what was sent last, by name."""
-        return self._trainer.sent
-
-
-def make_prompts(vocab_size: int, seed: int, scale: int = 1) -> list[list[int]]:
-    """Return prompts of mixed lengths, some with a common beginning, the same for the same seed."""
-    source = random.Random(seed)
-    shared = [source.randrange(vocab_size) for _ in range(SHARED_PREFIX)]
-    prompts = []
-    for length in PROMPT_LENGTHS:
-        start = shared if length == 64 else []
-        prompts.append(start + [source.randrange(vocab_size) for _ in range(length * scale - len(start))])
-    return prompts
 
 
 def reference_seams(device: str) -> Sequence[Seam | ShardSeam]:
@@ -354,7 +393,7 @@ def _write(path: Path, content: msgspec.Struct) -> None:
     draft.replace(path)
 
 
-class ReferenceTarget(_OfReference):
+class ReferenceTarget(_Reference):
     """The reference engine with a small random model.
 
     Args:
@@ -377,7 +416,7 @@ class ReferenceTarget(_OfReference):
             for name in ("max_model_len", "max_num_batched_tokens"):
                 self._settings.pop(name, None)
                 choices.pop(name, None)
-        self._capabilities = Capabilities(
+        capabilities = Capabilities(
             device=device,
             configs={name: values for name, values in choices.items() if name not in (settings or {})},
             prompt_lengths=tuple(length * prompt_scale for length in (3, 17, 40)),
@@ -394,15 +433,7 @@ class ReferenceTarget(_OfReference):
             illegal_call=EngineStateError,
             failure=(EngineError, OutOfMemoryError),
         )
-        config = EngineConfig(**self._settings)
-        self._vocab_size = load_model_config(config).vocab_size
-        self._trainer = Trainer(config)
-        self.engine = LLMEngine(config)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the reference engine can do: all of it."""
-        return self._capabilities
+        super().__init__(EngineConfig(**self._settings), capabilities)
 
     def create(self, config: Mapping[str, Any]) -> None:
         """Make a new engine, unless there is one."""
@@ -417,53 +448,9 @@ class ReferenceTarget(_OfReference):
             self.engine = LLMEngine(EngineConfig(**settings))
         self.engine.create()
 
-    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
-        """Greedy tokens of each prompt."""
-        outputs = self.engine.generate([self._prompt(length) for length in prompt_lengths], _greedy(max_tokens))
-        return [output.token_ids for output in outputs]
-
-    def start(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[str]:
-        """Queue requests for `step`."""
-        return [self.engine.add_request(self._prompt(length), _greedy(max_tokens)) for length in prompt_lengths]
-
-    def step(self) -> Mapping[str, Sequence[int]]:
-        """Make one step of the engine."""
-        return {output.request_id: output.token_ids for output in self.engine.step() if output.finished}
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests."""
-        self.engine.abort(request_ids)
-
-    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
-        """Put the engine to sleep; what it aborts is no output."""
-        outputs = self.engine.sleep(level, mode)  # type: ignore[arg-type]
-        return {output.request_id: output.token_ids for output in outputs if output.finish_reason != "abort"}
-
-    def wake(self, tags: Sequence[str] | None) -> None:
-        """Wake it."""
-        self.engine.wake(tags)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes."""
-        return self.engine.reset_prefix_cache()
-
-    def reload(self) -> None:
-        """Draw the weights again."""
-        self.engine.reload_weights()
-
-    def update_weights(self, version: int) -> Mapping[str, int]:
-        """Send the engine the weights of a version; their checksums, by name."""
-        self._trainer.send(self.engine, version)
-        return self._trainer.sent
-
     def state(self) -> str:
         """Return the engine's own word for its state."""
         return self.engine.state.value
-
-    def kv_usage(self) -> KVCacheUsage | None:
-        """Return who has the KV blocks; None where there are none."""
-        alive = self.engine.state in (EngineState.RUNNING, EngineState.ASLEEP)
-        return self.engine.kv_cache_usage() if alive else None
 
     def pages(self) -> Mapping[str, int] | None:
         """Return the bytes with pages by arena tag, as the engine counts them in its other processes; None without."""
@@ -479,11 +466,6 @@ class ReferenceTarget(_OfReference):
     def fault_seams(self) -> Sequence[Seam | ShardSeam]:
         """Return the places outside torch's operators at which the engine can fail."""
         return reference_seams(self._settings["device"])
-
-    def _prompt(self, length: int) -> list[int]:
-        # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.
-        source = random.Random(length % 2)
-        return [source.randrange(self._vocab_size) for _ in range(length)]
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -127,10 +127,11 @@ class LifecycleTarget(Protocol):
     prompts, in every life, and decoding must not be random, or tokens cannot be compared.
 
     It may besides have `engine`, what a user of the engine holds, from which paths are reported; `state()`, which names
-    the engine's own idea of its state (`new`, `running`, `asleep` or `closed`); `preserved()` and `graph_buffers()` as
-    a `Life` has them; `kv_usage()`, an object with `total`, `available`, `evictable`, `held` and
-    `pending_transfer` blocks; and for an engine in other processes `pages()`, the bytes with pages behind them by arena
-    tag, and `injecting(injection)`, a context in which fault points there reach an `Injection`; each may return None.
+    the engine's own idea of its state (`new`, `running`, `asleep` or `closed`); `preserved()`, the tensors whose
+    contents must survive a sleep, by name; `graph_buffers()`, address and bytes of what captured graphs read, by name;
+    `kv_usage()`, an object with `total`, `available`, `evictable`, `held` and `pending_transfer` blocks; and for an
+    engine in other processes `pages()`, the bytes with pages behind them by arena tag, and `injecting(injection)`, a
+    context in which fault points there reach an `Injection`; each may return None.
     """
 
     @property

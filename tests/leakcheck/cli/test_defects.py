@@ -22,8 +22,8 @@ from lowtide.engine.processes.served import entered
 from lowtide.engine.worker import Worker
 from lowtide.leakcheck.cli import defects as module
 from lowtide.leakcheck.cli.defects import Verified, VerifiedRun, table, verify
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.targets.reference import ReferenceLife
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife
+from lowtide.leakcheck.targets.reference import FixedReference
 from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
@@ -133,7 +133,7 @@ def clean_twin_in_core() -> VerifiedRun:
     config = EngineConfig(engine_process=True)
     for name in IN_CORE:
         config = DEFECTS[name].configure(config, twin=True)
-    make = lambda: ReferenceLife(config, 1024)  # noqa: E731
+    make = lambda: TargetLife(lambda: FixedReference(config))  # noqa: E731
     return VerifiedRun(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2).run(), 1.0, "")
 
 
@@ -141,7 +141,7 @@ def clean_twin() -> VerifiedRun:
     """Two lives of an engine with all that any of the bugs of one process needs, and with what makes them show."""
     defects = [DEFECTS[name] for name in ON_CPU if name not in WITH_PROCESSES]
     config = EngineConfig(**{key: value for defect in defects for key, value in defect.settings.items()})
-    make = lambda: ReferenceLife(config, 1024)  # noqa: E731
+    make = lambda: TargetLife(lambda: FixedReference(config))  # noqa: E731
     with ExitStack() as stack:
         for defect in defects:
             stack.enter_context(defect.trigger())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from lowtide.engine import EngineConfig
 from lowtide.engine.defects import find_defect
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.targets.reference import ReferenceLife, reference_target
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife
+from lowtide.leakcheck.targets.reference import FixedReference, reference_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.reports.schema import Subject
@@ -36,7 +36,9 @@ def driver() -> Iterator[Driver]:
 
 def live(driver: Driver, cycles: int = 2) -> Subject:
     config = EngineConfig(device="cuda:0")
-    run = LifecycleRun("tiny", lambda: ReferenceLife(config, 1024), device="cuda:0", driver=driver, cycles=cycles)
+    run = LifecycleRun(
+        "tiny", lambda: TargetLife(lambda: FixedReference(config)), device="cuda:0", driver=driver, cycles=cycles
+    )
     return run.run()
 
 
@@ -62,14 +64,14 @@ def keep(kept: list[torch.Tensor]) -> None:
     kept.append(torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda:0"))
 
 
-class KeepsATensor(ReferenceLife):
+class KeepsATensor(FixedReference):
     """Leaves 3 MiB on the card in each infer."""
 
     kept: ClassVar[list[torch.Tensor]] = []
 
-    def infer(self) -> Sequence[Sequence[int]]:
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         keep(self.kept)
-        return super().infer()
+        return super().infer(prompt_lengths, max_tokens)
 
 
 @pytest.mark.parametrize("leaks", [False, True])
@@ -77,7 +79,7 @@ def test_torch_s_snapshot_of_a_leaking_stage_has_the_block_and_who_allocated_it(
     driver: Driver, tmp_path: Path, leaks: bool
 ) -> None:
     config = EngineConfig(device="cuda:0")
-    make = KeepsATensor if leaks else ReferenceLife
+    make = KeepsATensor if leaks else FixedReference
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "lowtide-cycle-9-shutdown.pickle").touch()
     (tmp_path / "snapshots" / "rank0.pickle").touch()
@@ -85,7 +87,7 @@ def test_torch_s_snapshot_of_a_leaking_stage_has_the_block_and_who_allocated_it(
     snapshots.remove_old()
     LifecycleRun(
         "tiny",
-        lambda: make(config, 1024),
+        lambda: TargetLife(lambda: make(config)),
         device="cuda:0",
         driver=driver,
         cycles=1,
@@ -131,20 +133,22 @@ def test_whatever_fails_while_memory_is_taken_or_given_back_is_survived() -> Non
     assert points["create", "pin"] == 2
 
 
-class SavesForBackward(ReferenceLife):
+class SavesForBackward(FixedReference):
     """A forward without `no_grad`: autograd saves a large tensor that no Python object names (vllm#46046)."""
 
     kept: ClassVar[list[torch.Tensor]] = []
 
-    def create(self) -> None:
-        super().create()
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
         leaf = torch.ones(4 * MIB, device="cuda", requires_grad=True)
         self.kept.append(leaf.exp().sum())
 
 
 def test_what_autograd_saved_is_found_though_python_cannot_see_it(driver: Driver) -> None:
     config = EngineConfig(device="cuda:0")
-    run = LifecycleRun("tiny", lambda: SavesForBackward(config, 1024), device="cuda:0", driver=driver, cycles=2)
+    run = LifecycleRun(
+        "tiny", lambda: TargetLife(lambda: SavesForBackward(config)), device="cuda:0", driver=driver, cycles=2
+    )
     try:
         subject = run.run()
         findings = subject.findings

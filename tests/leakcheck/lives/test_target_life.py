@@ -219,6 +219,32 @@ def test_paths_are_distinguished_from_the_engine_that_the_target_has() -> None:
     assert life.engine == "the engine"
 
 
+class MakesItsEngine(TellsNothing):
+    """In its create, and keeps in it what it has inferred; until its shutdown."""
+
+    capabilities = Capabilities(sleep_levels=(1,), emptying_levels=(1,))
+    engine: Any = None
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.engine = SimpleNamespace(outputs=[])
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        self.engine.outputs.append(torch.zeros(1000))
+        return super().infer(prompt_lengths, max_tokens)
+
+    def sleep(self, level: int, mode: str) -> None: ...
+
+    def wake(self, tags: Sequence[str] | None) -> None: ...
+
+    def shutdown(self) -> None:
+        self.engine = None
+
+
+def test_what_it_holds_asleep_is_named_from_the_engine_that_its_create_has_made() -> None:
+    holders = {finding.holder for finding in lived(MakesItsEngine).findings}
+    assert holders == {"engine.outputs", "engine.outputs[0]"}
+
+
 class Refuses(TellsNothing):
     def __init__(self) -> None:
         if KEPT:

@@ -10,23 +10,23 @@ from typer.testing import CliRunner
 from lowtide.engine import EngineConfig
 from lowtide.engine.defects import find_defect
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.targets.reference import ReferenceLife, ReferenceTarget, reference_target
+from lowtide.leakcheck.targets.reference import FixedReference, ReferenceTarget, reference_target
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_a_sleep_dropped_cannot_pass_for_the_zeros_that_it_was(level: int) -> None:
-    life = ReferenceLife(EngineConfig(device="cpu", kv_cache_bytes=4 * MIB), 1024)
-    life.create()
+    target = FixedReference(EngineConfig(device="cpu", kv_cache_bytes=4 * MIB))
+    target.create({})
     try:
-        cache = life.engine._core.worker.memory.arena("kv_cache")
+        cache = target.engine._core.worker.memory.arena("kv_cache")
         assert not cache.bytes_at(0, 4 * MIB).any()
-        life.sleep(level)
-        life.wake()
+        target.sleep(level, "wait")
+        target.wake(None)
         assert (cache.bytes_at(0, 4 * MIB) == 0xA5).all()
     finally:
-        life.shutdown()
+        target.shutdown()
 
 
 @pytest.mark.parametrize("bug", [None, "rank-keeps"])
