@@ -45,25 +45,19 @@ def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
     return next((holding[0] if holding else None for _, holding in _held(leak.names, context)), None)
 
 
-def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context: Context) -> list[Finding]:
-    """Return one finding for each holder, with its pools' ids and not with the address of each segment.
+def with_pools_to_let_go(leak: ItemLeak, context: Context) -> list[ItemLeak]:
+    """Return what `with_pool_holders` does, with what to let go of, where nothing is tried."""
+    return [part if part is leak else _advised(part, leak.finding) for part in with_pool_holders(leak, context)]
 
-    Args:
-        finding: as the metric of that key reports it.
-        key: the metric's key.
-        names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
-        context: what is known around it.
-    """
-    found = []
-    for leak in _by_holder(ItemLeak(finding, key, names, 0), context):
-        holder = "the pool" if len(_sizes(leak.names)) == 1 else "the pools"
-        holder = holder if leak.explanation is None else leak.explanation.holder
-        changes = {
-            "advice": f"let go of {holder} at {finding.stage}, then torch.cuda.empty_cache()",
-            "former_fingerprint": finding.fingerprint,
-        }
-        found.append(msgspec.structs.replace(with_fingerprint(leak, "").finding, **changes))
-    return found
+
+def _advised(part: ItemLeak, whole: Finding) -> ItemLeak:
+    pools = "the pool" if len(_sizes(part.names)) == 1 else "the pools"
+    holder = pools if part.explanation is None else part.explanation.holder
+    changes = {
+        "advice": f"let go of {holder} at {whole.stage}, then torch.cuda.empty_cache()",
+        "former_fingerprint": whole.fingerprint,
+    }
+    return replace(part, finding=msgspec.structs.replace(with_fingerprint(part, "").finding, **changes))
 
 
 def _by_holder(leak: ItemLeak, context: Context) -> list[ItemLeak]:

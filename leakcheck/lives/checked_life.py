@@ -22,7 +22,6 @@ from lowtide.leakcheck.judging.contract import PreservedState, digests, says_the
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, release, trim_heap, wait_until_within
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
-from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.lives.life_reader import LivedProcess
 from lowtide.leakcheck.lives.script import (
     Call,
@@ -184,9 +183,8 @@ class Lives:
         # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
         self.driver_at_work = 0
         self.host_at_work: dict[str, int] = {}
-        self._around = LivedProcess(able.device, watched, self._importing, self._after_import)
+        self._around = LivedProcess(able.device, watched, self.watch.enter, self.watch.leave)
         self.counters, self.ownership = self._around.counters, watched.ownership
-        self._is_watching = False
         self._at_first: Mapping[str, Items] = {}
         self.processes = LifeProcesses(self._around.processes, able.emptying_levels)
         # What could not be judged, once each.
@@ -235,7 +233,6 @@ class Lives:
         with self._judging():
             self.processes.life += 1
             self.watch.begin("create")
-            self._is_watching = True
 
     def end(self) -> Verdict:
         """Report what a life that is over has left behind."""
@@ -299,18 +296,6 @@ class Lives:
             tokens = tokens_of_one(said)
             self._tokens[prompt_length, version] = (asked, tokens)
         return tokens[:max_tokens]
-
-    def _importing(self, owner: Owner) -> None:
-        if self._is_watching:
-            self.watch.enter(owner)
-        else:
-            self._around.begin_import(owner)
-
-    def _after_import(self) -> None:
-        if self._is_watching:
-            self.watch.leave()
-        else:
-            self._around.end_import()
 
 
 class CheckedLife:

@@ -135,16 +135,6 @@ class LivedProcess:
         """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
         return sum(self.watched.ask_driver().read(index).process_bytes or 0 for index in self.cards)
 
-    def begin_import(self, owner: Owner) -> None:
-        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
-        self.watched.ownership.enter(owner, self.counters.read())
-
-    def end_import(self) -> None:
-        """Note what the import has made."""
-        self.watched.ownership.leave(self.counters.read())
-        # A library may have come with it that binds sockets in C.
-        self.watched.makers.start()
-
     def changed_settings(self) -> list[SettingChange]:
         """Return the process-wide settings that are not what they were when this, or a watch's last test, began."""
         return self.watched.ownership.left(self.counters.read(), None, ())
@@ -186,12 +176,15 @@ class LifeReader(LivedProcess):
         self.unseen.begin()
 
     def _importing(self, owner: Owner) -> None:
+        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
         self.leftovers.importing(owner)
-        self.begin_import(owner)
+        self.watched.ownership.enter(owner, self.counters.read())
 
     def _imported(self) -> None:
+        self.watched.ownership.leave(self.counters.read())
         self.leftovers.imported()
-        self.end_import()
+        # A library may have come with it that binds sockets in C.
+        self.makers.start()
 
     def look(self) -> None:
         """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lowtide.leakcheck.findings.causes import BELONGING, with_holders
-from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
+from lowtide.leakcheck.findings.empty_pools import of_cached_pools, with_pools_to_let_go
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
@@ -192,15 +192,14 @@ class ShutdownJudgement:
         then, now = start.reading, self._steps[-1].reading
         cycle = len(self._starts)
         judgement = judge(start.metrics, then, self._steps, stage="shutdown", cycle=cycle, actions=actions)
-        rows = _with_pools(list(zip(judgement.findings, judgement.metrics, strict=True)), then, now, context)
-        findings = []
-        for finding, metric in rows:
+        findings, metrics = [], []
+        for finding, metric in _with_cached_pools(list(zip(judgement.findings, judgement.metrics, strict=True))):
             names = metric.new_items(then, now)
-            finding = self._reader.explained(finding, names.keys())
-            leak = ItemLeak(finding, metric.key, names, 0)
-            findings.append(self._concluded(leak, context) if self._is_last else _marked(leak))
-        metrics = tuple(metric for _, metric in rows)
-        return dataclasses.replace(judgement, findings=tuple(findings), metrics=metrics)
+            whole = ItemLeak(self._reader.explained(finding, names.keys()), metric.key, names, 0)
+            for leak in with_pools_to_let_go(whole, context):
+                findings.append(self._concluded(leak, context) if self._is_last else _marked(leak))
+                metrics.append(metric)
+        return dataclasses.replace(judgement, findings=tuple(findings), metrics=tuple(metrics))
 
     def _concluded(self, leak: ItemLeak, context: Context) -> Finding:
         """Return a finding after the last life, with its holder; note it where what ends it is tried later."""
@@ -312,15 +311,12 @@ class ShutdownJudgement:
         self._steps = self._reader.climb(self._missing, rungs, self._steps)
 
 
-def _with_pools(rows: list[_Row], start: Reading, now: Reading, context: Context) -> list[_Row]:
-    """Add who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
+def _with_cached_pools(rows: list[_Row]) -> list[_Row]:
+    """Report what torch's cache held in private pools with the rest of what it held on that card."""
     for pools in [each for each in rows if each[1].key.startswith(_OF_PRIVATE_POOLS)]:
         finding, metric = pools
         others = [each for each in rows if each is not pools and _is_cached_like(each[0], finding)]
-        if left := metric.new_items(start, now):
-            place = rows.index(pools)
-            rows[place : place + 1] = [(each, metric) for each in of_empty_pools(finding, metric.key, left, context)]
-        elif finding.cause == "allocator-cache" and others:
+        if finding.cause == "allocator-cache" and others:
             rows.remove(pools)
             rows[rows.index(others[0])] = (of_cached_pools(finding, others[0][0]), others[0][1])
         elif finding.cause == "allocator-cache":

@@ -105,40 +105,6 @@ THOROUGH: Mapping[str, Any] = {
 ON_CARD: Mapping[str, Sequence[Any]] = {"cuda_graphs": (False, True)}
 
 
-class Trainer:
-    """Sends an engine its own weights as version 0, and random ones of another seed as version 1; keeps none.
-
-    Attributes:
-        sent: checksum of each parameter that was sent last, by name.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._model = load_model_config(config)
-        self.sent: Mapping[str, int] = {}
-
-    def send(self, engine: LLMEngine, version: int) -> None:
-        """Update the weights of an engine to a version."""
-        sent: dict[str, int] = {}
-
-        def checked() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, parameter in self._weights(version):
-                sent[name] = checksum(parameter)
-                yield name, parameter
-                del parameter
-
-        engine.update_weights(checked())
-        self.sent = sent
-        if self._config.device != "cpu" and self._config.engine_process:
-            # What a trainer has cached is none of the engine's, whose sleep and shutdown do not reach this process.
-            torch.cuda.empty_cache()
-
-    def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        own = create_weight_source(self._config, self._model)
-        source = RandomWeights(self._model, self._config.seed + version) if version else own
-        return one_by_one(source, self._model.torch_dtype, self._config.device)
-
-
 class _Reference:
     """The reference engine as a target, however it is configured.
 
@@ -149,9 +115,8 @@ class _Reference:
 
     def __init__(self, config: EngineConfig, capabilities: Capabilities) -> None:
         self._capabilities = capabilities
-        self._seed = config.seed
-        self._vocab_size = load_model_config(config).vocab_size
-        self._trainer = Trainer(config)
+        self._config = config
+        self._model = load_model_config(config)
         self.engine = LLMEngine(config)
 
     @property
@@ -210,9 +175,28 @@ class _Reference:
         self.engine.reload_weights()
 
     def update_weights(self, version: int) -> Mapping[str, int]:
-        """Send the engine the weights of a version; their checksums, by name."""
-        self._trainer.send(self.engine, version)
-        return self._trainer.sent
+        """Send the engine its own weights as version 0, random ones of another seed as version 1; keeps none.
+
+        Return the checksum of each parameter, by name.
+        """
+        sent: dict[str, int] = {}
+
+        def checked() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in self._weights_of(version):
+                sent[name] = checksum(parameter)
+                yield name, parameter
+                del parameter
+
+        self.engine.update_weights(checked())
+        if self._config.device != "cpu" and self._config.engine_process:
+            # What a trainer has cached is none of the engine's, whose sleep and shutdown do not reach this process.
+            torch.cuda.empty_cache()
+        return sent
+
+    def _weights_of(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        own = create_weight_source(self._config, self._model)
+        source = RandomWeights(self._model, self._config.seed + version) if version else own
+        return one_by_one(source, self._model.torch_dtype, self._config.device)
 
     def kv_usage(self) -> KVCacheUsage | None:
         """Return who has the KV blocks; None where there are none."""
@@ -221,8 +205,8 @@ class _Reference:
 
     def _prompt(self, length: int) -> list[int]:
         # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.
-        source = random.Random(self._seed + length % 2)
-        return [source.randrange(self._vocab_size) for _ in range(length)]
+        source = random.Random(self._config.seed + length % 2)
+        return [source.randrange(self._model.vocab_size) for _ in range(length)]
 
 
 class FixedReference(_Reference):

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -82,11 +82,12 @@ class CellCheck:
         code = cell if cell.startswith("%%") else f"# %%leakcheck {line}\n{cell}"
         if options.warmup and not self._succeeds(code):
             self._fail_as_shown()
-        names = CellNames(self._shell)
+        # By address: what a cell replaces must be able to end.
+        before = {name: id(value) for name, value in self._shell.user_ns.items()}
         with _check(options) as check:
             # Nothing here may hold what the cell has made or raised: it would be a holder.
             succeeded = self._succeeds(code)
-        report = in_words_of_a_notebook(check.report, self._shell, names)
+        report = in_words_of_a_notebook(check.report, self._shell, before)
         _show(report, self._shell)
         if options.into is not None:
             self._shell.push({options.into: report}, interactive=False)
@@ -220,19 +221,11 @@ def _show(report: Report, shell: InteractiveShell) -> None:
     shell.display_pub.publish({"text/html": report._repr_html_(), "text/plain": text.get().rstrip("\n")})
 
 
-class CellNames:
-    """The variables of a shell's user before a cell runs: what is bound then, and to which object."""
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        # By address: what a cell replaces must be able to end.
-        self._bound = {name: id(value) for name, value in shell.user_ns.items()}
-
-    def is_bound_since(self, name: str, value: object) -> bool:
-        """Return whether a variable was bound to a value after this was made."""
-        return self._bound.get(name) != id(value)
+Bound = Mapping[str, int]
+"""The variables of a shell's user before a cell runs, each with the address of what is bound to it."""
 
 
-def in_words_of_a_notebook(report: Report, shell: InteractiveShell, before: CellNames) -> Report:
+def in_words_of_a_notebook(report: Report, shell: InteractiveShell, before: Bound) -> Report:
     """Return a cell's report with holders as the user of a notebook writes them, and how each is given back."""
     subjects = tuple(
         msgspec.structs.replace(
@@ -243,7 +236,7 @@ def in_words_of_a_notebook(report: Report, shell: InteractiveShell, before: Cell
     return msgspec.structs.replace(report, subjects=subjects)
 
 
-def _in_words(finding: Finding, shell: InteractiveShell, before: CellNames) -> Finding:
+def _in_words(finding: Finding, shell: InteractiveShell, before: Bound) -> Finding:
     finding = _without_module(finding, shell.user_module.__name__)
     if finding.holder is None:
         return finding
@@ -288,13 +281,13 @@ def _of_output(finding: Finding, holder: str, shown: str, shell: InteractiveShel
     )
 
 
-def _of_variable(finding: Finding, holder: str, name: str, shell: InteractiveShell, before: CellNames) -> Finding:
+def _of_variable(finding: Finding, holder: str, name: str, shell: InteractiveShell, before: Bound) -> Finding:
     # There is better advice about a thread than to delete its variable.
     if finding.advice is not None or finding.remedy is not None or not _begins_with(finding, holder, name, shell):
         return finding
     value = shell.user_ns[name]
     number = _output_of(value, shell)
-    if not before.is_bound_since(name, value):
+    if before.get(name) == id(value):
         advice = f"{name} was there before the cell, which has added {holder}: take it out where its use ends"
     elif number is not None:
         advice = _both(name, number)

@@ -17,7 +17,6 @@ import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
-from lowtide.leakcheck.lives.life_reader import LivedProcess
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.watching.check import LeakCheck
@@ -269,17 +268,19 @@ def test_a_level_that_one_import_sets_of_a_library_that_another_brought_stays(
 
 def test_what_the_checker_imports_as_it_opens_its_watch_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
-    begin, opened = LivedProcess.begin_import, Watch.open
+    entered, opened = Watch.enter, Watch.open
 
-    def note(process: LivedProcess, owner: Owner) -> None:
-        reported.append(owner.name)
-        begin(process, owner)
+    def note(watch: Watch, owner: Owner) -> None:
+        if watch is lives.watch:
+            reported.append(owner.name)
+        entered(watch, owner)
 
     def open_late(watch: Watch) -> None:
         import_late()
         opened(watch)
 
-    monkeypatch.setattr(LivedProcess, "begin_import", note)
+    monkeypatch.setattr(Watch, "enter", note)
     monkeypatch.setattr(Watch, "open", open_late)
-    with Lives(Acting, explain=False):
+    lives = Lives(Acting, explain=False)
+    with lives:
         assert "import of imported_late" not in reported

@@ -67,7 +67,7 @@ class State(LivedProcess):
     """This process since the first of some lives began."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", Watched(Policy(), NoDriver("a test")), self.begin_import, self.end_import)
+        super().__init__("cpu", Watched(Policy(), NoDriver("a test")), lambda owner: None, lambda: None)
         self.start()
 
     def findings(self, *, remedies: bool) -> list[Finding]:
