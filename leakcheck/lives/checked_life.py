@@ -41,7 +41,7 @@ from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_levels import judged_asleep, role_of
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
-from lowtide.leakcheck.resources.settings import ABSENT, put_back
+from lowtide.leakcheck.resources.settings import ABSENT, changes_between, put_back
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (
@@ -186,6 +186,7 @@ class Lives:
         self._around = LivedProcess(able.device, watched, self.watch.enter, self.watch.leave)
         self.counters, self.ownership = self._around.counters, watched.ownership
         self._at_first: Mapping[str, Items] = {}
+        self._settings_at_first: Mapping[str, str] = {}
         self.processes = LifeProcesses(self._around.processes, able.emptying_levels)
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
@@ -202,6 +203,7 @@ class Lives:
         self._listening.enter_context(self.interrupts)
         self._listening.callback(self._around.stop)
         self._around.start()
+        self._settings_at_first = self.ownership.baseline.settings
         self._at_first = read_items()
         self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
@@ -253,7 +255,12 @@ class Lives:
 
         A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
         """
-        for setting in self._around.changed_settings():
+        # What imports have set stays.
+        settings = dict(self._settings_at_first)
+        for owner in self.ownership.live:
+            settings |= owner.settings
+        known = {name: text for name, text in settings.items() if text != ABSENT}
+        for setting in changes_between(known, self.counters.read().settings):
             # What was added, and not only replaced or removed, may be needed by lives that follow.
             if setting.before != ABSENT or setting.is_replaced:
                 with suppress(Exception):

@@ -135,10 +135,6 @@ class LivedProcess:
         """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
         return sum(self.watched.ask_driver().read(index).process_bytes or 0 for index in self.cards)
 
-    def changed_settings(self) -> list[SettingChange]:
-        """Return the process-wide settings that are not what they were when this, or a watch's last test, began."""
-        return self.watched.ownership.left(self.counters.read(), None, ())
-
 
 class LifeReader(LivedProcess):
     """Reads before, between and after the lives of one run.
@@ -185,6 +181,10 @@ class LifeReader(LivedProcess):
         self.leftovers.imported()
         # A library may have come with it that binds sockets in C.
         self.makers.start()
+
+    def changed_settings(self) -> list[SettingChange]:
+        """Return the process-wide settings that are not what they were before the first life."""
+        return self.watched.ownership.left(self.counters.read(), None, ())
 
     def look(self) -> None:
         """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lives.life_reader import LivedProcess, setting_left
-from lowtide.leakcheck.watching.watched import Policy, Watched
+from lowtide.leakcheck.lives.life_reader import LifeReader, setting_left
 from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding
 
@@ -63,11 +62,11 @@ def put_back() -> Iterator[None]:
     torch.accelerator.synchronize = synchronize
 
 
-class State(LivedProcess):
+class State(LifeReader):
     """This process since the first of some lives began."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", Watched(Policy(), NoDriver("a test")), lambda owner: None, lambda: None)
+        super().__init__("cpu", NoDriver("a test"))
         self.start()
 
     def findings(self, *, remedies: bool) -> list[Finding]:
