@@ -68,7 +68,6 @@ class LeftoverTensors:
         self._births = births
         # By its number less 1, which the births of a turn bear.
         self._turns: list[_Turn] = []
-        self._around_import = ("", 1)
         self._stacks = stacks
         self.out_of_memory = OutOfMemoryWatch(self._births, self._stacks.stacks_at, "before the first life")
         self._seen: frozenset[Key] = frozenset()
@@ -102,11 +101,6 @@ class LeftoverTensors:
         storages = survey_storages().storages
         self._seen = frozenset((held.device, held.address) for held in storages)
 
-    def close(self) -> None:
-        """End it; legal twice."""
-        self._births.stop()
-        self._stacks.stop()
-
     def stage(self, name: str, cycle: int) -> None:
         """Attribute what appears from here on to this stage of this life."""
         # Not once a life: what a stage makes takes the address of what an earlier one of the same life let go.
@@ -117,12 +111,11 @@ class LeftoverTensors:
 
     def importing(self, owner: Owner) -> None:
         """Attribute what appears from here on to a module that a life imports, and that is about to run."""
-        self._around_import = (self._births.label, self._births.turn)
-        self._births.begin(_IMPORT + owner.name)
+        self._births.begin_aside(_IMPORT + owner.name)
 
     def imported(self) -> None:
         """Return to the stage around the import."""
-        self._births.begin(*self._around_import)
+        self._births.end_aside()
 
     def imported_bytes(self) -> dict[str, int]:
         """Bytes, by device, of what modules that were imported during a life have made for themselves and still have.

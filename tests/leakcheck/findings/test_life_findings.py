@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -383,14 +384,22 @@ def test_a_thread_that_ends_late_gives_it_back_when_it_is_joined() -> None:
 # --- by itself ------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def opened() -> Iterator[LeftoverTensors]:
+    births = Births()
+    leftovers = LeftoverTensors(births, AllocationStacks(card=False))
+    leftovers.open()
+    try:
+        yield leftovers
+    finally:
+        births.stop()
+
+
 @pytest.fixture
 def leftovers() -> Iterator[LeftoverTensors]:
     forget()
-    made = LeftoverTensors(Births(), AllocationStacks(card=False))
-    made.open()
-    yield made
-    made.close()
-    made.close()
+    with opened() as made:
+        yield made
     gc.unfreeze()
     forget()
 
@@ -398,15 +407,11 @@ def leftovers() -> Iterator[LeftoverTensors]:
 def test_what_was_there_before_is_nobodys() -> None:
     forget()
     GROWS.append(numbers(10))
-    leftovers = LeftoverTensors(Births(), AllocationStacks(card=False))
-    leftovers.open()
-    try:
+    with opened() as leftovers:
         leftovers.stage("create", 1)
         GROWS.append(numbers(20))
         leftovers.read(Rung.RAW)
         findings, actions = leftovers.conclude(object(), 1, {"cpu"})
-    finally:
-        leftovers.close()
     assert [(finding.bytes, finding.stage) for finding in findings] == [(20, "create")]
     assert actions == (f"del {__name__}.GROWS[1]",)
     assert [tensor.numel() for tensor in GROWS] == [10]
