@@ -333,7 +333,6 @@ class CheckedLife:
         self._late: Injection | None = None
         self._baseline = Counters({}, {}, {})
         self._host_at_first = 0
-        self._imports_at_first = 0
         self.points = 0
         self._open()
 
@@ -574,7 +573,6 @@ class CheckedLife:
         self._others = frozenset(address for pool in announced_pools() for address, _ in pool.ranges)
         self._lives.begin()
         self._baseline = self._lives.counters.read()
-        self._imports_at_first = self._driver_of_imports()
         self._host_at_first = self._host_outside()
 
     def _made(self, call: Call, succeeded: Callable[[Any], None]) -> bool:
@@ -677,7 +675,7 @@ class CheckedLife:
         of_libraries = self._lives.of_libraries
         if self.model.phase == "running":
             of_libraries = max(of_libraries, self._lives.driver_at_work)
-        allowed = then + of_libraries + DRIVER_TOLERANCE + self._driver_of_imports() - self._imports_at_first
+        allowed = then + of_libraries + DRIVER_TOLERANCE + self._lives.ownership.growth(place)
         # What it no longer reports does not count as released.
         left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
         if left > allowed:
@@ -761,9 +759,6 @@ class CheckedLife:
         """Return the driver's bytes beyond arenas and torch's segments; `unknown` where it reports nothing."""
         amount = self._lives.counters.read().amounts.get(f"driver {self._device}")
         return unknown if amount is None else amount
-
-    def _driver_of_imports(self) -> int:
-        return self._lives.ownership.growth(f"driver {self._device}")
 
     def _left(self) -> list[Finding]:
         """Report what the life has left behind, now that it is over."""
