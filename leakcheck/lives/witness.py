@@ -7,10 +7,8 @@ was made to outlive its maker: a child process that waits for nobody, a segment 
 from __future__ import annotations
 
 import json
-import os
 import re
 import selectors
-import signal
 import subprocess
 import tempfile
 import time
@@ -19,6 +17,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import psutil
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.script import Call, LifeModel
@@ -34,8 +34,6 @@ from lowtide.leakcheck.targets.target import (
     start_program,
 )
 from lowtide.probes.device.driver import Driver, DriverError
-from lowtide.probes.host.process_files import program_name
-from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -50,6 +48,8 @@ DRIVER_TOLERANCE = 64 << 20
 """Bytes by which what a card has in use may have moved by itself, as by the contexts of other processes."""
 
 _SHARED_MEMORY = Path("/dev/shm")
+_MARK = "LOWTIDE_WITNESS"
+"""The variable by which a process is known that has been started by a killed one, whoever its parent is by now."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,15 @@ def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Kil
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         # Its temporary files have nobody else to remove them.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True))
-        family = _Family()
-        stack.callback(family.forget)
         process = stack.enter_context(
-            start_program(program, env={"TMPDIR": folder}, stdout=subprocess.PIPE, stderr=errors, bufsize=0)
+            start_program(
+                program, env={"TMPDIR": folder, _MARK: folder}, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            )
         )
         try:
             message = _wait_until_it_stands(process, errors, stage.name)
-            pids = family.alive()
+            started = {*psutil.Process(process.pid).children(recursive=True), *_marked(folder, process.pid)}
+            pids = [process.pid, *(child.pid for child in started)]
             card.is_used_by(pids)
             segments = (_segments() - before) & (
                 mapped_shared_memory(pids) | set(message["segments"]) | _numbered(_segments(), pids)
@@ -149,40 +150,13 @@ def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Kil
         finally:
             process.kill()
         process.wait()
-        findings = _what_stays(stage.name, family.alive, segments, card)
-        family.end()
+        # What they have started since, too.
+        started |= _marked(folder, process.pid)
+        findings = _what_stays(stage.name, started, segments, card)
+        _end(started)
         for name in segments:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
     return Killed(stage.name, message["at"], message["points"], tuple(findings), card.not_measured)
-
-
-class _Family:
-    """The processes that are started from now on, also those that have left their parent."""
-
-    def __init__(self) -> None:
-        self._tree = ProcessTree()
-        self._tree.start()
-        self._before = set(self._descendants())
-
-    def _descendants(self) -> list[int]:
-        return self._tree.descendants() if self._tree.any_alive() else []
-
-    def alive(self) -> list[int]:
-        """Return those that are there, by their identifiers."""
-        return [pid for pid in self._descendants() if pid not in self._before]
-
-    def end(self) -> None:
-        """Kill them, and see them end."""
-        deadline = time.monotonic() + PATIENCE_S
-        while (alive := self.alive()) and time.monotonic() < deadline:
-            for pid in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-
-    def forget(self) -> None:
-        """Follow none that is started from here on."""
-        self._tree.stop()
 
 
 def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], stage: str) -> dict[str, Any]:
@@ -258,12 +232,12 @@ class EngineCard:
             return None
 
 
-def _what_stays(stage: str, living: Callable[[], Sequence[int]], segments: set[str], card: EngineCard) -> list[Finding]:
+def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: EngineCard) -> list[Finding]:
     """Report what is still there when the kernel and the driver have had their time."""
     deadline = time.monotonic() + PATIENCE_S
     device = card.device
     while True:
-        alive = living()
+        alive = [child for child in started if _is_alive(child)]
         left = segments & _segments()
         grown = card.grown()
         if not (alive or left or grown > DRIVER_TOLERANCE) or time.monotonic() > deadline:
@@ -272,10 +246,11 @@ def _what_stays(stage: str, living: Callable[[], Sequence[int]], segments: set[s
     where = f"after its parent was killed in {stage}"
     found = []
     if alive:
-        names = {pid: program_name(pid) or "gone" for pid in alive}
-        which = ", ".join(sorted(f"{pid} {name}" for pid, name in names.items()))
-        said = f"{format_amount(len(alive), 'child processes')} ran on {where}, and had to be ended: {which}"
-        found.append(_finding("processes", stage, device, said, sorted({*names.values()}), len(alive)))
+        names = sorted(f"{child.pid} {_name_of(child)}" for child in alive)
+        said = f"{format_amount(len(alive), 'child processes')} ran on {where}, and had to be ended: {', '.join(names)}"
+        found.append(
+            _finding("processes", stage, device, said, sorted({_name_of(child) for child in alive}), len(alive))
+        )
     if left:
         size = sum((_SHARED_MEMORY / name).stat().st_size for name in left)
         said = f"{format_bytes(size)} stayed in /dev/shm {where}, and had to be unlinked: {', '.join(sorted(left))}"
@@ -284,6 +259,16 @@ def _what_stays(stage: str, living: Callable[[], Sequence[int]], segments: set[s
         said = f"{device} counts {format_bytes(grown)} more {PATIENCE_S:g} s {where}"
         found.append(_finding("driver", stage, device, said, [], 1, grown))
     return found
+
+
+def _end(children: set[psutil.Process]) -> None:
+    """Kill them, and see them end."""
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(_is_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _finding(
@@ -310,3 +295,29 @@ def _numbered(names: set[str], pids: Sequence[int]) -> set[str]:
     """Return those that carry the number of one of the processes."""
     numbers = set(map(str, pids))
     return {name for name in names if numbers & set(re.findall(r"\d+", name))}
+
+
+def _marked(mark: str, besides: int) -> set[psutil.Process]:
+    """Return the processes that have a mark in their environment: also those that have left their parent."""
+    found = set()
+    for process in psutil.process_iter():
+        # The environment of another user's process cannot be read.
+        with suppress(psutil.Error, OSError):
+            if process.pid != besides and process.environ().get(_MARK) == mark:
+                found.add(process)
+    return found
+
+
+def _is_alive(child: psutil.Process) -> bool:
+    # `is_running` knows a process from another one that has its number by now.
+    try:
+        return bool(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name_of(child: psutil.Process) -> str:
+    try:
+        return str(child.name())
+    except psutil.NoSuchProcess:
+        return "gone"

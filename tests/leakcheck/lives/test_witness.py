@@ -25,7 +25,6 @@ from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetSource
 from lowtide.probes.device.driver import Driver, DriverReading, NoDriver
-from lowtide.probes.host.process_files import stat
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import SmallTarget
 
@@ -154,7 +153,7 @@ def test_a_process_that_has_left_its_parent_is_named_and_ended() -> None:
     pids = [int(word.split()[0]) for word in found.message.rpartition(": ")[2].split(", ")]
     # Of the two lives in that process, one each.
     assert len(pids) == found.count == 2
-    assert [process for pid in pids if (process := stat(pid)) is not None and process.state != "Z"] == []
+    assert not any(module._is_alive(child) for child in psutil.process_iter() if child.pid in pids)
 
 
 class GivesBackLate:
@@ -252,11 +251,11 @@ def test_a_target_that_cannot_be_driven_at_all_is_no_result(monkeypatch: pytest.
 
 def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:
     late = module.EngineCard("cuda:0", GivesBackLate(1000, 1 << 30, 1 << 30, 1000))
-    assert module._what_stays("wake", list, set(), late) == []
-    (finding,) = module._what_stays("wake", list, set(), module.EngineCard("cuda:0", GivesBackLate(1000, 1 << 30)))
+    assert module._what_stays("wake", set(), set(), late) == []
+    (finding,) = module._what_stays("wake", set(), set(), module.EngineCard("cuda:0", GivesBackLate(1000, 1 << 30)))
     assert (finding.resource, finding.device, finding.bytes) == ("driver", "cuda:0", (1 << 30) - 1000)
     # On a CPU no card is asked.
-    assert module._what_stays("wake", list, set(), module.EngineCard("cpu", GivesBackLate(0, 1 << 30))) == []
+    assert module._what_stays("wake", set(), set(), module.EngineCard("cpu", GivesBackLate(0, 1 << 30))) == []
 
 
 class OnCard(Bare):
