@@ -84,7 +84,10 @@ def finding_of(run: InnerRun, name: str) -> Finding | None:
     return next(iter(subject.findings), None)
 
 
-@pytest.mark.parametrize("allocator", ["", "tcmalloc_minimal", "jemalloc", "mimalloc"])
+@pytest.mark.parametrize(
+    "allocator",
+    ["", "tcmalloc_minimal", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("jemalloc", "mimalloc"))],
+)
 def test_what_an_allocator_keeps_of_what_was_freed_is_no_leak_and_hides_none(
     run_inner: RunInner, allocator: str
 ) -> None:
