@@ -438,15 +438,16 @@ def ending_of(cls: type | None, instance: object = None) -> str:
         endings = ["unlink", *endings]
     name = next((ending for ending in endings if names.get(ending) is not None), "")
     # What calls another one does more: `cleanup` of aiohttp's runners shuts down, and closes what that leaves.
-    while broader := next((each for each in endings if name and _calls(names.get(each), name)), ""):
+    # (But one that wants arguments is no better advice.)
+    while broader := next((each for each in endings if name and _calls_plainly(names.get(each), name)), ""):
         endings = [each for each in endings if each != name]
         name = broader
     return f"{_call(name, names[name])}" if name else ""
 
 
-def _calls(function: object, name: str) -> bool:
-    """Return whether a method calls another one of the same object."""
-    if type(function) is not FunctionType:
+def _calls_plainly(function: object, name: str) -> bool:
+    """Return whether a method that needs no arguments calls another one of the same object."""
+    if type(function) is not FunctionType or "…" in _call(name, function):
         return False
     code = code_of(function)
     steps = list(dis.get_instructions(code))

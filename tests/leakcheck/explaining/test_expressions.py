@@ -69,6 +69,7 @@ class Server:
 
     def release(self, whole: bool) -> None:
         self.running.shutdown()
+        self.close()
 
 
 class Circle:
@@ -79,13 +80,28 @@ class Circle:
         self.stop()
 
 
+class OfOthers:
+    def stop(self) -> None: ...
+
+    def cleanup(self) -> None:
+        for inner in [Outer.Inner()]:
+            inner.stop()
+
+
 class Plain:
     def cleanup(self) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("cls", "ending"),
-    [(Runner, "await cleanup()"), (Server, "close()"), (Circle, "stop()"), (Plain, "cleanup()"), (Hostile, "")],
+    [
+        (Runner, "await cleanup()"),
+        (Server, "close()"),
+        (Circle, "stop()"),
+        (OfOthers, "stop()"),
+        (Plain, "cleanup()"),
+        (Hostile, ""),
+    ],
 )
 def test_of_several_endings_the_one_that_calls_the_others_is_told(cls: type, ending: str) -> None:
     assert ending_of(cls) == ending
