@@ -56,7 +56,7 @@ class ForwardSearch:
                     waiting.append(later_ones)
 
     def _next_levels(self, parents: Indices, frontier: Indices, turn: int) -> tuple[Indices, Indices]:
-        """Do the same for some levels, while these are narrow: a list of a million links is a million levels.
+        """Do the same for some narrow levels, none blocked: a list of a million links is a million levels.
 
         Returns:
             The nodes of the next level, and those on the way that wait for a later turn.
@@ -70,8 +70,6 @@ class ForwardSearch:
             for node in nodes:
                 if self._turns[node] > turn:
                     waiting.append(node)
-                    continue
-                if parents[node] == BLOCKED:
                     continue
                 for held in self._edges[self._offsets[node] : self._offsets[node + 1]].tolist():
                     if parents[held] == UNSEEN:
