@@ -34,7 +34,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,6 +52,9 @@ from lowtide.probes.host import replaced as replaced_attributes
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.counters import SettingReader
 from tests.loaded_modules import load_instead
+
+# (No test of a card needs it.)
+uvicorn: Any = pytest.importorskip("uvicorn")
 
 
 def hook(*_: object) -> None:
@@ -780,7 +782,7 @@ def test_what_a_library_configures_of_its_own_loggers_is_the_library_s_however_o
 ) -> None:
     before = reader.read()
     for _ in range(2):
-        uvicorn.Config(None)  # type: ignore[arg-type]
+        uvicorn.Config(None)
         assert logging.getLogger("uvicorn.error").level == logging.INFO
         assert logging.getLevelName(5) == "TRACE"
         now = reader.read()
@@ -811,16 +813,17 @@ def test_a_level_of_a_library_s_logger_that_the_program_sets_is_the_program_s(
 @pytest.fixture
 def uvicorns_loggers() -> Iterator[None]:
     """Have uvicorn's loggers, and the levels' names, be afterwards as they were before."""
-    loggers = [logging.getLogger(f"uvicorn{part}") for part in ("", ".access", ".asgi", ".error")]
+    loggers: list[Any] = [logging.getLogger(f"uvicorn{part}") for part in ("", ".access", ".asgi", ".error")]
     attributes = [(logger, {**vars(logger), "handlers": list(logger.handlers)}) for logger in loggers]
-    tables = [(table, dict(table)) for table in (logging._levelToName, logging._nameToLevel)]
+    both: tuple[Any, ...] = (logging._levelToName, logging._nameToLevel)
+    tables = [(table, dict(table)) for table in both]
     yield
     for logger, values in attributes:
         vars(logger).update(values)
-        logger.manager._clear_cache()  # type: ignore[attr-defined]
+        logger.manager._clear_cache()
     for table, names in tables:
         table.clear()
-        table.update(names)  # type: ignore[arg-type]
+        table.update(names)
 
 
 def test_of_two_long_values_that_is_reported_by_which_they_differ() -> None:
