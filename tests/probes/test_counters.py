@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import select
@@ -294,11 +295,13 @@ def test_a_setting_that_changes_has_another_text_and_the_old_one_again(name: str
 
 
 def test_reading_leaves_nothing_behind() -> None:
-    read()
-    first, second = read(), read()
+    # What a reading leaves, each one leaves: no two in a row are then alike. A process of another test may make a file
+    # in /dev/shm between any two.
+    readings = [read() for _ in range(20)]
     for resource in ("threads", "processes", "file-descriptors", "shared-memory"):
-        assert first.items[resource] == second.items[resource]
-    assert first.settings == second.settings
+        things = [reading.items[resource] for reading in readings]
+        assert any(first == second for first, second in itertools.pairwise(things)), resource
+    assert readings[0].settings == readings[-1].settings
 
 
 def test_reading_imports_nothing() -> None:
@@ -326,7 +329,8 @@ def test_one_reader_sees_it_come_and_go(reader: CounterReader, thing: str) -> No
     resource, make = THINGS[thing]
     before = reader.read().items[resource]
     with make() as name:
-        assert set(reader.read().items[resource]) - set(before) == {name}
+        # A process of another test may have made another one in /dev/shm.
+        assert name in set(reader.read().items[resource]) - set(before)
     # What a process of another test had in /dev/shm may go meanwhile.
     assert reader.read().items[resource].items() <= before.items()
 
