@@ -13,7 +13,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.library_objects import is_installed
-from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.holders import census_of
 from lowtide.probes.heap.stand_ins import of_libraries
@@ -40,8 +40,9 @@ _INDEX = re.compile(r"\[(\d+)\]$")
 
 @dataclass(frozen=True)
 class HeldArray:
-    """A large array, its length in bytes, its type, and who holds it."""
+    """A large array, its identity, its length in bytes, its type, and who holds it."""
 
+    item: int
     bytes: int
     kind: str
     explanation: Explanation
@@ -67,15 +68,16 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """
     if leak.key != "host-memory" or not leak.finding.bytes:
         return leak
-    found = held_by_arrays(leak.finding.bytes, context)
+    found = _held_by_arrays(leak.finding.bytes, context)
     if found is None:
         return replace(leak, finding=with_fragments(leak.finding))
-    return _with_facts(leak, *found)
+    held, (facts, explanation) = found
+    return _with_facts(leak, HeldMemory(frozenset(each.item for each in held)), facts, explanation)
 
 
-def _with_facts(leak: ItemLeak, facts: HolderFacts, explanation: Explanation) -> ItemLeak:
+def _with_facts(leak: ItemLeak, held: HeldMemory, facts: HolderFacts, explanation: Explanation) -> ItemLeak:
     finding = msgspec.structs.replace(with_holder(leak.finding, facts), former_fingerprint=leak.finding.fingerprint)
-    return with_fingerprint(replace(leak, finding=finding, explanation=explanation), leak.module)
+    return with_fingerprint(replace(leak, finding=finding, explanation=explanation, held=held), leak.module)
 
 
 def with_native_holder(leak: ItemLeak, context: Context) -> ItemLeak:
@@ -93,7 +95,17 @@ def with_native_holder(leak: ItemLeak, context: Context) -> ItemLeak:
         return leak
     kinds = ", ".join(dict.fromkeys(each.kind for each in by_holder.values()))
     ways = [each.explanation for each in by_holder.values()]
-    return _with_facts(leak, *_facts(f"; it may be what C code of a library has for {kinds} held by ", ways))
+    memory = HeldMemory(frozenset(each.item for each in held), with_fragments(leak.finding))
+    return _with_facts(leak, memory, *_facts(f"; it may be what C code of a library has for {kinds} held by ", ways))
+
+
+def held_again(memory: HeldMemory, context: Context) -> list[Explanation]:
+    """Return who holds what some host memory is said to be of, as far as that is there still."""
+    arrays = [buffer for buffer in large_buffers() if id(buffer.item) in memory.items]
+    others = of_libraries(census_of(context.walk), memory.items, lambda kind: True, of_any_age=False)
+    known = {id(buffer.item) for buffer in arrays}
+    buffers = arrays + [Buffer(item, 0) for item in others if id(item) not in known]
+    return [each.explanation for each in held_arrays(buffers, context)]
 
 
 def _is_library_s(held: HeldArray) -> bool:
@@ -113,6 +125,11 @@ def with_fragments(finding: Finding) -> Finding:
 
 def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
     """Return who holds arrays of so many bytes, one alone or several in one place; None where none are."""
+    found = _held_by_arrays(size, context)
+    return None if found is None else found[1]
+
+
+def _held_by_arrays(size: int, context: Context) -> tuple[Sequence[HeldArray], tuple[HolderFacts, Explanation]] | None:
     found = _arrays(size, context)
     if not found:
         return None
@@ -121,7 +138,7 @@ def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanatio
     ways: dict[Hashable, Explanation] = {}
     for each in found:
         ways.setdefault(each.container, each.explanation)
-    return _facts(f"; {arrays} held by ", [*ways.values()])
+    return found, _facts(f"; {arrays} held by ", [*ways.values()])
 
 
 def _facts(said: str, ways: Sequence[Explanation]) -> tuple[HolderFacts, Explanation]:
@@ -176,7 +193,7 @@ def held_arrays(buffers: Sequence[Buffer], context: Context) -> list[HeldArray]:
     items = [buffer.item for buffer in buffers]
     explanations = context.explain(items, ignore=set(map(id, buffers)))
     return [
-        HeldArray(buffer.bytes, type_name(type(buffer.item)), found)
+        HeldArray(id(buffer.item), buffer.bytes, type_name(type(buffer.item)), found)
         for buffer, found in zip(buffers, explanations, strict=True)
         if found.path and not _is_own(found)
     ]

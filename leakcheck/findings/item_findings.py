@@ -41,6 +41,19 @@ _SHOWN_SETTINGS = 3
 _TOLD_SETTINGS = 8
 
 
+@dataclass(frozen=True)
+class HeldMemory:
+    """What host memory is said to be of.
+
+    Attributes:
+        items: the identities of the objects.
+        otherwise: what is known where it turns out that it is not of these; None where their sizes are the evidence.
+    """
+
+    items: frozenset[int]
+    otherwise: Finding | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class ItemLeak:
     """A finding about things with names.
@@ -56,6 +69,7 @@ class ItemLeak:
         changes: of process-wide settings, each with what it was.
         endings: of threads, what ends them.
         through: of threads, the identities of what they work for, and of the objects on the program's ways there.
+        held: of host memory, the objects that it is said to be of.
     """
 
     finding: Finding
@@ -68,6 +82,7 @@ class ItemLeak:
     changes: tuple[SettingChange, ...] = ()
     endings: tuple[Change, ...] = ()
     through: frozenset[int] = frozenset()
+    held: HeldMemory | None = None
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """Return the same after an action that was meant for something else, and may have ended some of this too."""

@@ -25,20 +25,22 @@ from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation, expression_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
 from lowtide.leakcheck.findings.empty_pools import pool_holder
-from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_changed, with_followers
+from lowtide.leakcheck.findings.host_arrays import held_again
+from lowtide.leakcheck.findings.item_findings import UNFROZEN, HeldMemory, ItemLeak, still_changed, with_followers
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.storage_watch import StorageWatch
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.judging.judge import FROZEN, Budget, untried
-from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled, trim_heap
 from lowtide.leakcheck.judging.storages import Key
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.resource import Change, Rung
 from lowtide.leakcheck.resources.settings import advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
+from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.objects.foreign import thread_ident, thread_key, thread_name
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, signal, threading, time
@@ -247,7 +249,7 @@ class _Trial:
         attempt.done |= {cut.code for cut in cuts}
         wording = named(cuts)
         with unraisable_texts() as unraisable:
-            raised = _apply(cuts, attempt)
+            raised = _apply(cuts, attempt.changed)
             # What runs code may let go of more than what it is made for, some of it in cycles.
             returned = self._measure(attempt, runs_code=any(cut.ends_anyway for cut in cuts))
         error = next(iter([*raised, *unraisable]), "")
@@ -345,8 +347,8 @@ def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
     return list(found.values())
 
 
-def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
-    """Make the changes, those of one container together; return what went wrong."""
+def _apply(cuts: Sequence[Cut], changed: list[str]) -> list[str]:
+    """Make the changes, those of one container together, and note what is different; return what went wrong."""
     groups: dict[Hashable, list[Cut]] = {}
     for cut in cuts:
         place = None if cut.together is None else cut.place
@@ -356,7 +358,7 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
         together, held = first.together, {cut.held for cut in (first, *others)}
         error = _raised_by(functools.partial(together, held) if others and together is not None else first.apply)
         errors += [error] if error else []
-        attempt.changed += [cut.effect for cut in (first, *others) if not error or cut.ends_anyway]
+        changed += [cut.effect for cut in (first, *others) if not error or cut.ends_anyway]
     return errors
 
 
@@ -557,6 +559,41 @@ def try_actions(
     return _concluded(finding, steps, changed, took, sum(step.returned for step in steps))
 
 
+_NOTHING_SHARE = 0.1
+"""Of host memory, the part that anything may give back by chance."""
+
+
+def try_holders(leak: ItemLeak, memory: HeldMemory, context: Context) -> Finding:
+    """Return a finding about host memory, with what the process gave back when its holders were cut.
+
+    Nothing else tells how much C code has for an object. If next to nothing came back, it was not that object's.
+    """
+    finding = leak.finding
+    if context.budget.is_spent:
+        return msgspec.structs.replace(finding, advice=untried(finding.advice))
+    with sharing_walk() as walk:
+        cuts = _distinct(cut for found in held_again(memory, replace(context, walk=walk)) for cut in found.cuts)
+    if not cuts:
+        return finding
+    before = _trimmed_bytes()
+    wording, changed = named(cuts), list[str]()
+    with unraisable_texts():
+        raised = _apply(cuts, changed)
+        cuts.clear()
+        returned = max(0, before - _trimmed_bytes())
+    step = _Step(wording.text, returned, is_code=wording.is_code and not raised, error=next(iter(raised), ""))
+    if memory.otherwise is not None and returned < _NOTHING_SHARE * finding.bytes:
+        finding = memory.otherwise
+    return _concluded(finding, [step], changed, [step] if returned * 2 >= finding.bytes else [], returned)
+
+
+def _trimmed_bytes() -> int:
+    """Return what the process has of its own when what is free has gone back."""
+    collect()
+    trim_heap()
+    return anonymous_bytes()
+
+
 def _trimming(index: int) -> list[Change]:
     """Return what has a card's own memory pools give back what nobody uses; nothing without the bindings."""
     try:
@@ -696,11 +733,21 @@ def try_deferred(
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
     readings.cache_clear()
     found = [{leak.finding.fingerprint: _with_return(next(done), leak) for leak in subject.tensors} for subject in each]
+    # The last first, so that the places in lists of what earlier ones have left stay as they were told.
+    of_memory = {
+        id(item.held): try_holders(item, item.held, context)
+        for subject in reversed(each)
+        for item in subject.items
+        if item.held is not None
+    }
     # Again, since what was tried for the tensors may have changed by which way a pool is held.
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):
         cuts = dict.fromkeys(each.remedy.action for each in findings.values() if each.remedy is not None and each.tried)
         for item in map(with_followers, subject.items):
+            if id(item.held) in of_memory:
+                findings[item.finding.fingerprint] = of_memory[id(item.held)]
+                continue
             with sharing_walk() as walk:
                 draft = item.among(there.get(id(item), item.names))
                 # Its cache may have been emptied for another subject's tensors already.

@@ -24,6 +24,7 @@ from lowtide.leakcheck.findings.remedies import (
     prove,
     try_actions,
     try_deferred,
+    try_holders,
 )
 from lowtide.leakcheck.findings.running_threads import works_for
 from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
@@ -527,6 +528,9 @@ class RemedyTrials:
         for (turn, place), leak in items:
             if after is not None:
                 leak = leak.without(leak.left(after.readings[leak.subject].items.get), "; ".join(cuts))
+            if leak.held is not None:
+                findings[turn][place] = try_holders(leak, leak.held, replace(context, walk=None))
+                continue
             leak = self._confirmed(leak, read)
             actions = actions_for(leak, context.patience, may_unfreeze=may_unfreeze)
             findings[turn][place] = try_actions(leak, actions, self._left(leak, read), self._driver_bytes)
