@@ -243,7 +243,7 @@ def _growing_containers(
     wanted = _of_new_things(wanted, stretch.fixed)
     if not wanted:
         return {}
-    caches = _caches_by_table()
+    caches = caches_by_table()
     bounded = {table for table, cache in caches.items() if cache.cache_parameters()["maxsize"] is not None}
     wanted = [(course, table) for course, table in wanted if id(table) not in bounded]
     # Of a cache's table no expression is known.
@@ -328,7 +328,7 @@ def _things_in(holder: Any) -> Iterable[Any]:
     return dict.values(holder) if issubclass(cls, dict) else list.__iter__(holder) if issubclass(cls, list) else ()
 
 
-def _caches_by_table() -> dict[int, Any]:
+def caches_by_table() -> dict[int, Any]:
     """Return every `lru_cache` by the identity of the dict that its entries are in."""
     caches = all_instances(LRU_CACHE)
     return {id(table): cache for cache in caches for table in gc.get_referents(cache) if type(table) is dict}

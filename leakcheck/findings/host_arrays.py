@@ -1,27 +1,37 @@
 """A finding about host memory: which objects of the program are that memory, and who holds them.
 
-Large arrays are told by their sizes; what C code of a library has, and tells nobody, by what has come with the memory.
+Large arrays are told by their sizes, and a container of many small things by what its entries keep; what C code of a
+library has, and tells nobody, by what has come with the memory.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.explaining.cut import Cut
+from lowtide.leakcheck.explaining.explain import Explanation, expression_to
 from lowtide.leakcheck.explaining.library_objects import is_installed
+from lowtide.leakcheck.findings.growing_objects import caches_by_table
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.kept_bytes import is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.findings.storage_holders import Context
-from lowtide.probes.heap.holders import census_of
+from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.heap.container_lengths import MANY, last_entries, long_containers, read_lengths
+from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
-from lowtide.probes.objects.foreign import type_name
+from lowtide.probes.objects.foreign import is_a, type_name
+from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding
-from lowtide.reports.sizes import first_of, format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, noted, restated, with_holder
 
 _NEAR = 0.1
@@ -37,26 +47,61 @@ _MOST_NAMED = 3
 
 _INDEX = re.compile(r"\[(\d+)\]$")
 
+_ABOUT = 0.3
+"""By what share what the entries of a container keep may differ from it: a few of them are looked at."""
+
+_MOST_CONTAINERS = 64
+
+_SAMPLES = (64, 4)
+"""Entries that are looked at; fewer where they lead to more objects than these:"""
+
+_OBJECTS = 100_000
+
 
 @dataclass(frozen=True)
 class HeldArray:
-    """A large array, its identity, its length in bytes, its type, and who holds it."""
+    """A large array, or a container of many things, and who holds it.
+
+    Attributes:
+        item: its identity.
+        bytes: of the array, or about what the container has taken.
+        kind: what it is.
+        explanation: who holds it.
+        taken: which entries a container has taken; None for an array.
+        emptying: what takes these out again, where the container was there before; None for what goes itself.
+    """
 
     item: int
     bytes: int
     kind: str
     explanation: Explanation
+    taken: range | None = None
+    emptying: Cut | None = None
 
     @property
     def container(self) -> Hashable:
         """Return what is the same for all arrays that lie in one container."""
-        return tuple(hop.edge for hop in self.explanation.path[:-1])
+        path = self.explanation.path if self.taken is not None else self.explanation.path[:-1]
+        return tuple(hop.edge for hop in path)
 
     @property
     def turn(self) -> int:
         """Its place in a list; 0 elsewhere."""
         indices = [_INDEX.search(hop.edge) for hop in self.explanation.path[-1:]]
         return next((int(index[1]) for index in indices if index is not None), 0)
+
+    @property
+    def cuts(self) -> Sequence[Cut]:
+        """Return the changes that give it back."""
+        return self.explanation.cuts if self.emptying is None else (self.emptying,)
+
+    @property
+    def advice(self) -> str:
+        """Return the change in words or code."""
+        cut = self.emptying or self.explanation.cut
+        if cut is not None and cut.is_code:
+            return cut.code
+        return self.explanation.advice or f"let go of {self.explanation.holder} in teardown"
 
 
 def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
@@ -68,14 +113,17 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """
     if leak.key != "host-memory" or not leak.finding.bytes:
         return leak
-    found = _held_by_arrays(leak.finding.bytes, context)
-    if found is None:
+    found = _held_memory(leak.finding.bytes, context)
+    if not found:
         return replace(leak, finding=with_fragments(leak.finding))
-    held, (facts, explanation) = found
-    return _with_facts(leak, HeldMemory(frozenset(each.item for each in held)), facts, explanation)
+    return _with_facts(leak, found, *_said_of(found), is_guess=found[0].taken is not None)
 
 
-def _with_facts(leak: ItemLeak, held: HeldMemory, facts: HolderFacts, explanation: Explanation) -> ItemLeak:
+def _with_facts(
+    leak: ItemLeak, found: Sequence[HeldArray], facts: HolderFacts, explanation: Explanation, *, is_guess: bool
+) -> ItemLeak:
+    otherwise = with_fragments(leak.finding) if is_guess else None
+    held = HeldMemory({each.item: each.taken if each.emptying else None for each in found}, otherwise)
     finding = msgspec.structs.replace(with_holder(leak.finding, facts), former_fingerprint=leak.finding.fingerprint)
     return with_fingerprint(replace(leak, finding=finding, explanation=explanation, held=held), leak.module)
 
@@ -89,23 +137,28 @@ def with_native_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     if leak.key != "host-memory" or leak.explanation is not None or context.born is None:
         return leak
     items = of_libraries(census_of(context.walk), context.born, lambda kind: True, of_any_age=False)
-    held = [each for each in held_arrays([Buffer(item, 0) for item in items], context) if not _is_library_s(each)]
+    held = [each for _, each in held_arrays([Buffer(item, 0) for item in items], context) if not _is_library_s(each)]
     by_holder = {each.explanation.holder: each for each in reversed(held)}
     if not 0 < len(by_holder) <= _MOST_NAMED:
         return leak
     kinds = ", ".join(dict.fromkeys(each.kind for each in by_holder.values()))
-    ways = [each.explanation for each in by_holder.values()]
-    memory = HeldMemory(frozenset(each.item for each in held), with_fragments(leak.finding))
-    return _with_facts(leak, memory, *_facts(f"; it may be what C code of a library has for {kinds} held by ", ways))
+    said = f"; it may be what C code of a library has for {kinds} held by "
+    return _with_facts(leak, held, *_facts(said, [*by_holder.values()]), is_guess=True)
 
 
-def held_again(memory: HeldMemory, context: Context) -> list[Explanation]:
-    """Return who holds what some host memory is said to be of, as far as that is there still."""
-    arrays = [buffer for buffer in large_buffers() if id(buffer.item) in memory.items]
-    others = of_libraries(census_of(context.walk), memory.items, lambda kind: True, of_any_age=False)
-    known = {id(buffer.item) for buffer in arrays}
-    buffers = arrays + [Buffer(item, 0) for item in others if id(item) not in known]
-    return [each.explanation for each in held_arrays(buffers, context)]
+def held_again(memory: HeldMemory, context: Context) -> list[Cut]:
+    """Return what gives back what some host memory is said to be of, as far as that is there still."""
+    emptied = {item: entries for item, entries in memory.items.items() if entries is not None}
+    others = memory.items.keys() - emptied.keys()
+    items = objects_of(others, context.walk) if others else []
+    items += of_libraries(census_of(context.walk), others, lambda kind: True, of_any_age=False) if others else []
+    found = {id(item): Buffer(item, 0) for item in items}
+    if found.keys() < others:
+        # What the collector does not track.
+        found |= {id(buffer.item): buffer for buffer in large_buffers() if id(buffer.item) in others}
+    _, there = read_lengths(emptied) if emptied else (None, {})
+    held = [each for _, each in held_arrays([*found.values()], context, besides=(items,))]
+    return [cut for each in held + _emptied(there, {}, emptied, context) for cut in each.cuts]
 
 
 def _is_library_s(held: HeldArray) -> bool:
@@ -124,41 +177,42 @@ def with_fragments(finding: Finding) -> Finding:
 
 
 def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
-    """Return who holds arrays of so many bytes, one alone or several in one place; None where none are."""
-    found = _held_by_arrays(size, context)
-    return None if found is None else found[1]
+    """Return who holds so many bytes: arrays, one or several in one place, or containers; None where none do."""
+    found = _held_memory(size, context)
+    return _said_of(found) if found else None
 
 
-def _held_by_arrays(size: int, context: Context) -> tuple[Sequence[HeldArray], tuple[HolderFacts, Explanation]] | None:
-    found = _arrays(size, context)
-    if not found:
-        return None
+def _held_memory(size: int, context: Context) -> Sequence[HeldArray]:
+    return _arrays(size, context) or _containers(size, context)
+
+
+def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
     first, amount = found[0], sum(each.bytes for each in found)
+    if first.taken is not None:
+        return _facts(f"; about {format_bytes(amount)} in {format_amount(_entries(found), 'entries')} held by ", found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
-    ways: dict[Hashable, Explanation] = {}
+    ways: dict[Hashable, HeldArray] = {}
     for each in found:
-        ways.setdefault(each.container, each.explanation)
-    return found, _facts(f"; {arrays} held by ", [*ways.values()])
+        ways.setdefault(each.container, each)
+    return _facts(f"; {arrays} held by ", [*ways.values()])
 
 
-def _facts(said: str, ways: Sequence[Explanation]) -> tuple[HolderFacts, Explanation]:
-    """Return who holds some objects by these ways, with the first of them."""
-    explanation = ways[0]
-    holders = first_of([way.holder for way in ways], _MOST_NAMED)
+def _entries(found: Sequence[HeldArray]) -> int:
+    return sum(len(each.taken) for each in found if each.taken is not None)
+
+
+def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
+    """Return who holds some objects, with the way to the first of them."""
+    explanation = held[0].explanation
+    holders = first_of([each.explanation.holder for each in held], _MOST_NAMED)
     facts = HolderFacts(
         note=Note(said, explanation.holder, holders.removeprefix(explanation.holder)),
         cause=explanation.cause,
         verdict=explanation.verdict,
         path=explanation.path,
-        advice="; ".join(map(_advice, ways[:_MOST_NAMED])),
+        advice="; ".join(each.advice for each in held[:_MOST_NAMED]),
     )
     return facts, explanation
-
-
-def _advice(explanation: Explanation) -> str:
-    if explanation.cut is not None and explanation.cut.is_code:
-        return explanation.cut.code
-    return explanation.advice or f"let go of {explanation.holder} in teardown"
 
 
 def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
@@ -166,7 +220,7 @@ def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
     buffers = [buffer for buffer in large_buffers() if (id(buffer.item), buffer.bytes) not in context.old_arrays]
     buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
-    held = held_arrays(buffers, context)
+    held = [each for _, each in held_arrays(buffers, context)]
     by_container: dict[Hashable, list[HeldArray]] = {}
     for each in held:
         by_container.setdefault(each.container, []).append(each)
@@ -184,16 +238,112 @@ def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
     return held if _is_near(sum(each.bytes for each in held), wanted) else ()
 
 
-def _is_near(amount: int, wanted: int) -> bool:
-    return abs(amount - wanted) <= _NEAR * wanted
+def _is_near(amount: int, wanted: int, share: float = _NEAR) -> bool:
+    return abs(amount - wanted) <= share * wanted
 
 
-def held_arrays(buffers: Sequence[Buffer], context: Context) -> list[HeldArray]:
-    """Return who holds some arrays, without those that nobody of the program holds."""
+def with_largest_containers(finding: Finding, old_lengths: Mapping[int, int]) -> Finding:
+    """Say of what has come of host memory over a while which containers have taken most of it."""
+    held = _grown_containers(Context(old_lengths=old_lengths, living=True))
+    largest = [each for each in held if finding.bytes * _NEAR <= each.bytes <= finding.bytes * (1 + _ABOUT)]
+    if not largest:
+        return finding
+    facts, _ = _said_of(largest[:_MOST_NAMED])
+    return with_holder(finding, facts)
+
+
+def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
+    """Return the containers whose new entries keep about so many bytes, each alone or all together; none if none do."""
+    held = _grown_containers(context)
+    alone = [each for each in held if _is_near(each.bytes, wanted, _ABOUT)]
+    # An index of what another one has, too, holds it as well.
+    return alone[:_MOST_NAMED] or (held if _is_near(sum(each.bytes for each in held), wanted, _ABOUT) else ())
+
+
+def _grown_containers(context: Context) -> list[HeldArray]:
+    """Return who holds the containers that have taken many entries, the largest first; none if age is not known."""
+    before = context.old_lengths
+    if not before and context.born is None:
+        return []
+    taken = {item: range(before.get(item, 0), length) for item, length in long_containers().items()}
+    return _held_containers({item: entries for item, entries in taken.items() if len(entries) >= MANY}, context)
+
+
+def _held_containers(taken: Mapping[int, range], context: Context) -> list[HeldArray]:
+    """Return who holds some containers, by identity those entries that they have taken, the largest first."""
+    _, there = read_lengths(taken) if taken else (None, {})
+    sizes = {identity: _bytes_in(item, taken[identity], context) for identity, item in there.items()}
+    largest = sorted((identity for identity, size in sizes.items() if size), key=lambda each: -sizes[each])
+    return _emptied({each: there[each] for each in largest[:_MOST_CONTAINERS]}, sizes, taken, context)
+
+
+def _emptied(
+    there: Mapping[int, Any], sizes: Mapping[int, int], taken: Mapping[int, range], context: Context
+) -> list[HeldArray]:
+    """Return who holds some containers, with what takes out what they have taken, unless it goes with a holder."""
+    caches = caches_by_table() if there else {}
+    # Of a cache's table no expression is known.
+    shown = {id(caches.get(identity, item)): identity for identity, item in there.items()}
+    buffers = [Buffer(caches.get(identity, item), sizes.get(identity, 0)) for identity, item in there.items()]
+    found = []
+    for buffer, each in held_arrays(buffers, context, besides=(there, caches)):
+        entries = taken[shown[each.item]]
+        is_of_holder = any(hop.suspect for hop in each.explanation.path[:-1])
+        emptying = None if is_of_holder else _emptying(buffer.item, entries, each.explanation, context.walk)
+        found.append(replace(each, item=shown[each.item], taken=entries, emptying=emptying))
+    return found
+
+
+def _bytes_in(container: Any, taken: range, context: Context) -> int:
+    """Return about how much some of a container's entries keep; 0 where most may have been there before."""
+    for most in _SAMPLES:
+        entries = last_entries(container, len(taken), -(-len(taken) // most))
+        kept = kept_by(entries, besides=(container,), most=_OBJECTS)
+        if kept.objects < _OBJECTS or not entries:
+            break
+    tracked = [item for entry in entries for item in entry if gc.is_tracked(item) and not is_of_a_module(item)]
+    new = [item for item in tracked if context.born is None or id(item) in context.born]
+    if not entries or len(new) * 2 < len(tracked) or not (tracked or context.old_lengths):
+        return 0
+    return round((kept.bytes / len(entries) + own_size(container) / max(taken.stop, 1)) * len(taken))
+
+
+def _emptying(container: Any, taken: range, explanation: Explanation, walk: SharedWalk | None) -> Cut:
+    """Return what takes some entries out of a container, or cache, again; as it is written, by methods of its own."""
+    code = expression_to(container, walk)
+    holder, is_code = code or explanation.holder, code is not None
+    if is_a(container, LRU_CACHE):
+        return Cut(f"{holder}.cache_clear()", f"{holder} is empty", container.cache_clear, is_code)
+    effect = f"{holder} is without what it had taken"
+    if is_a(container, list) and len(taken) < list.__len__(container):
+        place = slice(taken.start, taken.stop)
+        return Cut(f"del {holder}[{place.start}:{place.stop}]", effect, lambda: container.__delitem__(place), is_code)
+    if is_a(container, dict) and len(taken) < dict.__len__(container):
+        keys = f"list({holder})[{taken.start}:{taken.stop}]"
+        delete = functools.partial(_delete_entries, container, taken)
+        return Cut(f"for key in {keys}: del {holder}[key]", effect, delete, is_code)
+    if is_a(container, deque) and taken.start and taken.stop == len(container):
+        pop = f"[{holder}.pop() for _ in range({len(taken)})]"
+        return Cut(pop, effect, lambda: [container.pop() and None for _ in taken], is_code)
+    return Cut(f"{holder}.clear()", f"{holder} is empty", lambda: container.clear(), is_code)
+
+
+def _delete_entries(container: dict[Any, Any], taken: range) -> None:
+    for key in list(container)[taken.start : taken.stop]:
+        del container[key]
+
+
+def held_arrays(
+    buffers: Sequence[Buffer], context: Context, besides: Sequence[object] = ()
+) -> list[tuple[Buffer, HeldArray]]:
+    """Return who holds some arrays, with each, without those that nobody of the program holds.
+
+    What the caller has the arrays in `besides` holds none.
+    """
     items = [buffer.item for buffer in buffers]
-    explanations = context.explain(items, ignore=set(map(id, buffers)))
+    explanations = context.explain(items, ignore={*map(id, buffers), *map(id, besides), id(besides)})
     return [
-        HeldArray(id(buffer.item), buffer.bytes, type_name(type(buffer.item)), found)
+        (buffer, HeldArray(id(buffer.item), buffer.bytes, type_name(type(buffer.item)), found))
         for buffer, found in zip(buffers, explanations, strict=True)
         if found.path and not _is_own(found)
     ]

@@ -46,11 +46,11 @@ class HeldMemory:
     """What host memory is said to be of.
 
     Attributes:
-        items: the identities of the objects.
+        items: the identities of the objects; of a container that does not go itself, which of its entries.
         otherwise: what is known where it turns out that it is not of these; None where their sizes are the evidence.
     """
 
-    items: frozenset[int]
+    items: Mapping[int, range | None]
     otherwise: Finding | None = None
 
 

@@ -63,7 +63,11 @@ class _Met:
 
 
 def kept_by(
-    entries: Sequence[tuple[Any, ...]], *, besides: Collection[object] = (), enough: float = math.inf
+    entries: Sequence[tuple[Any, ...]],
+    *,
+    besides: Collection[object] = (),
+    enough: float = math.inf,
+    most: int | None = None,
 ) -> KeptBytes:
     """Return what entries keep, each object once; what many of them refer to was there without them.
 
@@ -74,13 +78,14 @@ def kept_by(
         entries: of a container, each the things that it has taken with it.
         besides: what is not looked at, nor what only it refers to.
         enough: bytes after which nobody asks how many more there are.
+        most: objects that are looked at; None: 2,000 for each entry.
     """
     kept = KeptBytes()
     seen = {*map(id, besides), id(vars(builtins))}
     # A module is somebody else's, but of what keeps modules.
     taken = {id(item) for entry in entries for item in entry if is_a(item, ModuleType)}
     following = _met(((number, entry) for number, entry in enumerate(entries)), seen)
-    left = _MOST_BEHIND * len(entries)
+    left = _MOST_BEHIND * len(entries) if most is None else most
     shared_by = _SHARED_BY * len(entries) if len(entries) >= _FEWEST_SHARING else len(entries)
     while following and left > 0:
         level = list[tuple[int, Sequence[Any]]]()

@@ -296,7 +296,7 @@ def _of_arrays(context: Context) -> list[Finding]:
     """Return who holds the large arrays of the host that are no tensors."""
     largest = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:MOST]
     groups: dict[object, list[HeldArray]] = {}
-    for each in held_arrays(largest, context):
+    for _, each in held_arrays(largest, context):
         groups.setdefault((each.kind, each.container), []).append(each)
     return [_of_group(group) for group in groups.values()]
 

@@ -563,28 +563,40 @@ _NOTHING_SHARE = 0.1
 """Of host memory, the part that anything may give back by chance."""
 
 
-def try_holders(leak: ItemLeak, memory: HeldMemory, context: Context) -> Finding:
-    """Return a finding about host memory, with what the process gave back when its holders were cut.
+def try_holders(leaks: Sequence[tuple[ItemLeak, HeldMemory]], context: Context) -> list[Finding]:
+    """Return findings about host memory, with what the process gave back when the holders of each were cut.
 
     Nothing else tells how much C code has for an object. If next to nothing came back, it was not that object's.
     """
-    finding = leak.finding
-    if context.budget.is_spent:
-        return msgspec.structs.replace(finding, advice=untried(finding.advice))
+    findings = [leak.finding for leak, _ in leaks]
     with sharing_walk() as walk:
-        cuts = _distinct(cut for found in held_again(memory, replace(context, walk=walk)) for cut in found.cuts)
-    if not cuts:
-        return finding
-    before = _trimmed_bytes()
-    wording, changed = named(cuts), list[str]()
-    with unraisable_texts():
-        raised = _apply(cuts, changed)
-        cuts.clear()
-        returned = max(0, before - _trimmed_bytes())
-    step = _Step(wording.text, returned, is_code=wording.is_code and not raised, error=next(iter(raised), ""))
-    if memory.otherwise is not None and returned < _NOTHING_SHARE * finding.bytes:
-        finding = memory.otherwise
-    return _concluded(finding, [step], changed, [step] if returned * 2 >= finding.bytes else [], returned)
+        asking = replace(context, born=None, walk=walk)
+        cuts = [[] if context.budget.is_spent else _distinct(held_again(memory, asking)) for _, memory in leaks]
+    before, touched = _trimmed_bytes() if any(cuts) else 0, set[int]()
+    # The last first, so that the places in lists of what earlier ones have left stay as they were told.
+    for place in reversed(range(len(leaks))):
+        (leak, memory), own = leaks[place], cuts.pop()
+        if context.budget.is_spent:
+            findings[place] = msgspec.structs.replace(leak.finding, advice=untried(leak.finding.advice))
+        elif own:
+            wording, changed = named(own), list[str]()
+            with unraisable_texts():
+                raised = _apply(own, changed)
+                own.clear()
+                before, returned = (now := _trimmed_bytes()), max(0, before - now)
+            step = _Step(wording.text, returned, is_code=wording.is_code and not raised, error=next(iter(raised), ""))
+            # What was emptied for another one may have had this, too.
+            otherwise = None if touched & memory.items.keys() else memory.otherwise
+            touched |= memory.items.keys()
+            findings[place] = _with_step(leak.finding, otherwise, step, changed)
+    return findings
+
+
+def _with_step(finding: Finding, otherwise: Finding | None, step: _Step, changed: Sequence[str]) -> Finding:
+    if otherwise is not None and step.returned < _NOTHING_SHARE * finding.bytes:
+        finding = otherwise
+    helped = [step] if step.returned * 2 >= finding.bytes else []
+    return _concluded(finding, [step], changed, helped, step.returned)
 
 
 def _trimmed_bytes() -> int:
@@ -733,13 +745,8 @@ def try_deferred(
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
     readings.cache_clear()
     found = [{leak.finding.fingerprint: _with_return(next(done), leak) for leak in subject.tensors} for subject in each]
-    # The last first, so that the places in lists of what earlier ones have left stay as they were told.
-    of_memory = {
-        id(item.held): try_holders(item, item.held, context)
-        for subject in reversed(each)
-        for item in subject.items
-        if item.held is not None
-    }
+    held = [(item, item.held) for subject in each for item in subject.items if item.held is not None]
+    of_memory = {id(item.held): finding for (item, _), finding in zip(held, try_holders(held, context), strict=True)}
     # Again, since what was tried for the tensors may have changed by which way a pool is held.
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):

@@ -130,6 +130,7 @@ class Context:
         maker_of: who made a thing or started it, by its resource and name; None if that is not known.
         budget: how long may be spent on what can be left out.
         old_arrays: identity and bytes of large arrays that were there before the leak.
+        old_lengths: how long some containers were before it, by identity.
         walk: the walk over the heap to ask who holds what, as long as nothing is changed; None: each asks its own.
     """
 
@@ -147,6 +148,7 @@ class Context:
     maker_of: Callable[[str, str], Maker | None] = lambda key, name: None
     budget: Budget = field(default_factory=Budget)
     old_arrays: Collection[tuple[int, int]] = frozenset()
+    old_lengths: Mapping[int, int] = field(default_factory=dict)
     walk: SharedWalk | None = None
 
     @property

@@ -10,9 +10,10 @@ import contextlib
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lowtide.leakcheck.findings.host_arrays import with_largest_containers
 from lowtide.leakcheck.findings.storage_watch import Collected
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
@@ -28,8 +29,10 @@ from lowtide.leakcheck.judging.owners import ANYTHING, Owner
 from lowtide.leakcheck.judging.storages import is_storage, is_tensor
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.leakcheck.watching.watched import Watched
+from lowtide.probes import native
 from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.heap.container_lengths import long_containers
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each
 from lowtide.probes.originals import gc, weakref
@@ -326,16 +329,25 @@ class KeptHostMemory:
         level_at_end: the process's own memory when the last test had been judged, in bytes; None before the first.
         old_arrays: identity and bytes of the large arrays that were there when it last had risen by much, or a card had
             come: no later test's. (A library's first use may take as much as one of them.)
+        old_lengths: of the long containers that were there then, or at the beginning, by identity.
     """
 
     def __init__(self, watched: Watched) -> None:
         self.old_arrays: frozenset[tuple[int, int]] = frozenset()
+        self.old_lengths: Mapping[int, int] = {}
+        self._first_lengths: Mapping[int, int] = {}
         self._watched = watched
         self._kept = SmallRetention()
         self.level_at_end: int | None = None
         self._subject = ""
         self._is_judged = True
         self._level_at_begin = 0
+
+    def note_lengths(self) -> None:
+        """Note how long the containers are that are there now; only where that takes no time."""
+        if native.lengths_of_all is not None:
+            self.old_lengths = long_containers()
+            self._first_lengths = self._first_lengths or self.old_lengths
 
     def begin(self, subject: str, now: Counters, *, judged: bool) -> None:
         """Note the level at which a test begins.
@@ -380,7 +392,10 @@ class KeptHostMemory:
         if not final:
             return ()
         self.level_at_end = now.amounts["host-memory"]
-        if card_came or (self.level_at_end or 0) - self._level_at_begin >= _LEAST_ARRAYS:
+        risen = (self.level_at_end or 0) - self._level_at_begin
+        if card_came or risen >= LEAST_KEPT:
+            self.note_lengths()
+        if card_came or risen >= _LEAST_ARRAYS:
             self.old_arrays = _large_arrays()
             # The list's own memory would be given back in the next test.
             trim_heap()
@@ -399,4 +414,5 @@ class KeptHostMemory:
         self._kept.fell(max((now.amounts["host-memory"] or 0) - self.level_at_end, 0))
         if not self._kept.is_too_much(tolerance):
             return ()
-        return (self._kept.finding(self._watched.ownership.since("host-memory", ())),)
+        finding = self._kept.finding(self._watched.ownership.since("host-memory", ()))
+        return (with_largest_containers(finding, self._first_lengths),)

@@ -529,7 +529,7 @@ class RemedyTrials:
             if after is not None:
                 leak = leak.without(leak.left(after.readings[leak.subject].items.get), "; ".join(cuts))
             if leak.held is not None:
-                findings[turn][place] = try_holders(leak, leak.held, replace(context, walk=None))
+                (findings[turn][place],) = try_holders([(leak, leak.held)], context)
                 continue
             leak = self._confirmed(leak, read)
             actions = actions_for(leak, context.patience, may_unfreeze=may_unfreeze)

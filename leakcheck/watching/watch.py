@@ -111,6 +111,7 @@ class Watch:
         self._watched.start()
         self._watched.caches.add(all_instances(LRU_CACHE))
         self._seen = frozenset((held.device, held.address) for held in survey_storages().storages)
+        self._host.note_lengths()
         trim_heap()
 
     def close(self) -> None:
@@ -496,6 +497,7 @@ class Watch:
             module=self._module,
             maker_of=watched.makers.of_item,
             old_arrays=self._host.old_arrays,
+            old_lengths=self._host.old_lengths,
         )
         unsettled = found if isinstance(found, Unsettled) else None
         case = Case(ended, final, stage, self.tolerance, self._seen, context, known, things, heap, unsettled)

@@ -28,6 +28,9 @@ CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 HAS_ATTRIBUTES = 8
 """Of a type, beside its place among the containers, from 1; the same in heap.c."""
 
+MANY = 1000
+"""Entries of a long container."""
+
 _HEAP_TYPE = 1 << 9
 
 _CHUNK = 8_000
@@ -85,6 +88,14 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
     place = np.searchsorted(read.ids, id(atexit))
     ids, kinds = np.insert(read.ids, place, id(atexit)), np.insert(read.kinds, place, id(type(atexit)))
     return ContainerLengths(ids, kinds, np.insert(read.lengths, place, atexit._ncallbacks()), read.objects), found
+
+
+def long_containers() -> dict[int, int]:
+    """Return how long each container of many entries is, by its identity."""
+    read, _ = read_lengths()
+    kinds = [kind for kind in objects_at(np.unique(read.kinds)) if any(base in CONTAINERS for base in mro_of(kind))]
+    is_long = (read.lengths >= MANY) & np.isin(read.kinds, [id(kind) for kind in kinds])
+    return dict(zip(read.ids[is_long].tolist(), read.lengths[is_long].tolist(), strict=True))
 
 
 def _lengths(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:

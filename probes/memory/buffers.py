@@ -14,8 +14,9 @@ from itertools import filterfalse
 from types import FunctionType
 from typing import Any
 
+from lowtide.probes import native
 from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.objects.opened_in_c import defined_in_libraries
 from lowtide.probes.originals import gc, loaded, sys
 
@@ -23,6 +24,9 @@ LEAST = 1 << 20
 """Bytes from which a buffer is large: glibc takes such a piece from the system by itself, and gives it back."""
 
 _AT_A_TIME = 1 << 16
+
+_BYTES_OF_CHARACTER = 4
+"""At most."""
 
 CTYPES_DATA: type = ctypes.c_int.__mro__[-2]
 """What all data of ctypes derives from, which has no public name."""
@@ -45,10 +49,15 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
     The collector tracks none of them but a map, nor for long the containers that hold nothing else. No code of the
     program runs: a subclass is asked as the class that it derives from.
     """
-    kinds = _kinds()
+    kinds = _kinds(least)
+    found: dict[int, Buffer] = {}
     with collector_paused():
+        if native.types_of_all is not None and native.owned_by_all is not None and lists_can_be_read():
+            wanted = _deriving(native.types_of_all(), [kind for kind, _ in kinds])
+            # Of text so many bytes may be a quarter of the characters.
+            _add(found, Census(native.owned_by_all(wanted, least // _BYTES_OF_CHARACTER)), kinds, least)
+            return list(found.values())
         objects = all_objects()
-        found: dict[int, Buffer] = {}
         _add(found, Census(objects), kinds, least)
         for start in range(0, len(objects), _AT_A_TIME):
             held = _untracked(gc.get_referents(*objects[start : start + _AT_A_TIME]))
@@ -58,6 +67,13 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
                 held = [item for item in _untracked(gc.get_referents(*held)) if id(item) not in seen]
                 seen.update(map(id, held))
         return list(found.values())
+
+
+def _deriving(types: list[type], known: list[type]) -> tuple[type, ...]:
+    """Return the types whose instances may own memory."""
+    sized = [kind for kind, _ in _sized_by_libraries(types, known)]
+    owners = set(map(id, [*known, *sized]))
+    return tuple(kind for kind in types if not owners.isdisjoint(map(id, mro_of(kind))))
 
 
 def _untracked(items: Iterable[object]) -> list[object]:
@@ -85,14 +101,15 @@ def _owner(ndarray: Any, view: Any) -> Any:
     return owner if view is None else view
 
 
-def _kinds() -> list[tuple[type, Callable[[Any], int]]]:
+def _kinds(least: int) -> list[tuple[type, Callable[[Any], int]]]:
     kinds: list[tuple[type, Callable[[Any], int]]] = [
         (bytes, bytes.__len__),
         (str, str.__sizeof__),
         (bytearray, bytearray.__len__),
         (array.array, _size_of_array),
         (mmap.mmap, _size_of_map),
-        (CTYPES_DATA, bytes_of_c),
+        # There may be a million small ones.
+        (CTYPES_DATA, lambda item: bytes_of_c(item) if ctypes.sizeof(item) >= least else 0),
     ]
     ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     if ndarray is not None:

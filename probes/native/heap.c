@@ -1041,12 +1041,12 @@ typedef struct {
 
 /* What is said of others' sizes by them alone is asked in Python. */
 static int
-may_be_large(const Values *found, PyObject *value)
+may_be_large(Py_ssize_t least, PyObject *value)
 {
     if (PyUnicode_CheckExact(value))
-        return PyUnicode_GetLength(value) >= found->least;
+        return PyUnicode_GetLength(value) >= least;
     if (PyBytes_CheckExact(value) || PyByteArray_CheckExact(value))
-        return Py_SIZE(value) >= found->least;
+        return Py_SIZE(value) >= least;
     return 1;
 }
 
@@ -1055,7 +1055,7 @@ note_value(Values *found, PyObject *owner, PyObject *value)
 {
     int64_t id = (int64_t)(uintptr_t)owner;
     if (table_find(&found->kinds, Py_TYPE(value)) != UNKNOWN)
-        return may_be_large(found, value) && (array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0);
+        return may_be_large(found->least, value) && (array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0);
     if (!PyDict_CheckExact(value) || PyObject_GC_IsTracked(value) || table_find(&found->seen, value) != UNKNOWN)
         return 0;
     return table_add(&found->seen, value, 0) < 0 || array_push(&found->dicts, &value) < 0;
@@ -1118,6 +1118,100 @@ values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
     free(found.seen.slots);
     end(&found.walk);
     return taken;
+}
+
+/* What the collector has, what that refers to, and what lies in such of that as it does not track. */
+typedef struct {
+    Walk walk;
+    Table kinds;   /* the types that are wanted; where types are, those that were met */
+    Table seen;    /* what is not tracked and was looked into */
+    Array waiting; /* PyObject *, what of it is still to be looked into */
+    Array met;     /* PyObject * */
+    Py_ssize_t least;
+    int of_types;
+} Everything;
+
+static int
+meet(Everything *found, PyObject *item)
+{
+    PyTypeObject *type = Py_TYPE(item);
+    int is_known = table_find(&found->kinds, type) != UNKNOWN;
+    if (found->of_types && !is_known && (table_add(&found->kinds, type, 0) < 0 || array_push(&found->met, &type) < 0))
+        return no_memory();
+    if (!found->of_types && is_known && may_be_large(found->least, item) && array_push(&found->met, &item) < 0)
+        return no_memory();
+    if (!(PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) || PyObject_GC_IsTracked(item) ||
+        table_find(&found->seen, item) != UNKNOWN)
+        return 0;
+    return table_add(&found->seen, item, 0) < 0 || array_push(&found->waiting, &item) < 0 ? no_memory() : 0;
+}
+
+static int
+meet_referents(Everything *found, PyObject *item)
+{
+    static const Asked nothing = {0};
+    Walk *walk = &found->walk;
+    int32_t place = noted_kind(walk, Py_TYPE(item), &PyList_Type);
+    if (place < 0 || note_shown(walk, item, place, &nothing) < 0)
+        return -1;
+    PyObject **items = (PyObject **)walk->referents.items;
+    int failed = 0;
+    for (size_t at = 0; at < walk->referents.count && !failed; at++) {
+        if (at + AHEAD < walk->referents.count)
+            PREFETCH(items[at + AHEAD]);
+        failed = meet(found, items[at]);
+    }
+    walk->referents.count = 0;
+    return failed;
+}
+
+static int
+meet_all(PyObject *item, void *reading)
+{
+    Everything *found = reading;
+    int failed = meet(found, item) < 0 || meet_referents(found, item) < 0;
+    while (!failed && found->waiting.count > 0)
+        failed = meet_referents(found, ((PyObject **)found->waiting.items)[--found->waiting.count]) < 0;
+    return failed ? -1 : 0;
+}
+
+/* (The list is made last: it is young itself.) */
+static PyObject *
+everything(Everything *found)
+{
+    begin(&found->walk);
+    PyObject *taken = for_all(0, meet_all, found) == 0 ? list_of(&found->met) : NULL;
+    free(found->waiting.items);
+    free(found->met.items);
+    free(found->kinds.slots);
+    free(found->seen.slots);
+    end(&found->walk);
+    return taken;
+}
+
+static PyObject *
+types_of_all(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    Everything found = {
+        .waiting = {.width = sizeof(PyObject *)}, .met = {.width = sizeof(PyObject *)}, .of_types = 1};
+    return everything(&found);
+}
+
+static PyObject *
+owned_by_all(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *kinds;
+    Everything found = {.waiting = {.width = sizeof(PyObject *)}, .met = {.width = sizeof(PyObject *)}};
+    if (!PyArg_ParseTuple(args, "O!n:owned_by_all", &PyTuple_Type, &kinds, &found.least) || are_classes(kinds) < 0)
+        return NULL;
+    for (Py_ssize_t at = 0; at < PyTuple_Size(kinds); at++) {
+        if (table_add(&found.kinds, PyTuple_GetItem(kinds, at), 0) < 0) {
+            free(found.kinds.slots);
+            no_memory();
+            return NULL;
+        }
+    }
+    return everything(&found);
 }
 
 typedef struct {
@@ -1431,6 +1525,10 @@ static PyMethodDef functions[] = {
     {"values_of_all", values_of_all, METH_VARARGS,
      "Return the identity (int64) of who refers to each value of some types, which may be of so many bytes, the values, "
      "and how many objects there are."},
+    {"types_of_all", types_of_all, METH_NOARGS,
+     "Return the types of all objects, of what they refer to, and of what lies in that without being tracked."},
+    {"owned_by_all", owned_by_all, METH_VARARGS,
+     "Return of the same objects those of some types which may be of so many bytes; some more than once."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places. Nothing may be collected meanwhile."},

@@ -68,6 +68,24 @@ def values_of_all(kinds: tuple[type, ...], least: int) -> tuple[bytes, list[Any]
         NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
+def types_of_all() -> list[type]:
+    """Return the types of all objects, of what they refer to, and of what lies in that without being tracked.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
+    """
+
+def owned_by_all(kinds: tuple[type, ...], least: int) -> list[Any]:
+    """Return of the same objects those of some types; some more than once.
+
+    Args:
+        kinds: the types.
+        least: bytes or characters from which on a text or bytes are large; others all are.
+
+    Raises:
+        NotImplementedError: this interpreter's collector has its objects in other lists.
+    """
+
 def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
     """Return those of the objects with these identities (int64) that come behind one in the collector's list.
 
