@@ -31,12 +31,13 @@ from lowtide.leakcheck.judging.judge import (
     named_amount,
     one_for_each_level,
 )
-from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, trim_heap
 from lowtide.leakcheck.judging.metrics import Metric, Reading
 from lowtide.leakcheck.lives.life_reader import LifeReader, LifeReading, setting_left
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
+from lowtide.probes.heap.container_lengths import long_containers
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.objects.described import program_modules
 from lowtide.probes.objects.foreign import type_name
@@ -65,10 +66,11 @@ _Kind = tuple[str, str, bool]
 
 
 class _Baseline(NamedTuple):
-    """What a life must return to at its end, and what can be judged from there on."""
+    """What a life must return to at its end, what can be judged from there on, and how long containers were then."""
 
     reading: LifeReading
     metrics: Sequence[Metric]
+    lengths: Mapping[int, int]
 
 
 class ShutdownJudgement:
@@ -102,6 +104,7 @@ class ShutdownJudgement:
         self._heap = heap
         # What there was before each life that has begun, and what the first left.
         self._starts: list[LifeReading] = []
+        self._lengths: list[Mapping[int, int]] = []
         self._first_end: LifeReading | None = None
         self._types: TypeCounts | None = None
         # Whether a whole life has followed the first, which says how much of what that left was first use.
@@ -115,6 +118,9 @@ class ShutdownJudgement:
 
     def begin(self, cycle: int) -> Snapshot:
         """Begin a life; return what there is before it."""
+        self._lengths.append(long_containers())
+        # What the life before left free in the heap would hide as much of what this one keeps.
+        trim_heap()
         start = self._reader.read(f"before cycle {cycle}")
         self._types = TypeCounts(f"before cycle {cycle}")
         self._starts.append(start)
@@ -124,6 +130,7 @@ class ShutdownJudgement:
         """Read right after a shutdown: at once, waited, collected; return the first reading."""
         self._is_last = len(self._starts) == self._cycles or failed
         self._steps = []
+        trim_heap()
         self._climb(Rung.SETTLE, Rung.COLLECT)
         return self._steps[0].reading.snapshot
 
@@ -154,7 +161,10 @@ class ShutdownJudgement:
             context = dataclasses.replace(
                 self._leftovers.context(engine), maker_of=self._reader.makers.of_item, walk=walk
             )
-            judgements = [self._judged(start, actions, context) for start in self._baselines]
+            judgements = [
+                self._judged(start, actions, dataclasses.replace(context, old_lengths=start.lengths))
+                for start in self._baselines
+            ]
         # What several lives have left together says nothing of this one.
         self._record.note_returns(judgements[0], cycle, explained)
         for judgement in judgements:
@@ -287,11 +297,12 @@ class ShutdownJudgement:
             dataclasses.replace(metric, tolerance=self._tolerances.get(metric.key, metric.tolerance))
             for metric in judged
         ]
-        found = [_Baseline(self._starts[-1], own), _Baseline(self._starts[0], of_all)]
-        for start in self._starts[:2] if self._is_last else ():
-            is_first = start is self._starts[0]
-            if start is not self._starts[-1]:
-                found.append(_Baseline(start, [metric for metric in judged if not (is_first and metric.first_use)]))
+        starts = list(zip(self._starts, self._lengths, strict=True))
+        (first, at_first), (last, at_last) = starts[0], starts[-1]
+        found = [_Baseline(last, own, at_last), _Baseline(first, of_all, at_first)]
+        for start, lengths in starts[:2] if self._is_last else ():
+            late = [metric for metric in judged if not (start is first and metric.first_use)]
+            found += [] if start is last else [_Baseline(start, late, lengths)]
         return found
 
     def _judged_in(self, cycle: int) -> list[Metric]:
