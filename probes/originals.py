@@ -8,7 +8,7 @@ Whoever replaces `os.open` sets a name of the module `os`, and nothing here look
 also go through the globals of all loaded modules, for each module and function that they stand in for: what is kept
 here is no module, and its functions are in no module's globals.
 
-What lowtide itself puts in a library's place passes for what was there (`passing_for`).
+What lowtide itself puts in a library's place passes for what was there (`StandIns`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from inspect import isclass, unwrap
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     import gc as gc
@@ -196,25 +196,50 @@ def lines_of(path: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+class StandIns:
+    """Functions of lowtide's in the places of a library's, each until `restore`.
 
-
-def passing_for(original: Callable[..., Any], place: Any, name: str) -> Callable[[_F], _F]:
-    """Decorates a function that takes the place of `original`: it has its name, signature and documentation.
-
-    A module's function is pickled as that module's: `multiprocessing` sends `os.kill` to another process by its name,
-    where the original is found (which calls itself `posix.kill`; there nothing stands in for it).
-
-    Args:
-        original: what was there.
-        place: the module or class that has it.
-        name: its name there.
+    Each passes for what was there, by name, signature and documentation. A module's function is pickled as that
+    module's: `multiprocessing` sends `os.kill` to another process by its name, where the original is found (which calls
+    itself `posix.kill`; there nothing stands in for it).
     """
 
-    def dressed(ours: _F) -> _F:
-        functools.update_wrapper(ours, original)
+    def __init__(self) -> None:
+        # By the identity of a place, which is in the value, too, and a name there.
+        self._put: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+
+    def put(self, place: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        """Put another function in a place; legal twice, and nothing where there is no such function.
+
+        Args:
+            place: the module or class that has it; what a test has put in a class's place has none of its own.
+            name: its name there.
+            make: makes the other one of the original.
+        """
+        if (id(place), name) in self._put:
+            return
+        own = getattr(place, "__dict__", {}).get(name)
+        original = getattr(place, name, None) if issubclass(type(place), type) else own
+        if original is None:
+            return
+        ours = functools.update_wrapper(make(original), original)
         if type(place) is ModuleType:
             ours.__module__, ours.__qualname__ = place.__name__, name
-        return ours
+        # A class may have it of another one.
+        self._put[id(place), name] = place, own, ours
+        setattr(place, name, ours)
 
-    return dressed
+    def of(self, place: Any) -> tuple[Callable[..., Any], ...]:
+        """Return the originals of a module that are stood in for."""
+        return tuple(original for there, original, _ in self._put.values() if there is place)
+
+    def restore(self) -> None:
+        """Put everything back; legal twice. What somebody else has replaced meanwhile stays as it is."""
+        for (_, name), (place, original, ours) in reversed(self._put.items()):
+            if vars(place).get(name) is not ours:
+                continue
+            if original is None:
+                delattr(place, name)
+            else:
+                setattr(place, name, original)
+        self._put.clear()

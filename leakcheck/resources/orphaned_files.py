@@ -11,6 +11,7 @@ Nothing says who made such a file: where others may have, as another run of lowt
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os as os_module
@@ -28,7 +29,7 @@ from lowtide.probes.host.process_files import began_at, descriptors_of, numbered
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
-from lowtide.probes.originals import lines_of, loaded, os, passing_for, temporary_folder, time, weakref
+from lowtide.probes.originals import StandIns, lines_of, loaded, os, temporary_folder, time, weakref
 from lowtide.probes.processes.agents import Neighbours
 
 
@@ -47,23 +48,22 @@ class OwnSegments:
     def __init__(self, made: Callable[[str], object] = str) -> None:
         self.names: set[str] = set()
         self._made = made
-        self._module: Any = None
-        self._original: Callable[..., int] | None = None
+        self._stand_ins = StandIns()
 
     def start(self) -> None:
         """Begin to note; legal twice."""
-        if self._original is not None:
-            return
-        try:
-            self._module = importlib.import_module("_posixshmem")
-        except ImportError:  # not this platform
-            return
-        original = self._module.shm_open
+        with contextlib.suppress(ImportError):  # not this platform
+            self._stand_ins.put(importlib.import_module("_posixshmem"), "shm_open", self._noting)
+
+    def stop(self) -> None:
+        """End it; legal twice."""
+        self._stand_ins.restore()
+
+    def _noting(self, original: Callable[..., int]) -> Callable[..., int]:
         names, made = self.names, self._made
 
-        @passing_for(original, self._module, "shm_open")
         def shm_open(path: str, flags: int, mode: int = 0o777) -> int:
-            opened: int = original(path, flags, mode=mode)
+            opened = original(path, flags, mode=mode)
             if flags & os.O_CREAT:
                 name = path.lstrip("/")
                 names.add(name)
@@ -72,13 +72,7 @@ class OwnSegments:
                     made(name)
             return opened
 
-        self._original, self._module.shm_open = original, shm_open
-
-    def stop(self) -> None:
-        """End it; legal twice."""
-        if self._original is not None:
-            self._module.shm_open = self._original
-            self._original = None
+        return shm_open
 
 
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -126,7 +120,7 @@ class OrphanedFiles:
         self._tree = tree
         self._segments = segments
         self._makers = makers
-        self._originals: dict[str, Callable[[int, int], None]] = {}
+        self._stand_ins = StandIns()
         self._process = 0
         self._names: _MadeUpNames | None = None
         self._files_there, self._segments_there = Folder(temporary_folder), Folder(lambda: "/dev/shm")
@@ -146,23 +140,20 @@ class OrphanedFiles:
 
     def start(self) -> None:
         """Begin to look; legal twice."""
-        if self._originals:
+        if self._names is not None:
             return
         self._process = os.getpid()
         self._names = _MadeUpNames(vars(tempfile_module)["_get_candidate_names"]())
         vars(tempfile_module)["_name_sequence"] = self._names
         for name, pids_of in (("kill", self._pids_of_one), ("killpg", self._pids_of_group)):
-            original = getattr(os_module, name)
-            self._originals[name] = original
-            setattr(os_module, name, passing_for(original, os_module, name)(self._standing_in(original, pids_of)))
+            self._stand_ins.put(os_module, name, functools.partial(self._looking_first, pids_of))
 
     def stop(self) -> None:
         """End it; legal twice."""
-        for name, original in self._originals.items():
-            setattr(os_module, name, original)
+        self._stand_ins.restore()
         if self._names is not None:
             vars(tempfile_module)["_name_sequence"] = self._names.original
-        self._originals, self._names = {}, None
+        self._names = None
 
     def mark(self) -> None:
         """Take what is there now for left before."""
@@ -337,8 +328,8 @@ class OrphanedFiles:
         # The kernel counts both in steps of some milliseconds.
         return any(began - _CLOCK_S <= made <= ended + _CLOCK_S for began, ended in self._lifetimes.values())
 
-    def _standing_in(
-        self, original: Callable[[int, int], None], pids_of: Callable[[int], Iterable[int]]
+    def _looking_first(
+        self, pids_of: Callable[[int], Iterable[int]], original: Callable[[int, int], None]
     ) -> Callable[[int, int], None]:
         def kill(pid: int, signal_number: int, /) -> None:
             if signal_number in _ENDING and os.getpid() == self._process:

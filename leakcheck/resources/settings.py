@@ -7,6 +7,7 @@ sentence about a change has a secret. Where no code puts a setting back, there i
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os as os_module
 import re
@@ -21,7 +22,7 @@ from lowtide.probes.host.settings import REPLACED, is_entry
 from lowtide.probes.host.torch_settings import CARD_LIMITS, DEFAULT_STREAM, NO_LIMIT
 from lowtide.probes.objects.described import LIBRARYS, is_of_python, is_of_site, is_of_tools, is_text_of_tool
 from lowtide.probes.objects.foreign import MISSING, cells_of, is_a, type_name
-from lowtide.probes.originals import gc, loaded, logging, os, passing_for, sys
+from lowtide.probes.originals import StandIns, gc, loaded, logging, os, sys
 from lowtide.reports.sizes import first_of
 
 ABSENT = ""
@@ -325,36 +326,24 @@ class EnvironmentSetters:
         self._places: dict[str, tuple[str, int, str, str]] = {}
         # By variable, whether it was the library's own before, or nobody's.
         self._by_libraries: dict[str, bool] = {}
-        self._replaced: list[tuple[str, Callable[..., None], Callable[..., None]]] = []
+        self._stand_ins = StandIns()
 
     def start(self) -> None:
         """Begin to note; legal twice."""
-        if self._replaced:
-            return
-        put: Callable[..., None] = vars(os_module)["putenv"]
-        unset: Callable[..., None] = vars(os_module)["unsetenv"]
-
-        @passing_for(put, os_module, "putenv")
-        def putenv(name: Any, value: Any) -> None:
-            put(name, value)
-            if name != _CURRENT_TEST:
-                self._note(os.fsdecode(name), "set", sys._getframe(1))
-
-        @passing_for(unset, os_module, "unsetenv")
-        def unsetenv(name: Any) -> None:
-            unset(name)
-            if name != _CURRENT_TEST:
-                self._note(os.fsdecode(name), "deleted", sys._getframe(1))
-
-        self._replaced = [("putenv", put, putenv), ("unsetenv", unset, unsetenv)]
-        os_module.putenv, os_module.unsetenv = putenv, unsetenv
+        self._stand_ins.put(os_module, "putenv", functools.partial(self._noting, "set"))
+        self._stand_ins.put(os_module, "unsetenv", functools.partial(self._noting, "deleted"))
 
     def stop(self) -> None:
         """End it; legal twice."""
-        for name, original, stand_in in self._replaced:
-            if getattr(os_module, name) is stand_in:
-                setattr(os_module, name, original)
-        self._replaced.clear()
+        self._stand_ins.restore()
+
+    def _noting(self, what: str, original: Callable[..., None]) -> Callable[..., None]:
+        def ours(name: Any, *value: Any) -> None:
+            original(name, *value)
+            if name != _CURRENT_TEST:
+                self._note(os.fsdecode(name), what, sys._getframe(1))
+
+        return ours
 
     def is_librarys(self, setting: str) -> bool:
         """Return whether code of an installed library set or deleted a variable last, by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import Segment, full_snapshot
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.originals import loaded, passing_for
+from lowtide.probes.originals import StandIns, loaded
 
 _RECORD = "_record_memory_history"
 
@@ -45,7 +46,7 @@ class CardHistory:
 
     def __init__(self) -> None:
         self._original: Any = None
-        self._stand_in: Any = None
+        self._stand_ins = StandIns()
         self._of_program: str | None = None
         self._wanted = False
         self._queued = False
@@ -61,7 +62,7 @@ class CardHistory:
             self.is_supported = False
         if self.is_supported is False:
             return
-        self._listen(torch)
+        self._stand_ins.put(torch.cuda.memory, _RECORD, functools.partial(self._listening, torch))
         if torch.cuda.is_initialized():
             self._switch_on(torch)
         elif not self._queued and hasattr(torch.cuda, "_lazy_call"):
@@ -95,25 +96,19 @@ class CardHistory:
         if self._ours and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled() and not _has_events(torch):
             self._original(None)
         self._ours = False
-        if self._stand_in is not None and vars(torch.cuda.memory).get(_RECORD) is self._stand_in:
-            setattr(torch.cuda.memory, _RECORD, self._original)
-        self._stand_in = None
+        self._stand_ins.restore()
 
-    def _listen(self, torch: Any) -> None:
-        if self._stand_in is not None:
-            return
-        original = self._original = getattr(torch.cuda.memory, _RECORD)
+    def _listening(self, torch: Any, original: Any) -> Any:
+        self._original = original
         self._of_program = history_of_program(torch)
 
-        @passing_for(original, torch.cuda.memory, _RECORD)
         def ours(enabled: Any = "all", *args: Any, **kwargs: Any) -> Any:
             result = original(enabled, *args, **kwargs)
             self._of_program = ("all" if enabled is True else enabled) or None
             return result
 
         setattr(ours, _OF_PROGRAM, lambda: self._of_program)
-        self._stand_in = ours
-        setattr(torch.cuda.memory, _RECORD, ours)
+        return ours
 
     def _initialized(self) -> None:
         """Called by torch in the middle of initialising CUDA, when the allocator is there already."""

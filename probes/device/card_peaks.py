@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import has_context
-from lowtide.probes.originals import initialized_torch, loaded, passing_for
+from lowtide.probes.originals import StandIns, initialized_torch, loaded
 
 _RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 """By these functions of `torch._C` all of torch's own have their peaks counted anew."""
@@ -62,27 +62,19 @@ class ResetsOfPeaks:
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
-        self._stand_ins: dict[str, tuple[Any, Any]] = {}
+        self._stand_ins = StandIns()
 
     def start(self) -> None:
         """Begin, if torch is loaded by now; legal twice."""
         native: Any = getattr(loaded("torch"), "_C", None)
         for name in _RESETS:
-            original = getattr(native, name, None)
-            if original is not None and name not in self._stand_ins:
-                self._stand_ins[name] = (original, self._standing_in(original, native, name))
-                setattr(native, name, self._stand_ins[name][1])
+            self._stand_ins.put(native, name, self._standing_in)
 
     def stop(self) -> None:
         """End it; legal twice."""
-        native: Any = getattr(loaded("torch"), "_C", None)
-        for name, (original, stand_in) in self._stand_ins.items():
-            if getattr(native, name, None) is stand_in:
-                setattr(native, name, original)
-        self._stand_ins.clear()
+        self._stand_ins.restore()
 
-    def _standing_in(self, original: Any, native: Any, name: str) -> Any:
-        @passing_for(original, native, name)
+    def _standing_in(self, original: Any) -> Any:
         def reset(*args: Any, **kwargs: Any) -> Any:
             self._before()
             return original(*args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 
 from lowtide.probes.objects.described import is_library, is_of_site
 from lowtide.probes.objects.foreign import thread_ident, thread_key
-from lowtide.probes.originals import contents, loaded, os, passing_for, sys, threading, time, weakref
+from lowtide.probes.originals import StandIns, contents, loaded, os, sys, threading, time, weakref
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -85,10 +85,7 @@ class Makers:
         self._bound: dict[str, tuple[int, Maker]] = {}
         # By resource and name, what is made by others than the functions that are stood in for.
         self._told: dict[tuple[str, str], Maker] = {}
-        self._replaced: list[tuple[Any, str, Callable[..., Any] | None, Callable[..., Any]]] = []
-        self._is_started = False
-        # The libraries whose functions are stood in for, by their modules.
-        self._seen: set[str] = set()
+        self._stand_ins = StandIns()
 
     def start(self) -> None:
         """Begin to note; legal twice: then in libraries that were imported meanwhile, too."""
@@ -96,13 +93,11 @@ class Makers:
             (_OF_ZMQ, "Socket", "bind", self._note_bound_by_zmq),
             (_OF_GROUPS, "", "_new_process_group_helper", self._note_group),
         ):
-            library: Any = loaded(module) if module not in self._seen else None
+            library: Any = loaded(module)
             if library is not None:
-                self._seen.add(module)
-                self._after(getattr(library, owner) if owner else library, name, note)
-        if self._is_started:
+                self._after(getattr(library, owner, None) if owner else library, name, note)
+        if self.originals:
             return
-        self._is_started = True
         self._after(threading.Thread, "start", lambda thread, result: self._note_thread(thread), self._note_starting)
         self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
         kind = multiprocessing.process.BaseProcess
@@ -112,27 +107,18 @@ class Makers:
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         nameless = ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create")
         for name in ("open", *nameless):
-            if hasattr(os_module, name):
-                self._after(os_module, name, lambda first, result: self._note_descriptors(result))
+            self._after(os_module, name, lambda first, result: self._note_descriptors(result))
         _FORKS.tell(self)
 
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
-        for place, name, original, ours in reversed(self._replaced):
-            if vars(place).get(name) is not ours:
-                continue
-            if original is None:
-                delattr(place, name)
-            else:
-                setattr(place, name, original)
-        self._replaced.clear()
-        self._is_started, self._seen = False, set()
+        self._stand_ins.restore()
         _FORKS.tell_no_more(self)
 
     @property
     def originals(self) -> tuple[Callable[..., Any], ...]:
         """The functions of `os` that are stood in for: who imported one by name calls it unseen."""
-        return tuple(original for place, _, original, _ in self._replaced if place is os_module and original)
+        return self._stand_ins.of(os_module)
 
     def of_thread(self, ident: int) -> Maker | None:
         """Who started a Python thread; None if that was not seen."""
@@ -258,22 +244,20 @@ class Makers:
         note: Callable[[Any, Any], None],
         before: Callable[[Any], None] = lambda first: None,
     ) -> None:
-        original = getattr(place, name)
-
-        @passing_for(original, place, name)
-        def ours(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.suppress(Exception):
-                before(args[0] if args else None)
-            result = original(*args, **kwargs)
-            try:
-                note(args[0] if args else None, result)
-            except Exception:  # noqa: BLE001 - the program's call has succeeded, and nothing here may change that
+        def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+            def ours(*args: Any, **kwargs: Any) -> Any:
+                with contextlib.suppress(Exception):
+                    before(args[0] if args else None)
+                result = original(*args, **kwargs)
+                try:
+                    note(args[0] if args else None, result)
+                except Exception:  # noqa: BLE001 - the program's call has succeeded, and nothing here may change that
+                    return result
                 return result
-            return result
 
-        own = vars(place).get(name)
-        setattr(place, name, ours)
-        self._replaced.append((place, name, own, ours))
+            return ours
+
+        self._stand_ins.put(place, name, noting)
 
     def _note_starting(self, thread: threading.Thread) -> None:
         self._starting[id(thread)] = self._maker(sys._getframe(2))

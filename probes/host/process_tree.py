@@ -26,7 +26,7 @@ from lowtide.probes.host.process_files import (
     stat,
 )
 from lowtide.probes.host.process_files import name_of as name_of
-from lowtide.probes.originals import contents, in_main_thread, loaded, os, passing_for, resource, sys, time
+from lowtide.probes.originals import StandIns, contents, in_main_thread, loaded, os, resource, sys, time
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -416,9 +416,7 @@ class ProcessEvents:
 
     def __init__(self, *listeners: Callable[[], object]) -> None:
         self._listeners = listeners
-        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
-        # By their identities: all of them are in `_replaced`, too.
-        self._places: set[tuple[int, str]] = set()
+        self._stand_ins = StandIns()
         self._is_heard = False
         self._heard_at = 0.0
         self._process = os.getpid()
@@ -426,38 +424,21 @@ class ProcessEvents:
     def start(self) -> None:
         """Begin to listen; legal again, for what was imported meanwhile."""
         self._process = os.getpid()
-        self._stand_in(subprocess.Popen, "wait", "communicate", "send_signal")
-        self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
-        self._stand_in(os_module, "kill", "killpg")
+        self._stand_in(self._heard_before, subprocess.Popen, "wait", "communicate", "send_signal")
+        self._stand_in(self._heard_before, multiprocessing.process.BaseProcess, "join", "terminate", "kill")
+        self._stand_in(self._heard_before, os_module, "kill", "killpg")
         for module, name, methods in _POOLS:
-            kind = getattr(loaded(module), name, None)
-            if kind is not None:
-                self._stand_in(kind, *methods)
+            self._stand_in(self._heard_before, getattr(loaded(module), name, None), *methods)
         module, name, methods = _CONNECTIONS
-        kind = getattr(loaded(module), name, None)
-        if kind is not None:
-            self._stand_in(kind, *methods, after=True)
+        self._stand_in(self._heard_after, getattr(loaded(module), name, None), *methods)
 
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
-        for place, name, original, ours in reversed(self._replaced):
-            if vars(place).get(name) is ours:
-                setattr(place, name, original)
-        self._replaced.clear()
-        self._places.clear()
+        self._stand_ins.restore()
 
-    def _stand_in(self, place: Any, *names: str, after: bool = False) -> None:
+    def _stand_in(self, make: Callable[[Any], Callable[..., Any]], place: Any, *names: str) -> None:
         for name in names:
-            original = vars(place).get(name)
-            # What a test has put in a class's place has none of its own.
-            if original is None or (id(place), name) in self._places:
-                continue
-            self._places.add((id(place), name))
-            ours = passing_for(original, place, name)(
-                self._heard_after(original) if after else self._heard_before(original)
-            )
-            setattr(place, name, ours)
-            self._replaced.append((place, name, original, ours))
+            self._stand_ins.put(place, name, make)
 
     def _heard_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def ours(*args: Any, **kwargs: Any) -> Any:
