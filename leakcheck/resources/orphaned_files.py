@@ -25,11 +25,11 @@ from typing import Any
 from lowtide.leakcheck.resources.processes import ChildProcesses
 from lowtide.probes.host.counters import Folder
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.process_files import began_at, descriptors_of, numbered_descriptors
+from lowtide.probes.host.process_files import began_at, bound_sockets, numbered_descriptors, own_sockets
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
-from lowtide.probes.originals import StandIns, lines_of, loaded, os, temporary_folder, time, weakref
+from lowtide.probes.originals import StandIns, loaded, os, temporary_folder, time, weakref
 from lowtide.probes.processes.agents import Neighbours
 
 
@@ -216,7 +216,7 @@ class OrphanedFiles:
         folder = f"{temporary_folder()}/"
         found = {}
         for pid in self._tree.with_descendants(pids):
-            for path in filter(self._is_temporary, _listening(pid, folder)):
+            for path in filter(self._is_temporary, own_sockets(pid, folder)):
                 found[path] = pid
                 self._note_maker("temporary-files", path, pid)
         self._bound_by |= found
@@ -360,7 +360,7 @@ class OrphanedFiles:
         folder = f"{temporary_folder()}/"
         mine = _opened(os.getpid(), folder)
         for pid in victims:
-            paths = (_opened(pid, folder) | _listening(pid, folder)) - mine
+            paths = (_opened(pid, folder) | own_sockets(pid, folder)) - mine
             names = {path.removeprefix(folder).partition("/")[0] for path in paths}
             for path in paths:
                 self._note_maker("temporary-files", path, pid)
@@ -437,17 +437,7 @@ def _folders_of_finalizers() -> Iterator[str]:
 
 def _living_sockets() -> set[str | int]:
     """Return the paths to which Unix sockets of living processes are bound, and these sockets' inodes."""
-    return {each for bound in _bound_sockets("/proc/net/unix") for each in bound}
-
-
-def _bound_sockets(listing: str) -> list[tuple[int, str]]:
-    """Return inode and path of each Unix socket that the kernel lists as bound; none where that may not be read."""
-    try:
-        # Num RefCount Protocol Flags Type St Inode Path
-        fields = [line.split(maxsplit=7) for line in lines_of(listing)[1:]]
-    except OSError:
-        return []
-    return [(int(each[6]), each[7]) for each in fields if len(each) == 8]
+    return {each for bound in bound_sockets() for each in bound}
 
 
 def _unused(names: set[str]) -> set[str]:
@@ -465,10 +455,3 @@ def _numbers_in(name: str) -> set[str]:
 def _opened(pid: int, folder: str) -> set[str]:
     """Return the paths in a folder that a process has open, besides its standard streams."""
     return {path for number, path in numbered_descriptors(pid).items() if number > 2 and path.startswith(folder)}
-
-
-def _listening(pid: int, folder: str) -> set[str]:
-    """Return the paths in a folder to which a process's Unix sockets are bound."""
-    own = set(descriptors_of(pid))
-    bound = _bound_sockets(f"/proc/{pid}/net/unix")
-    return {path for inode, path in bound if f"socket:[{inode}]" in own and path.startswith(folder)}

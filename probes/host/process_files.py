@@ -282,6 +282,25 @@ def numbered_descriptors(pid: int) -> dict[int, str]:
         return {}
 
 
+def bound_sockets(pid: int | None = None) -> list[tuple[int, str]]:
+    """Return inode and path of each Unix socket that is bound, as a process sees them; default: as this one does.
+
+    Empty where that may not be read. A path is as it was bound: a relative one, or one with `@` that is no file's.
+    """
+    try:
+        # Num RefCount Protocol Flags Type St Inode Path
+        fields = [line.split(maxsplit=7) for line in lines_of(f"/proc/{'self' if pid is None else pid}/net/unix")[1:]]
+    except OSError:
+        return []
+    return [(int(each[6]), each[7]) for each in fields if len(each) == 8]
+
+
+def own_sockets(pid: int, folder: str = "/") -> set[str]:
+    """Return the paths in a folder to which a process's Unix sockets are bound."""
+    own = set(descriptors_of(pid))
+    return {path for inode, path in bound_sockets(pid) if f"socket:[{inode}]" in own and path.startswith(folder)}
+
+
 def mapped_files(pid: int) -> list[tuple[str, int]]:
     """Return the files that it has mapped, each once with its first address; empty where that may not be read."""
     try:

@@ -7,7 +7,6 @@ process is taken for the tree's, too: nobody else will remove it.  Where others 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import re
 import stat as modes
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import has_opened_a_card, lives, name_of, stat
+from lowtide.probes.host.process_files import bound_sockets, has_opened_a_card, lives, name_of, own_sockets, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.originals import os, time
@@ -132,7 +131,7 @@ class TreeTraces:
         self._neighbours.look()
         self._shared |= mapped_shared_memory(family)
         for pid in family:
-            for path in _listening(pid):
+            for path in own_sockets(pid):
                 self._sockets.setdefault(path, pid)
         self._with_card |= {pid for pid in family if has_opened_a_card(pid)}
         if self._with_card:
@@ -205,7 +204,7 @@ class TreeTraces:
 
         Then those that others may have made, with the reason.
         """
-        bound, numbers = _bound_paths(), self._numbers_of_the_dead()
+        bound, numbers = {path for _, path in bound_sockets()}, self._numbers_of_the_dead()
         fresh = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
         found = {path for path in fresh if _has_any(path.name, numbers) and self._was_made_since(path)}
         sockets = {path for path in self._new_sockets() if str(path) not in bound}
@@ -314,35 +313,9 @@ def _sockets_below(paths: Iterator[Path]) -> Iterator[Path]:
             waiting += [(path / name, depth + 1) for name in _names_in(path)]
 
 
-def _unix_sockets(pid: int | str) -> Iterator[tuple[str, str]]:
-    """Inode and path of each Unix socket that is bound to a path."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
-            # Num RefCount Protocol Flags Type St Inode Path
-            fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[7].startswith("/"):
-                yield fields[6], fields[7]
-
-
 def sockets_of_agents(pid: int) -> set[str]:
     """Return what descriptors of an agent's sockets lead to, in a process's own numbers, questions' connections too."""
-    return {f"socket:[{inode}]" for inode, path in _unix_sockets(pid) if f"/{FOLDER_PREFIX}" in path}
-
-
-def _bound_paths() -> set[str]:
-    return {path for _, path in _unix_sockets("self")}
-
-
-def _listening(pid: int) -> set[str]:
-    """The paths to which a process's Unix sockets are bound."""
-    inodes = set()
-    with contextlib.suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = str(descriptor.readlink())
-                if target.startswith("socket:["):
-                    inodes.add(target[len("socket:[") : -1])
-    return {path for inode, path in _unix_sockets(pid) if inode in inodes} if inodes else set()
+    return {f"socket:[{inode}]" for inode, path in bound_sockets(pid) if f"/{FOLDER_PREFIX}" in path}
 
 
 def _system_v() -> list[SystemVObject]:
