@@ -22,7 +22,7 @@ from lowtide.leakcheck.explaining.expressions import class_named
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.growth.containers import Course
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
@@ -47,7 +47,7 @@ from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement
+from lowtide.reports.statement import Note, Statement
 
 ADVICE = "remove entries once they are no longer needed, or bound the container"
 
@@ -722,17 +722,16 @@ def _stated(
         kept = Note(f": {what}")
     seconds, module = stretch.seconds, stretch.module_of(course)
     in_time = (Note(f"; that is {_said(rate / seconds, size / seconds)} a second"),) if seconds else ()
-    return StatedFinding(
-        resource=resource,
+    return finding_of(
+        resource,
         cause=explanation.cause,
         bytes=size * course.span,
         count=course.span if grows else course.items,
         device=device,
         stage=f"{stretch.turns} of {module}" if module else stretch.turns,
         statement=Statement(amount=amount, came=None, notes=(kept, *in_time)),
-        fingerprint=fingerprint(
-            resource=resource, device=device, stage=stretch.turns, suspects=("growth", *explanation.suspects), module=""
-        ),
+        suspects=("growth", *explanation.suspects),
+        known_by={"stage": stretch.turns},
         verdict=explanation.verdict,
         holder=explanation.holder,
         path=explanation.path,

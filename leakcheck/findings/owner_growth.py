@@ -16,7 +16,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, LevelKey
-from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint_of_items
 from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Claims, Count, Key, Owner
 from lowtide.probes.heap.caches import read_caches
@@ -134,22 +134,16 @@ def _of_tensors(owner: Owner, key: LevelKey, stacks: Stacks, past: int | None = 
     notes += [Note(", held by ", explanation.holder)] if explanation.holder else []
     said = f"{steps.said(format_bytes)} under {owner.name}"
     suspects = explanation.suspects[:1]
-    return StatedFinding(
-        resource="tensors",
+    return finding_of(
+        "tensors",
         cause=explanation.cause,
         bytes=total,
         count=len(held),
         device=device,
         stage=f"tests with {owner.name}",
         statement=Statement(amount=said, came=None, notes=tuple(notes)),
-        fingerprint=fingerprint(
-            resource="tensors",
-            device=device,
-            stage=f"tests with {owner.name}",
-            suspects=("growth", *suspects),
-            allocated_in=allocating_function(stack),
-            module="" if suspects else owner.where,
-        ),
+        suspects=("growth", *suspects),
+        known_by={"allocated_in": allocating_function(stack), "module": "" if suspects else owner.where},
         verdict=explanation.verdict,
         holder=explanation.holder or None,
         path=explanation.path,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.rules import PEAK
@@ -29,7 +29,7 @@ from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.probes.originals import time
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement
+from lowtide.reports.statement import Note, Statement
 
 _HOST = "cpu"
 
@@ -221,11 +221,9 @@ class PeakWatch:
         shown = "; ".join(part.text for part in parts[:_SHOWN])
         more = sum(part.bytes for part in parts[_SHOWN:])
         rest = f"; and {format_bytes(more)} in {len(parts) - _SHOWN} other places" if more else ""
-        return StatedFinding(
-            resource=PEAK.resource,
-            cause="unknown",
+        return finding_of(
+            PEAK.resource,
             bytes=level.most,
-            count=1,
             device=device,
             stage=level.stage,
             statement=Statement(
@@ -233,9 +231,8 @@ class PeakWatch:
                 came=None,
                 notes=(Note(f"; at the peak: {shown}{rest}"),) if parts else (),
             ),
-            fingerprint=fingerprint(
-                resource=PEAK.resource, device=device, stage="", suspects=(PEAK.key,), module=subject
-            ),
+            suspects=(PEAK.key,),
+            known_by={"stage": "", "module": subject},
             allocated_at=frames(parts[0].stack) if parts else (),
             advice=advice,
         )

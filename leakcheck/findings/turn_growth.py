@@ -18,7 +18,7 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.large_values import read_values
@@ -28,7 +28,7 @@ from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.originals import gc, time
 from lowtide.reports.schema import Cause, Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
-from lowtide.reports.statement import Note, StatedFinding, Statement, noted, with_holder
+from lowtide.reports.statement import Note, Statement, noted, with_holder
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.findings.allocating_calls import CallRecorder, RecordedTurns
@@ -456,8 +456,8 @@ def growth_of_host_memory(
     said = f"host memory grew by {format_bytes(grown.bytes)} over {grown.turns} {turns}, {each}"
     if since:
         said = f"host memory is {format_bytes(grown.bytes)} more than at {since}"
-    return StatedFinding(
-        resource="host-memory",
+    return finding_of(
+        "host-memory",
         cause=cause,
         bytes=grown.bytes,
         count=grown.turns,
@@ -466,9 +466,8 @@ def growth_of_host_memory(
         statement=Statement(
             amount=said, came=None, notes=(Note(f": {grown.part} has {format_bytes(grown.part_bytes)} more"),)
         ),
-        fingerprint=fingerprint(
-            resource="host-memory", device="", stage=turns, suspects=("growth", grown.part), module=module
-        ),
+        suspects=("growth", grown.part),
+        known_by={"stage": turns, "module": module},
         advice=advice.format(tool=tool) or None,
         trend="growth",
     )

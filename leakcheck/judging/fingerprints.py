@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from lowtide.leakcheck.resources import resource_of
@@ -106,6 +107,9 @@ def fingerprint(
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
+_NOTHING_ELSE: Mapping[str, str] = MappingProxyType({})
+
+
 def finding_of(
     resource: ResourceName,
     *,
@@ -115,13 +119,15 @@ def finding_of(
     cause: Cause = "unknown",
     bytes: int = 0,  # noqa: A002 - as a finding calls it
     count: int = 1,
+    known_by: Mapping[str, str] = _NOTHING_ELSE,
     **more: Any,
 ) -> Finding:
     """Return a finding with the fingerprint that its suspects make with its resource, device and stage.
 
-    What else is given is its own: a `message`, or the `statement` of which that is made, and further facts.
+    What else makes that fingerprint, or makes it in place of these, is in `known_by`, as of `fingerprint`. All further
+    facts are the finding's own: a `message`, or the `statement` of which that is made.
     """
-    mark = fingerprint(resource=resource, device=device, stage=stage, suspects=suspects)
+    marks: dict[str, Any] = {"resource": resource, "device": device, "stage": stage, "suspects": suspects, **known_by}
     kind = StatedFinding if "statement" in more else Finding
     return kind(
         resource=resource,
@@ -130,7 +136,7 @@ def finding_of(
         count=count,
         device=device,
         stage=stage,
-        fingerprint=mark,
+        fingerprint=fingerprint(**marks),
         **more,
     )
 

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.script import Call, LifeModel
 from lowtide.leakcheck.lives.sweep import SweptCall, stages
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
@@ -274,15 +274,16 @@ def _end(children: set[psutil.Process]) -> None:
 def _finding(
     resource: ResourceName, stage: str, device: str, message: str, holders: Sequence[str], count: int, amount: int = 0
 ) -> Finding:
-    return Finding(
-        resource=resource,
+    return finding_of(
+        resource,
         cause="not-restored",
         bytes=amount,
         count=count,
         device="cpu" if resource != "driver" else device,
         stage=stage,
         message=message,
-        fingerprint=fingerprint(resource=resource, device=device, stage=stage, suspects=("killed", *holders)),
+        suspects=("killed", *holders),
+        known_by={"device": device},
         holder=", ".join(holders) or None,
     )
 

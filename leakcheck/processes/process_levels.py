@@ -18,7 +18,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.life_findings import SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.host.process_files import name_of, rollup, stat
@@ -252,14 +252,13 @@ def _not_given_up(
     resource: ResourceName, process: ProcessName, kind: str, stage: str, suspect: str, **facts: Any
 ) -> Finding:
     """Return a finding about what a process holds on its devices of a kind while the engine sleeps."""
-    suspects = (suspect, role_of(process.name))
-    mark = fingerprint(resource=resource, device=kind, stage=stage, suspects=suspects)
-    return Finding(
-        resource=resource,
+    return finding_of(
+        resource,
         cause="not-restored",
         device=process.device or kind,
         stage=stage,
-        fingerprint=mark,
+        suspects=(suspect, role_of(process.name)),
+        known_by={"device": kind},
         process=process,
         **facts,
     )

@@ -17,7 +17,7 @@ from lowtide.leakcheck.findings.host_arrays import with_largest_containers
 from lowtide.leakcheck.findings.storage_watch import Collected
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import SettlePolicy, settle, trim_heap
 from lowtide.leakcheck.judging.metrics import (
     DRIVER_TOLERANCE,
@@ -295,17 +295,15 @@ class SmallRetention:
         names = _last_of(tests)
         size = KeptSteps(steps.added).said(format_bytes)
         self._levels, self._names, self._allowed = [self._levels[-1]], [], []
-        return Finding(
-            resource="host-memory",
-            cause="unknown",
+        return finding_of(
+            "host-memory",
             bytes=total,
             count=len(tests),
             device="",
             stage=stage,
             message=f"{format_bytes(total)} of host-memory kept over the session, {size}: {names}",
-            fingerprint=fingerprint(
-                resource="host-memory", device="", stage=stage, suspects=("session",), module=module
-            ),
+            suspects=("session",),
+            known_by={"module": module},
             trend="growth",
         )
 
