@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lowtide.leakcheck.resources.resource import Bound, Items, Name, Resource, Rule
+from lowtide.probes.mappings import Mapped, mappings_in
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.objects.opened_in_c import addresses_of_mappings
 from lowtide.probes.originals import contents
@@ -53,10 +54,10 @@ class AddressSpace(Resource):
         """Return the ranges; listed anew only where the size of the process has changed by much."""
         size = int(self._contents("/proc/self/statm").split()[0]) * mmap.PAGESIZE
         if abs(size - self._listed_at) >= _MOVED:
-            lines = self._contents("/proc/self/maps").decode(errors="replace").split("\n")[:-1]
-            self._known = parts_of(self._known, reserved_ranges(lines))
+            mapped = list(mappings_in(self._contents("/proc/self/maps")))
+            self._known = parts_of(self._known, reserved_ranges(mapped))
             self._listed_at = size
-            self._uses_card = any(card in line for line in lines for card in _CARDS)
+            self._uses_card = any(each.path.startswith(_CARDS) for each in mapped)
         return dict.fromkeys(map(_name_of, self._known), 1)
 
     def staying(self, names: Collection[str]) -> Collection[str]:
@@ -91,18 +92,10 @@ class AddressSpace(Resource):
         return "give the addresses back in teardown: munmap"
 
 
-def reserved_ranges(lines: Iterable[str]) -> Iterator[Range]:
-    """Return the large ranges without access that belong to no file, the lowest first.
-
-    Args:
-        lines: of `/proc/PID/maps`.
-    """
-    for line in lines:
-        where, access, _, _, _, *path = line.split(None, 5)
-        if access[:3] == "---" and (not path or path[0].startswith(("/dev/zero", "["))):
-            low, high = (int(address, 16) for address in where.split("-"))
-            if high - low >= LEAST:
-                yield low, high
+def reserved_ranges(mapped: Iterable[Mapped]) -> list[Range]:
+    """Return first and last address of the large mappings without access that belong to no file, the lowest first."""
+    large = (each for each in mapped if each.bytes >= LEAST and each.access.startswith("---"))
+    return [(each.start, each.end) for each in large if not each.path or each.path.startswith(("/dev/zero", "["))]
 
 
 def parts_of(known: Iterable[Range], now: Iterable[Range]) -> list[Range]:

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import all_segments
+from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, total, without
-from lowtide.probes.originals import initialized_torch, lines_of, os, time
+from lowtide.probes.originals import initialized_torch, os, time
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 STEP_BYTES = 2 << 20
@@ -350,26 +351,17 @@ _GIVEN_OUT = ("/dev/zero", "/dev/nvidia-uvm")
 
 def _given_out(least: int) -> list[Range]:
     """First and last address of the mappings in which there may be such memory."""
-    spans = []
-    for line in lines_of("/proc/self/maps"):
-        where, access, _, _, _, *path = line.split(None, 5)
-        if access == "rw-s" and path and path[0].startswith(_GIVEN_OUT):
-            low, high = (int(address, 16) for address in where.split("-"))
-            if high - low >= least:
-                spans.append((low, high))
-    return spans
+    return [
+        (each.start, each.end)
+        for each in read_mappings(having=" rw-s ")
+        if each.path.startswith(_GIVEN_OUT) and each.bytes >= least
+    ]
 
 
 def _reserved() -> list[Range]:
     """First and last address of the mappings without access and without a file."""
-    spans = []
-    for line in lines_of("/proc/self/maps"):
-        fields = line.split(maxsplit=5)
-        low, _, high = fields[0].partition("-")
-        first = _aligned(int(low, 16))
-        if fields[1].startswith("---") and len(fields) < 6 and int(high, 16) - first >= STEP_BYTES:
-            spans.append((first, int(high, 16)))
-    return spans
+    spans = [(_aligned(each.start), each.end) for each in read_mappings(having=" ---") if not each.path]
+    return [(first, end) for first, end in spans if end - first >= STEP_BYTES]
 
 
 def cards_with_contexts() -> list[int]:

@@ -19,9 +19,10 @@ import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from lowtide.probes.mappings import Mapped, read_mappings
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import lines_of, os
+from lowtide.probes.originals import os
 
 SLOTS = 10_000
 """Counters in a file (CUDA_IPC_REF_COUNTER_FILE_SIZE in torch/csrc/CudaIPCTypes.h)."""
@@ -202,22 +203,19 @@ def _is_own(file: str, pid: int | None) -> bool:
     return int(file.split("_")[1]) == (os.getpid() if pid is None else pid)
 
 
-def _lines_of_maps(pid: int | None) -> list[str]:
-    try:
-        return lines_of(f"/proc/{'self' if pid is None else pid}/maps")
-    except OSError:  # it has ended, or is another user's
-        return []
+def _mappings(pid: int | None, having: str) -> Iterator[Mapped]:
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        yield from read_mappings(pid, having)
 
 
 def _mapped_counters(pid: int | None) -> dict[int, str]:
     """Return the names of the process's own files of counters, by the addresses at which they are mapped."""
     found = {}
-    for line in _lines_of_maps(pid):
-        name = _MAPPED.search(line)
-        if name is not None and _is_own(name[1], pid):
-            low, high = (int(address, 16) for address in line.split(None, 1)[0].split("-"))
-            if 0 <= high - low - HEADER - SLOTS * _WORD < os.sysconf("SC_PAGE_SIZE"):
-                found[low] = name[1]
+    for each in _mappings(pid, "/dev/shm/"):
+        name = _MAPPED.search(each.path)
+        is_own = name is not None and _is_own(name[1], pid)
+        if name is not None and is_own and 0 <= each.bytes - HEADER - SLOTS * _WORD < os.sysconf("SC_PAGE_SIZE"):
+            found[each.start] = name[1]
     return found
 
 
@@ -227,13 +225,12 @@ def _writable(pid: int | None) -> list[tuple[int, int, bool]]:
     What lies side by side is one: a program that has forked has its heaps in several mappings.
     """
     found: list[tuple[int, int, bool]] = []
-    for line in _lines_of_maps(pid):
-        where, access, _, _, _, *path = line.split(None, 5)
-        if access.startswith("rw-p") and path in ([], ["[heap]"]):
-            low, high = (int(address, 16) for address in where.split("-"))
-            if found and found[-1][1:] == (low, bool(path)):
-                low = found.pop()[0]
-            found.append((low, high, bool(path)))
+    for each in _mappings(pid, " rw-p "):
+        if each.path in ("", "[heap]"):
+            start, is_heap = each.start, bool(each.path)
+            if found and found[-1][1:] == (start, is_heap):
+                start = found.pop()[0]
+            found.append((start, each.end, is_heap))
     return found
 
 

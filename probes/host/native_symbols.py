@@ -7,9 +7,10 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 
+from lowtide.probes.mappings import read_mappings
 from lowtide.probes.objects.described import is_of_python
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import contents, os, sys
+from lowtide.probes.originals import os, sys
 
 _RUNTIME = re.compile(
     r"(?:libpython|(?:ld-linux|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|libc\+\+|libffi)\b)"
@@ -48,8 +49,7 @@ def loaded_libraries(pid: int) -> tuple[str, ...]:
     Raises:
         OSError: its maps cannot be read.
     """
-    lines = contents(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
-    files = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count("/") and " r-xp " in line)
+    files = dict.fromkeys(each.path for each in read_mappings(pid, " r-xp ") if "/" in each.path)
     program = os.path.realpath(sys.executable)
     return tuple(
         file for file in files if file != program and not (is_of_python(file) or _RUNTIME.match(os.path.basename(file)))

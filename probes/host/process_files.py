@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.probes.mappings import read_mappings
 from lowtide.probes.originals import contents, lines_of, loaded, os, time
 
 MARK = "LOWTIDE_TREE"
@@ -303,14 +304,11 @@ def own_sockets(pid: int, folder: str = "/") -> set[str]:
 
 def mapped_files(pid: int) -> list[tuple[str, int]]:
     """Return the files that it has mapped, each once with its first address; empty where that may not be read."""
-    try:
-        fields = [line.split(None, 5) for line in lines_of(f"/proc/{pid}/maps")]
-    except OSError:  # it ended, or is another user's
-        return []
     found: dict[str, int] = {}
-    for each in fields:
-        if len(each) == 6 and each[5].startswith("/"):
-            found.setdefault(each[5].rstrip("\n"), int(each[0].partition("-")[0], 16))
+    with contextlib.suppress(OSError):  # it ended, or is another user's
+        for each in read_mappings(pid, "/"):
+            if each.path.startswith("/"):
+                found.setdefault(each.path, each.start)
     return list(found.items())
 
 

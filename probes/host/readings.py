@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lowtide.probes.host.counters import agents_descriptors, own_bytes
-from lowtide.probes.host.process_files import descendants_of, program_name, rollup
+from lowtide.probes.host.process_files import descendants_of, open_files, program_name, rollup
+from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.originals import contents, lines_of, os
@@ -195,7 +196,7 @@ def _descriptors() -> tuple[str, ...]:
 def _shared_memory(notes: list[str]) -> tuple[SharedMemoryEntry, ...]:
     found = []
     user = os.geteuid()
-    mapped = {name for *_, name in _maps()}
+    mapped = {each.path for each in read_mappings(having=_SHARED_MEMORY)}
     try:
         with os.scandir(_SHARED_MEMORY) as entries:
             for entry in entries:
@@ -208,17 +209,6 @@ def _shared_memory(notes: list[str]) -> tuple[SharedMemoryEntry, ...]:
     except OSError as error:
         notes.append(f"shared memory: {error}")
     return tuple(sorted(found, key=lambda entry: entry.name))
-
-
-def _maps() -> list[tuple[int, int, bool, str]]:
-    """The process's mappings: start, end, whether a file or shared memory is behind it, its name."""
-    found = []
-    for line in lines_of("/proc/self/maps"):
-        # address perms offset dev inode pathname; the name may hold spaces
-        fields = line.split(maxsplit=5)
-        start, _, end = fields[0].partition("-")
-        found.append((int(start, 16), int(end, 16), fields[4] != "0", fields[5] if len(fields) > 5 else ""))
-    return found
 
 
 def resident_bytes(address: int, length: int) -> int:
@@ -269,11 +259,11 @@ def resident_in(ranges: Iterable[Range], *, swapped: bool = False) -> Resident:
     wanted = merge(ranges)
     if not wanted:
         return Resident(0, 0)
-    maps = _maps()
+    mapped = list(read_mappings())
     kinds = (
-        [(start, end - start) for start, end, backed, _ in maps if not backed],
-        [(start, end - start) for start, end, backed, _ in maps if backed],
-        [(start, end - start) for start, end, backed, name in maps if backed and _is_shared_memory(name)],
+        [each.range for each in mapped if each.inode == "0"],
+        [each.range for each in mapped if each.inode != "0"],
+        [each.range for each in mapped if each.inode != "0" and _is_shared_memory(each.path)],
     )
     anonymous, file_backed, shared = (sum(map(_resident_or_gone, common(wanted, parts))) for parts in kinds)
     return Resident(anonymous, file_backed, shared, sum(map(_swapped_bytes, wanted)) if swapped else 0)
@@ -290,16 +280,16 @@ def named_shared_memory() -> list[Range]:
 
 def unnamed_shared_memory() -> list[Range]:
     """Where this process maps shared memory that never had a name, as a card's driver does what it pins."""
-    return [(start, end - start) for start, end, _, name in _maps() if name.startswith(_UNNAMED_SHARED_MEMORY)]
+    return [each.range for each in read_mappings() if each.path.startswith(_UNNAMED_SHARED_MEMORY)]
 
 
 def mapped_shared_files() -> dict[str, list[Range]]:
     """By their names, the files of /dev/shm that this process maps and that still have these names, with where."""
     prefix = f"{_SHARED_MEMORY}/"
     found: dict[str, list[Range]] = {}
-    for start, end, _, name in _maps():
-        if name.startswith(prefix) and not name.endswith(" (deleted)"):
-            found.setdefault(name.removeprefix(prefix), []).append((start, end - start))
+    for each in read_mappings(having=prefix):
+        if each.path.startswith(prefix) and not each.path.endswith(" (deleted)"):
+            found.setdefault(each.path.removeprefix(prefix), []).append(each.range)
     return found
 
 
@@ -338,16 +328,9 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for line in lines_of(f"/proc/{pid}/maps"):
-                _, found_prefix, name = line.partition(prefix)
-                if found_prefix:
-                    found.add(name.removesuffix(" (deleted)"))
-            with os.scandir(f"/proc/{pid}/fd") as entries:
-                for entry in entries:
-                    target = os.readlink(entry.path)
-                    if target.startswith(prefix):
-                        found.add(target.removeprefix(prefix).removesuffix(" (deleted)"))
-    return found
+            paths = {each.path for each in read_mappings(pid, prefix)} | open_files(pid)
+            found |= {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
+    return {name.removesuffix(" (deleted)") for name in found}
 
 
 _HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \S+\s*(.*)$")

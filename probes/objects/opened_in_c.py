@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import mmap
 from collections.abc import Sequence
 from typing import Any
 
+from lowtide.probes.mappings import AddressMap, read_mappings
 from lowtide.probes.objects.described import is_of_python
-from lowtide.probes.originals import contents, loaded, os, sys
+from lowtide.probes.originals import loaded, os, sys
 
 _FIRST_FIELD = object.__basicsize__
 """Where the first field of an object lies, behind its reference count and its type."""
@@ -62,30 +62,15 @@ def addresses_of_mappings(mappings: Sequence[Any]) -> list[int]:
 def _knows_mappings() -> bool:
     with mmap.mmap(-1, mmap.PAGESIZE) as sample:
         address = _word(id(sample) + _FIRST_FIELD)
-        is_there = any(low <= address < high for low, high, _ in _mappings())
+        is_there = AddressMap(read_mappings()).at(address) is not None
     return is_there and _word(id(sample) + _FIRST_FIELD) == 0
 
 
 def files_at(addresses: Sequence[int]) -> list[str]:
     """Return the path of the file that is mapped at each address, without the kernel's ` (deleted)`; "" for none."""
-    mappings = _mappings()
-    begins = [low for low, _, _ in mappings]
-    found = []
-    for address in addresses:
-        place = bisect.bisect_right(begins, address) - 1
-        path = mappings[place][2] if place >= 0 and address < mappings[place][1] else ""
-        found.append(path.removesuffix(" (deleted)") if path.startswith("/") else "")
-    return found
-
-
-def _mappings() -> list[tuple[int, int, str]]:
-    lines = [line.split(None, 5) for line in os.fsdecode(contents("/proc/self/maps")).split("\n") if line]
-    return [(*_range(line[0]), line[5] if len(line) > 5 else "") for line in lines]
-
-
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    return int(low, 16), int(high, 16)
+    mapped = AddressMap(read_mappings())
+    paths = ["" if (found := mapped.at(address)) is None else found.path for address in addresses]
+    return [path.removesuffix(" (deleted)") if path.startswith("/") else "" for path in paths]
 
 
 def file_of_database(connection: Any) -> str:

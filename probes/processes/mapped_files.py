@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lowtide.probes.originals import contents, os, threading, time
+from lowtide.probes.mappings import read_mappings
+from lowtide.probes.originals import os, threading, time
 
 PATIENCE_S = 5.0
 """Seconds after which a process that the kernel keeps from being read is reported as such."""
@@ -56,11 +56,8 @@ FileId = tuple[int, int]
 
 _DELETED = " (deleted)"
 
-_SHARED = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) \S{3}s \S+ ([0-9a-f]+):([0-9a-f]+) (\d+) +((?:/dev/shm/|/memfd:|/SYSV).*)$",
-    re.MULTILINE,
-)
-"""A line of `/proc/PID/maps` about shared memory: address, permissions, offset, device, inode, path."""
+_SHARED = ("/dev/shm/", "/memfd:", "/SYSV")
+"""How the kernel calls shared memory that other processes may have, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +81,14 @@ def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
     Returns:
         None where that may not be read, or the process has ended.
     """
+    found: dict[str, int] = {}
     try:
-        text = contents(f"/proc/{pid}/maps")
+        for each in read_mappings(pid, f"{folder}/"):
+            if each.path.startswith(f"{folder}/"):
+                path = each.path[len(folder) + 1 :]
+                found[path] = found.get(path, 0) + each.bytes
     except OSError:
         return None
-    found: dict[str, int] = {}
-    # address perms offset dev inode path
-    pattern = rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ +" + re.escape(os.fsencode(folder)) + rb"/(.*)$"
-    for start, end, name in re.findall(pattern, text, re.MULTILINE):
-        path = os.fsdecode(name)
-        found[path] = found.get(path, 0) + int(end, 16) - int(start, 16)
     return found
 
 
@@ -114,16 +109,15 @@ class SharedMapping:
 
 def mapped_shared_memory(pid: int) -> tuple[SharedMapping, ...] | None:
     """The shared memory that a process maps, which another one may have made; None where that may not be read."""
+    found: dict[FileId, SharedMapping] = {}
     try:
-        text = contents(f"/proc/{pid}/maps")
+        for each in read_mappings(pid, "s "):
+            if each.access.endswith("s") and each.path.startswith(_SHARED):
+                known = found.get(each.file)
+                size = each.bytes + (0 if known is None else known.bytes)
+                found[each.file] = SharedMapping(each.file, each.path, size)
     except OSError:
         return None
-    found: dict[FileId, SharedMapping] = {}
-    for start, end, major, minor, inode, name in _SHARED.findall(text):
-        file = (os.makedev(int(major, 16), int(minor, 16)), int(inode))
-        known = found.get(file)
-        size = int(end, 16) - int(start, 16) + (0 if known is None else known.bytes)
-        found[file] = SharedMapping(file, os.fsdecode(name), size)
     return tuple(found.values())
 
 
@@ -135,10 +129,9 @@ def maps_library(pid: int, name: str) -> bool:
         name: part of the file's name without its folder.
     """
     try:
-        text = contents(f"/proc/{pid}/maps")
+        return any(name in os.path.basename(each.path) for each in read_mappings(pid, name))
     except OSError:
         return False
-    return re.search(rb"/[^/\n]*" + re.escape(os.fsencode(name)) + rb"[^/\n]*$", text, re.MULTILINE) is not None
 
 
 def files_in_use(pid: int, wanted: Collection[FileId], names: Collection[str]) -> FilesInUse:
@@ -151,22 +144,12 @@ def files_in_use(pid: int, wanted: Collection[FileId], names: Collection[str]) -
             server that does not answer takes for ever.
     """
     try:
-        text = contents(f"/proc/{pid}/maps")
-        found = _mapped(text, {device for device, _ in wanted})
-        return FilesInUse(frozenset((found | _open(pid, names)) & set(wanted)), True)
+        mapped = {each.file for each in read_mappings(pid, "/")}
+        return FilesInUse(frozenset((mapped | _open(pid, names)) & set(wanted)), True)
     except (FileNotFoundError, ProcessLookupError):  # it ended
         return FilesInUse(frozenset(), True)
     except OSError:
         return FilesInUse(frozenset(), False)
-
-
-def _mapped(text: bytes, devices: Collection[int]) -> set[FileId]:
-    found: set[FileId] = set()
-    for device in devices:
-        number = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
-        inodes = re.findall(rb"^\S+ \S+ \S+ " + number + rb" (\d+) ", text, re.MULTILINE)
-        found.update((device, int(inode)) for inode in inodes)
-    return found
 
 
 def _open(pid: int, names: Collection[str]) -> set[FileId]:

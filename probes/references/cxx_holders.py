@@ -8,18 +8,18 @@ an address that is not mapped.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import mmap
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from lowtide.probes.mappings import AddressMap, read_mappings
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import object_at
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import contents, loaded, os
+from lowtide.probes.originals import loaded, os
 
 _WORD = 8
 _CHUNK = 1 << 24
@@ -89,20 +89,12 @@ def callbacks_of(future: Any) -> list[object]:
         return [] if memory is None else list(memory.callbacks_of(future))
 
 
-class _Mapping(NamedTuple):
-    begin: int
-    end: int
-    is_writable: bool
-    file: str
-
-
 class _Memory:
     """This process's memory, its mappings as they were when it was opened."""
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._mappings = [_mapping(line) for line in _lines("/proc/self/maps")]
-        self._begins = [mapping.begin for mapping in self._mappings]
+        self._mapped = AddressMap(read_mappings())
         self._names: dict[int, str] = {}
         self._operators: dict[int, str] | None = None
 
@@ -120,12 +112,12 @@ class _Memory:
         # What is read here is not read again as if it were the program's: this memory was mapped after the mappings
         # were listed, and a copy in the heap would be found there, then or once it is free.
         buffer, near_buffer = (np.frombuffer(mmap.mmap(-1, _CHUNK), np.int64) for _ in range(2))
-        for mapping in self._mappings:
-            size = mapping.end - mapping.begin
-            is_heap = mapping.file == "[heap]"
-            if not mapping.is_writable or (mapping.file and not is_heap) or (size > _LARGEST_MAPPING and not is_heap):
+        for mapping in self._mapped.mappings:
+            is_heap = mapping.path == "[heap]"
+            is_large = mapping.bytes > _LARGEST_MAPPING and not is_heap
+            if "w" not in mapping.access or (mapping.path and not is_heap) or is_large:
                 continue
-            for begin in range(mapping.begin, mapping.end, _CHUNK):
+            for begin in range(mapping.start, mapping.end, _CHUNK):
                 words = (
                     self._read_into(buffer[: min(_CHUNK, mapping.end - begin) // _WORD], begin)
                     if left > 0
@@ -238,16 +230,12 @@ class _Memory:
         return name.decode() if _NAME.fullmatch(name) else ""
 
     def _is_file(self, address: int) -> bool:
-        mapping = self._at(address)
-        return mapping is not None and mapping.file.startswith("/")
+        mapping = self._mapped.at(address)
+        return mapping is not None and mapping.path.startswith("/")
 
     def _is_heap(self, address: int) -> bool:
-        mapping = self._at(address) if address % (2 * _WORD) == 0 else None
-        return mapping is not None and mapping.is_writable and mapping.file in ("", "[heap]")
-
-    def _at(self, address: int) -> _Mapping | None:
-        place = bisect.bisect_right(self._begins, address) - 1
-        return self._mappings[place] if place >= 0 and address < self._mappings[place].end else None
+        mapping = self._mapped.at(address) if address % (2 * _WORD) == 0 else None
+        return mapping is not None and "w" in mapping.access and mapping.path in ("", "[heap]")
 
     def _read_into(self, buffer: Ints, address: int) -> Ints:
         """As many words of memory as fit; none where nothing is mapped."""
@@ -289,14 +277,3 @@ def _opened() -> Iterator[_Memory | None]:
         yield _Memory(file)
     finally:
         os.close(file)
-
-
-def _lines(path: str) -> list[str]:
-    # A file's name may have any bytes, also where the locale has no name for them.
-    return os.fsdecode(contents(path)).strip("\n").split("\n")
-
-
-def _mapping(line: str) -> _Mapping:
-    span, rights, *rest = line.split(None, 5)
-    begin, _, end = span.partition("-")
-    return _Mapping(int(begin, 16), int(end, 16), "w" in rights, rest[3].strip() if len(rest) > 3 else "")

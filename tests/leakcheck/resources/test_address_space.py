@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.resources.address_space import LEAST, AddressSpace, Range, parts_of, reserved_ranges
 from lowtide.probes.device.driver import NoDriver
+from lowtide.probes.mappings import mappings_in
 
 GIB = 1 << 30
 MAPS = """\
@@ -65,7 +66,7 @@ def reserve(size: int = 2 * GIB, access: int = 0) -> mmap.mmap:
 
 def test_large_ranges_without_access_and_without_a_file_are_read() -> None:
     expected = [(0x10000000, 0x50000000), (0x100000000, 0x1C0000000), (0x500000000, 0x580000000)]
-    assert list(reserved_ranges(MAPS.splitlines())) == expected
+    assert reserved_ranges(mappings_in(MAPS.encode())) == expected
 
 
 def test_what_is_reserved_is_seen_and_what_is_given_back_is_gone(reserved: mmap.mmap) -> None:
