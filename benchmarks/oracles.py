@@ -21,7 +21,7 @@ from lowtide.probes.kernels.definition import RangeTable
 from lowtide.probes.memory.contents import take_fingerprints
 from lowtide.probes.memory.pointers import ALIGNMENT, LabelledRange, find_pointers, gone_since
 from lowtide.probes.memory.ranges import merge
-from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.memory.tensors import survey_storages
 
 GIB = 1 << 30
 PIECE = 64 << 20  # bytes that are made at a time, so that making them takes little memory
@@ -48,7 +48,9 @@ def seconds(call: Callable[[], object], device: torch.device, repeats: int) -> f
 
 def live_ranges(device: torch.device) -> list[LabelledRange]:
     """All memory that this process has on the device."""
-    known = [(storage.address, storage.bytes) for storage in live_storages() if storage.device == str(device)]
+    known = [
+        (storage.address, storage.bytes) for storage in survey_storages().storages if storage.device == str(device)
+    ]
     if device.type == "cuda":
         known += [(segment["address"], segment["total_size"]) for segment in torch.cuda.memory_snapshot()]
         known += read_allocations(device.index) or ()

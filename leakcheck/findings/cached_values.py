@@ -223,7 +223,7 @@ class CachedValues:
         listed = []
         natively = []
         for memo in memos:
-            sizes = {key: size for key, size in _sizes(memo.tensors).items() if key in alone}
+            sizes = {key: size for key, size in survey_storages(memo.tensors).sizes.items() if key in alone}
             own = sizes.keys() & new.keys()
             kept = self._of(memo, subject) if own else None
             if kept is None:
@@ -267,10 +267,6 @@ def _held_by_these_alone(memos: Sequence[_Memo], walk: SharedWalk | None) -> set
     ignore = {id(holder) for memo in memos for holder in memo.holders}
     with trace(tensors, ignore=ignore, walk=walk) as found:
         return keys - storage_keys(item for place, item in enumerate(tensors) if found.reaches(place))
-
-
-def _sizes(tensors: Sequence[Any]) -> dict[Key, int]:
-    return {(storage.device, storage.address): storage.bytes for storage in survey_storages(tensors).storages}
 
 
 def _compiled_with(new: Mapping[Key, int]) -> Iterator[_Memo]:

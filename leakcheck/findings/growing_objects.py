@@ -30,7 +30,7 @@ from lowtide.probes.heap.holders import trace
 from lowtide.probes.heap.large_values import UNIT, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
-from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import (
     dict_of_module,
@@ -210,7 +210,7 @@ def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: boo
 def _with_tensors(kept: KeptBytes, *, tensors: bool) -> tuple[int, str]:
     """Return bytes with those under tensors, if these count, and the device where most of them are; else empty."""
     under = Counter[str]()
-    for storage in live_storages(kept.tensors) if tensors and kept.tensors else ():
+    for storage in survey_storages(kept.tensors).storages if tensors and kept.tensors else ():
         under[storage.device] += storage.bytes
     size = kept.bytes + under.total()
     ((device, most),) = under.most_common(1) or (("", 0),)

@@ -84,7 +84,7 @@ class LeftoverTensors:
 
     def of_process(self) -> frozenset[Key]:
         """Return the storages that are no engine's: they were there before the first life, or an import made them."""
-        return self._seen | {(each.device, each.address) for each in self._made_by_imports()}
+        return self._seen | {each.key for each in self._made_by_imports()}
 
     def _made_by_imports(self) -> Sequence[StorageReading]:
         made = [born.item for born in self._births.survivors() if born.label.startswith(_IMPORT)]
@@ -98,8 +98,7 @@ class LeftoverTensors:
         gc.collect()
         self._births.mark("create")
         self._was_frozen = any_frozen()
-        storages = survey_storages().storages
-        self._seen = frozenset((held.device, held.address) for held in storages)
+        self._seen = frozenset(survey_storages().sizes)
 
     def stage(self, name: str, cycle: int) -> None:
         """Attribute what appears from here on to this stage of this life."""
@@ -510,9 +509,8 @@ def not_judged(stage: str, sizes: tuple[int, int], kind: str, where: str = "") -
 
 def _outside_pools() -> _Storages:
     """Read the storages that lie in no announced pool: the pages of a pool may be gone."""
-    survey = survey_storages()
-    is_pooled = within(announced_pools())
-    return {(each.device, each.address): each for each in survey.storages if each.bytes and not is_pooled(each.address)}
+    storages, is_pooled = survey_storages().storages, within(announced_pools())
+    return {each.key: each for each in storages if each.bytes and not is_pooled(each.address)}
 
 
 def _held_by_frames() -> set[Key]:

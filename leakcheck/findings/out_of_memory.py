@@ -243,9 +243,7 @@ class OutOfMemoryWatch:
         new, _ = new_storages([born for born in survivors if is_tensor(born.item)], {})
         # Of the owner that was being set up, without the number by which it is told from others of its name.
         held = [HeldStorage.of(each, _NUMBER.sub("", stage), turn=turn) for each, stage, turn in new.values()]
-        older = (
-            storage for storage in survey_storages(census).storages if (storage.device, storage.address) not in new
-        )
+        older = (storage for storage in survey_storages(census).storages if storage.key not in new)
         held += [HeldStorage.of(storage, self._before) for storage in older]
         return sorted(without_overlaps(each for each in held if each.key[0] == device), key=lambda each: -each.bytes)
 
@@ -284,7 +282,7 @@ def _local_variables(error: BaseException) -> list[tuple[str, object]]:
 
 def _of_storages(held: Sequence[HeldStorage], context: Context) -> list[Finding]:
     """Return who holds storages, and of those that are gone what they were."""
-    now = {(storage.device, storage.address): storage.bytes for storage in survey_storages().storages}
+    now = survey_storages().sizes
     living = [each for each in held if now.get(each.key, 0) >= each.bytes]
     gone = [each for each in held if now.get(each.key, 0) < each.bytes]
     found = [leak.finding for leak in leaks_of(living, context)]

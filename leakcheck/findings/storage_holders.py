@@ -348,7 +348,7 @@ def saved_for_backward(
     In `pathless` are those that have no path even from what C++ holds, such as a hook of that very graph.
     """
     torch: Any = loaded("torch")
-    wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
+    wanted = {key: id(tensor) for tensor in lost for key in survey_storages([tensor]).sizes}
     found: dict[int, Saved] = {}
     with plain_tensors(torch):
         everything = instances_in(walk, torch.Tensor)
@@ -359,7 +359,7 @@ def saved_for_backward(
         seen: set[Any] = set()
         for output in outputs:
             for saved in saved_behind(output, seen):
-                for address in _addresses(saved.tensor):
+                for address in survey_storages([saved.tensor]).sizes:
                     if address in wanted:
                         found.setdefault(wanted[address], saved)
     holding = list({id(saved.output): saved.output for saved in found.values()}.values())
@@ -453,10 +453,6 @@ def _through_graph(explanation: Explanation, hops: tuple[Hop, ...], what: str) -
         advice=explanation.advice if in_c else "",
         root=explanation.root,
     )
-
-
-def _addresses(tensor: Any) -> list[tuple[str, int]]:
-    return [(storage.device, storage.address) for storage in survey_storages([tensor]).storages]
 
 
 def _gradient_of(tensor: Any, gradient: int, holder: Explanation, *, was_there: bool) -> Explanation:

@@ -126,8 +126,7 @@ class Collected:
 
         None where they have less than `least` bytes.
         """
-        survey = survey_storages(Census(list(tensors))) if tensors else None
-        sizes = {} if survey is None else {(each.device, each.address): each.bytes for each in survey.storages}
+        sizes = survey_storages(Census(list(tensors))).sizes if tensors else {}
         if sum(sizes.values()) < least:
             return None
         largest = set(sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TRACED])

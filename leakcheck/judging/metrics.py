@@ -7,16 +7,16 @@ and not four (its storage, the arena that it keeps mapped, the driver's bytes be
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test
-from lowtide.leakcheck.resources.resource import Bound, Items, Rule, Rung
+from lowtide.leakcheck.resources.resource import Bound, Items, Rule
 from lowtide.probes.device.torch_allocator import PoolSegments
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
-from lowtide.reports.schema import Cause, Finding, ResourceName, Verdict
+from lowtide.reports.schema import Finding, ResourceName, Verdict
 
 NOT_OF_PYTHON: tuple[Verdict, ...] = ("native-held", "in-flight")
 """The verdicts on tensors' memory that has no tensor object any more, or never had one."""
@@ -35,24 +35,17 @@ class Reading:
     amounts: Mapping[str, int | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Metric:
-    """Something that must come back.
+@dataclass(frozen=True, kw_only=True)
+class Metric(Bound):
+    """Something that must come back: a row of the table on one device, with when it counts as back.
 
     Attributes:
-        resource: the word that findings use.
+        resource: see `Rule`.
         device: "cpu", "cuda:0", or "" where the reading belongs to the process.
-        key: of the row of the table, with the device: what it is called in a reading.
+        key: of the row, with the device: what it is called in a reading.
         is_named: whether it counts what is new by name: one thing that went away must not hide another that stayed.
-        tolerance: how far above the baseline still counts as back; bytes or a count.
-        rung: where on the ladder it must be back: what comes back later is somebody else's work.
-        unit: "bytes" or the plural of what is counted.
-        first_use: whether libraries move it when they are first used in a process (kernels that load, threads that
-            start), so that the first life says nothing about it.
-        settles: whether it comes back in the driver's own time, so that waiting is worth while.
-        what: how a finding calls it, if not by the resource.
-        cause: what a finding says when no rung brings it back.
-        verdict: likewise.
+        unit: see `Rule`.
+        verdict: see `Rule`.
         excused: what does not count, as the counters call it.
     """
 
@@ -60,13 +53,7 @@ class Metric:
     device: str
     key: str = ""
     is_named: bool = False
-    tolerance: int = 0
-    rung: Rung = Rung.COLLECT
     unit: str = "bytes"
-    first_use: bool = False
-    settles: bool = False
-    what: str = ""
-    cause: Cause = "unknown"
     verdict: Verdict | None = None
     excused: Collection[str] = ()
 
@@ -96,17 +83,12 @@ class Metric:
 
 def _metric_of(rule: Rule, bound: Bound, device: str, tolerance: int, *, is_named: bool) -> Metric:
     return Metric(
-        rule.resource,
-        device,
-        _key_of(rule, device),
+        **vars(replace(bound, tolerance=tolerance)),
+        resource=rule.resource,
+        device=device,
+        key=_key_of(rule, device),
         is_named=is_named,
-        tolerance=tolerance,
-        rung=bound.rung,
         unit=rule.unit,
-        first_use=bound.first_use,
-        settles=bound.settles,
-        what=bound.what,
-        cause=bound.cause,
         verdict=rule.verdict,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from lowtide.probes.heap.reach import module_namespaces, reach, ways_to
 from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
-from lowtide.probes.host.process_files import descendants_of
+from lowtide.probes.host.process_files import descendants_of, numbers_in
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.memory.autograd import saved_behind
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
@@ -380,7 +379,7 @@ class Claims:
         for owner, tensors, keys in self._tensors:
             sizes = {key: size for key, size in known.get(id(owner), {}).items() if key not in fresh}
             unknown = [tensor for tensor, under in zip(tensors, keys, strict=True) if under - sizes.keys()]
-            sizes.update(((item.device, item.address), item.bytes) for item in survey_storages(unknown).storages)
+            sizes |= survey_storages(unknown).sizes
             under_it = frozenset[Key]().union(*keys) & sizes.keys()
             found[id(owner)] = {key: sizes[key] for key in under_it if self.by_storage[key] is owner}
         return found
@@ -729,7 +728,7 @@ class Ownership:
         for owner in self.live:
             started = set(map(int, owner.items.get("processes", ())))
             family = {pid for start in started for pid in (start, *descendants_of(start))}
-            theirs = {name for name in names if set(map(str, family)) & set(re.findall(r"\d+", name))}
+            theirs = {name for name in names if set(map(str, family)) & numbers_in(name)}
             theirs |= set(names) & mapped_shared_memory(family) if family else set()
             if theirs:
                 owner.items.setdefault("shared-memory", set()).update(theirs - mapped_shared_memory([os.getpid()]))
@@ -745,7 +744,7 @@ class Ownership:
         mine = mapped_shared_memory(family) | self._segments.names | self._left_behind(names)
         found = {}
         for name in names:
-            own = name in mine or bool({str(pid) for pid in family} & set(re.findall(r"\d+", name)))
+            own = name in mine or bool({str(pid) for pid in family} & numbers_in(name))
             try:
                 facts = os.stat(f"/dev/shm/{name}")
             except OSError:  # it is gone by now

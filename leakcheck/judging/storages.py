@@ -47,7 +47,7 @@ class HeldStorage:
     @classmethod
     def of(cls, storage: StorageReading, stage: str, owner: Owner | None = None, turn: int = 1) -> HeldStorage:
         """Return what was read of a storage, as held since a stage."""
-        return cls(_key(storage), storage.bytes, text_of(storage), stage, owner, turn)
+        return cls(storage.key, storage.bytes, text_of(storage), stage, owner, turn)
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ def read_heap(
             # First: of a storage that a frozen and a young tensor view, the frozen one is the older.
             newborn = {**_newborn_and_frozen(births, old, known), **newborn}
             old = [item for item in old if id(item) not in newborn]
-        older = {_key(storage): storage for storage in survey_storages(old).storages}
+        older = {storage.key: storage for storage in survey_storages(old).storages}
         readings, unreadable = new_storages(newborn.values(), older)
         # An older tensor may have got memory since, over which a new one lies, too.
         given = frozenset[Key]().union(*keys_of_each(born.item for born in newborn.values())) & older.keys() - known
@@ -202,7 +202,7 @@ def thaw(stage: str, held: Collection[HeldStorage], seen: Collection[Key]) -> tu
         visible = survey_storages(gc.get_objects()).storages
     collect()
     known = reached.union(seen, (each.key for each in held))
-    hidden = [storage for storage in visible if _key(storage) not in known]
+    hidden = [storage for storage in visible if storage.key not in known]
     return without_overlaps(HeldStorage.of(storage, stage) for storage in hidden)
 
 
@@ -227,7 +227,7 @@ def tensors_in(keys: Collection[Key], walk: SharedWalk | None = None) -> list[tu
         wanted = set(keys)
         of_each = keys_of_each(everything)
         over = [item for item, found in zip(everything, of_each, strict=True) if found & wanted]
-        covering = _Covering(storage for storage in survey_storages(over).storages if _key(storage) in wanted)
+        covering = _Covering(storage for storage in survey_storages(over).storages if storage.key in wanted)
         # One answer for all that view one storage.
         around = {key: covering.around(key) | ({key} & wanted) for key in frozenset().union(*of_each)}
         found_in = [frozenset().union(*(around[key] for key in found)) for found in of_each]
@@ -275,11 +275,7 @@ def is_storage(item: object) -> bool:
 
 def storage_keys(items: Iterable[Any] | None) -> set[Key]:
     """Return the storages under the tensors among some objects; None: under all that are alive."""
-    return {_key(storage) for storage in survey_storages(items).storages}
-
-
-def _key(storage: StorageReading) -> Key:
-    return storage.device, storage.address
+    return {storage.key for storage in survey_storages(items).storages}
 
 
 def text_of(storage: StorageReading) -> str:
@@ -299,8 +295,8 @@ def new_storages(
     for (label, turn), items in sorted(by_label.items(), key=lambda entry: entry[0][1]):
         survey = survey_storages(items)
         for storage in survey.storages:
-            if _key(storage) not in older:
-                readings.setdefault(_key(storage), (storage, label, turn))
+            if storage.key not in older:
+                readings.setdefault(storage.key, (storage, label, turn))
         if survey.unreadable:
             for item in items:
                 if survey_storages([item]).unreadable:

@@ -7,18 +7,17 @@ was made to outlive its maker: a child process that waits for nobody, a segment 
 from __future__ import annotations
 
 import json
-import re
+import os
 import selectors
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-import psutil
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.script import Call, LifeModel
@@ -34,6 +33,15 @@ from lowtide.leakcheck.targets.target import (
     start_program,
 )
 from lowtide.probes.device.driver import Driver, DriverError
+from lowtide.probes.host.process_files import (
+    all_pids,
+    descendants_of,
+    environment,
+    lives,
+    numbers_in,
+    program_name,
+    stat,
+)
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -50,6 +58,10 @@ DRIVER_TOLERANCE = 64 << 20
 _SHARED_MEMORY = Path("/dev/shm")
 _MARK = "LOWTIDE_WITNESS"
 """The variable by which a process is known that has been started by a killed one, whoever its parent is by now."""
+
+
+_Child = tuple[int, int]
+"""A process by its number, and when it began, in ticks since boot: another one may have its number by then."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +153,11 @@ def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Kil
         )
         try:
             message = _wait_until_it_stands(process, errors, stage.name)
-            started = {*psutil.Process(process.pid).children(recursive=True), *_marked(folder, process.pid)}
-            pids = [process.pid, *(child.pid for child in started)]
+            started = {*_noted(descendants_of(process.pid)), *_marked(folder, process.pid)}
+            pids = [process.pid, *(pid for pid, _ in started)]
             card.is_used_by(pids)
-            segments = (_segments() - before) & (
-                mapped_shared_memory(pids) | set(message["segments"]) | _numbered(_segments(), pids)
-            )
+            known, numbers = mapped_shared_memory(pids) | set(message["segments"]), set(map(str, pids))
+            segments = {name for name in _segments() - before if name in known or numbers & numbers_in(name)}
         finally:
             process.kill()
         process.wait()
@@ -232,12 +243,12 @@ class EngineCard:
             return None
 
 
-def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: EngineCard) -> list[Finding]:
+def _what_stays(stage: str, started: set[_Child], segments: set[str], card: EngineCard) -> list[Finding]:
     """Report what is still there when the kernel and the driver have had their time."""
     deadline = time.monotonic() + PATIENCE_S
     device = card.device
     while True:
-        alive = [child for child in started if _is_alive(child)]
+        alive = [pid for pid, began in started if lives(pid, began)]
         left = segments & _segments()
         grown = card.grown()
         if not (alive or left or grown > DRIVER_TOLERANCE) or time.monotonic() > deadline:
@@ -246,11 +257,10 @@ def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], ca
     where = f"after its parent was killed in {stage}"
     found = []
     if alive:
-        names = sorted(f"{child.pid} {_name_of(child)}" for child in alive)
+        programs = {pid: program_name(pid) or "gone" for pid in alive}
+        names = sorted(f"{pid} {name}" for pid, name in programs.items())
         said = f"{format_amount(len(alive), 'child processes')} ran on {where}, and had to be ended: {', '.join(names)}"
-        found.append(
-            _finding("processes", stage, device, said, sorted({_name_of(child) for child in alive}), len(alive))
-        )
+        found.append(_finding("processes", stage, device, said, sorted({*programs.values()}), len(alive)))
     if left:
         size = sum((_SHARED_MEMORY / name).stat().st_size for name in left)
         said = f"{format_bytes(size)} stayed in /dev/shm {where}, and had to be unlinked: {', '.join(sorted(left))}"
@@ -261,13 +271,13 @@ def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], ca
     return found
 
 
-def _end(children: set[psutil.Process]) -> None:
+def _end(children: set[_Child]) -> None:
     """Kill them, and see them end."""
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
     deadline = time.monotonic() + PATIENCE_S
-    while any(map(_is_alive, children)) and time.monotonic() < deadline:
+    while (left := [pid for pid, began in children if lives(pid, began)]) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
@@ -292,33 +302,12 @@ def _segments() -> set[str]:
     return {entry.name for entry in _SHARED_MEMORY.iterdir()}
 
 
-def _numbered(names: set[str], pids: Sequence[int]) -> set[str]:
-    """Return those that carry the number of one of the processes."""
-    numbers = set(map(str, pids))
-    return {name for name in names if numbers & set(re.findall(r"\d+", name))}
-
-
-def _marked(mark: str, besides: int) -> set[psutil.Process]:
+def _marked(mark: str, besides: int) -> set[_Child]:
     """Return the processes that have a mark in their environment: also those that have left their parent."""
-    found = set()
-    for process in psutil.process_iter():
-        # The environment of another user's process cannot be read.
-        with suppress(psutil.Error, OSError):
-            if process.pid != besides and process.environ().get(_MARK) == mark:
-                found.add(process)
-    return found
+    pids = {*all_pids()} - {besides}
+    # The environment of another user's process cannot be read.
+    return _noted(pid for pid in pids if (environment(pid) or {}).get(_MARK) == mark)
 
 
-def _is_alive(child: psutil.Process) -> bool:
-    # `is_running` knows a process from another one that has its number by now.
-    try:
-        return bool(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _name_of(child: psutil.Process) -> str:
-    try:
-        return str(child.name())
-    except psutil.NoSuchProcess:
-        return "gone"
+def _noted(pids: Iterable[int]) -> set[_Child]:
+    return {(pid, process.started) for pid in pids if (process := stat(pid)) is not None}

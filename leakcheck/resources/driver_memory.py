@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.resources.resource import MIB, Bound, Change, Items, Name, Resource, Rule, Rung
-from lowtide.probes.host.process_files import has_opened_a_card, name_of
+from lowtide.probes.host.process_files import all_pids, has_opened_a_card, name_of
 from lowtide.probes.originals import contents, initialized_torch, os
 from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.probes.stages import announced_pools
@@ -270,7 +270,7 @@ def _importers(counters: Collection[Counter]) -> list[str]:
     """Return the processes that have some exports open, as a finding calls them."""
     from lowtide.probes.device.cuda_ipc import importers_of
 
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    pids = [pid for pid in all_pids() if pid != os.getpid()]
     return [
         ProcessName(pid=pid, name=name_of(pid), rank=read_role_of(pid).rank).text
         for pid in sorted(importers_of(set(counters), [pid for pid in pids if has_opened_a_card(pid)]))

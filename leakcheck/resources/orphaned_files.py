@@ -25,7 +25,14 @@ from typing import Any
 from lowtide.leakcheck.resources.processes import ChildProcesses
 from lowtide.probes.host.counters import Folder
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.process_files import began_at, bound_sockets, numbered_descriptors, own_sockets
+from lowtide.probes.host.process_files import (
+    all_pids,
+    began_at,
+    bound_sockets,
+    numbered_descriptors,
+    numbers_in,
+    own_sockets,
+)
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
@@ -81,8 +88,6 @@ _CLOCK_S = 0.05
 
 _PAUSE_S = 0.05
 """Seconds in which it is enough to see once where this process listens: some engines' processes answer all the time."""
-
-_UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 _BASE_OF_PYTEST = "pytest-of-"
 """The folder in which pytest keeps `tmp_path` of its last three runs, on purpose."""
@@ -201,7 +206,7 @@ class OrphanedFiles:
         if self._lifetimes:
             with contextlib.suppress(OSError):
                 fresh = set(os.listdir(folder)) - self._before
-                self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
+                self._files |= {name for name in fresh if self._numbers & numbers_in(name)}
                 if self._is_alone():
                     sockets |= self._abandoned_sockets(fresh)
         own = () if self._names is None else self._names.made
@@ -278,7 +283,7 @@ class OrphanedFiles:
         self._note_ended()
         fresh = set(names) - self._segments_before
         # A fixture's process may have made it in an earlier test.
-        older = {name for name in set(names) - fresh if self._numbers & _numbers_in(name)}
+        older = {name for name in set(names) - fresh if self._numbers & numbers_in(name)}
         ended = {name for name in older if self._was_made_in_a_life(f"/dev/shm/{name}")}
         return ended | self._left_of(fresh) if fresh else ended
 
@@ -288,7 +293,7 @@ class OrphanedFiles:
             left |= _unused(fresh & self._seen)
         if not self._lifetimes:
             return left
-        left |= {name for name in fresh if self._numbers & _numbers_in(name)}
+        left |= {name for name in fresh if self._numbers & numbers_in(name)}
         unknown = {name for name in fresh - left if self._was_made_in_a_life(f"/dev/shm/{name}")}
         unknown -= self._open_to_nobody
         if unknown and self._is_alone():
@@ -442,14 +447,9 @@ def _living_sockets() -> set[str | int]:
 
 def _unused(names: set[str]) -> set[str]:
     """Return those of some names in /dev/shm that no living process has open, and that have the number of none."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    pids = all_pids()
     living = set(map(str, pids))
-    return {name for name in names if not living & _numbers_in(name)} - mapped_shared_memory(pids)
-
-
-def _numbers_in(name: str) -> set[str]:
-    """Return the numbers in a name that may be a process's; the digits of a UUID are none."""
-    return set(re.findall(r"\d+", _UUID.sub("", name)))
+    return {name for name in names if not living & numbers_in(name)} - mapped_shared_memory(pids)
 
 
 def _opened(pid: int, folder: str) -> set[str]:

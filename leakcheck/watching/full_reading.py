@@ -314,7 +314,7 @@ def _any_with_gradient(tensors: Sequence[Any]) -> bool:
 def _sizes(tensors: Sequence[Any]) -> dict[Key, int]:
     """Return the bytes of the storages under some tensors; none where one of them cannot be read."""
     survey = survey_storages(tensors)
-    return {} if survey.unreadable else {(found.device, found.address): found.bytes for found in survey.storages}
+    return {} if survey.unreadable else survey.sizes
 
 
 class OwnersInUse:

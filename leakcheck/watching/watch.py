@@ -110,7 +110,7 @@ class Watch:
             self._warm_up.now()
         self._watched.start()
         self._watched.caches.add(all_instances(LRU_CACHE))
-        self._seen = frozenset((held.device, held.address) for held in survey_storages().storages)
+        self._seen = frozenset(survey_storages().sizes)
         self._host.note_lengths()
         trim_heap()
 

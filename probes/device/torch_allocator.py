@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.probes.memory.ranges import Range, merge
-from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import initialized_torch, loaded, sys, threading
 
@@ -163,7 +163,7 @@ def read_allocators(claimed: Collection[int] | None = None) -> tuple[AllocatorRe
     if torch is None:
         return ()
     if claimed is None:
-        claimed = {storage.address for storage in live_storages()}
+        claimed = {storage.address for storage in survey_storages().storages}
     backend = str(torch.cuda.get_allocator_backend())
     segments, note = all_segments(torch)
     return tuple(

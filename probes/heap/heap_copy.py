@@ -167,7 +167,7 @@ class _Storages:
         found = () if torch is None else survey_storages(graph.census()).storages
         devices = {device: len(types) + place for place, device in enumerate(sorted({each.device for each in found}))}
         types += [f"{STORAGE}{device}" for device in devices]
-        nodes = {(each.device, each.address): first + place for place, each in enumerate(found)}
+        nodes = {each.key: first + place for place, each in enumerate(found)}
         self.sizes: Ints = np.array([each.bytes for each in found], np.int64)
         self.kinds: Indices = np.array([devices[each.device] for each in found], np.int32)
         tensors = graph.census().instances_of(torch.Tensor, torch.UntypedStorage) if found else []

@@ -339,7 +339,12 @@ def own_bytes(status: bytes) -> int:
     `mmap.mmap(-1, …)` and what a card's driver pins are shared memory to the kernel (`/dev/zero (deleted)`), as are the
     files of /dev/shm that are mapped here.
     """
-    return sum(_figure(status, name) for name in (b"RssAnon:", b"RssShmem:", b"VmSwap:")) * 1024
+    return sum(bytes_in_status(status, name) for name in (b"RssAnon:", b"RssShmem:", b"VmSwap:"))
+
+
+def bytes_in_status(status: bytes, name: bytes) -> int:
+    """Return the bytes that a line of /proc/self/status says; 0 where this kernel does not have it."""
+    return _figure(status, name) * 1024
 
 
 def _figure(status: bytes, name: bytes) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.probes.host.counters import read_status
+from lowtide.probes.host.counters import bytes_in_status, read_status
 from lowtide.probes.host.fragments import said_by, tell_arenas
 from lowtide.probes.originals import contents, os, resource
 
@@ -101,7 +101,7 @@ def read_parts() -> MemoryParts:
     Where malloc is another one than glibc's, its memory is among `other`.
     """
     status = read_status()
-    anonymous = _bytes_of(status, b"RssAnon:") + _bytes_of(status, b"VmSwap:")
+    anonymous = bytes_in_status(status, b"RssAnon:") + bytes_in_status(status, b"VmSwap:")
     said = said_by(tell_arenas)
     arenas, blocks = _ARENAS.search(said), _IN_BLOCKS.search(said)
     python = int(blocks[1].replace(b",", b"")) if blocks else 0
@@ -121,8 +121,8 @@ def read_parts() -> MemoryParts:
     return MemoryParts(
         **parts,
         other=left,
-        files=_bytes_of(status, b"RssFile:"),
-        shared=_bytes_of(status, b"RssShmem:"),
+        files=bytes_in_status(status, b"RssFile:"),
+        shared=bytes_in_status(status, b"RssShmem:"),
         untouched=given_out - parts["malloc"],
     )
 
@@ -148,7 +148,7 @@ class HighWater(NamedTuple):
 def read_high_water() -> HighWater:
     """Read the process's resident memory and its peak, which the kernel keeps without being asked."""
     status = read_status()
-    return HighWater(_bytes_of(status, b"VmRSS:"), _bytes_of(status, b"VmHWM:"))
+    return HighWater(bytes_in_status(status, b"VmRSS:"), bytes_in_status(status, b"VmHWM:"))
 
 
 def forget_high_water() -> bool:
@@ -201,7 +201,7 @@ def address_space() -> Limit | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return None
-    return Limit(soft, _bytes_of(read_status(), b"VmSize:"))
+    return Limit(soft, bytes_in_status(read_status(), b"VmSize:"))
 
 
 _UNIFIED = ("memory.max", "memory.current")
@@ -222,8 +222,3 @@ def _reader() -> Callable[[], _Mallinfo]:
 
 
 _mallinfo = _reader()
-
-
-def _bytes_of(status: bytes, name: bytes) -> int:
-    _, found, rest = status.partition(b"\n" + name)
-    return int(rest.split(maxsplit=1)[0]) * 1024 if found else 0

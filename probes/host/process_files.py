@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +136,11 @@ def status(pid: int) -> dict[str, str]:
 def anonymous_bytes_of(pid: int) -> int:
     """Return the bytes of a process that are no file's, as the kernel counts them."""
     fields = status(pid)
-    return sum(int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
+    return _bytes_in(fields, "RssAnon") + _bytes_in(fields, "VmSwap")
+
+
+def _bytes_in(fields: Mapping[str, str], name: str) -> int:
+    return int(fields.get(name, "0 kB").split()[0]) * 1024
 
 
 def _status(path: str) -> dict[str, str]:
@@ -161,6 +167,11 @@ def lives(pid: int, started: int) -> bool:
     return process is not None and process.started == started and process.state != "Z"
 
 
+def all_pids() -> list[int]:
+    """Return the numbers of all processes that are seen here."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
 def children_of(pid: int) -> list[int]:
     """The processes that it has started and that are there; empty where that may not be read."""
     found: list[int] = []
@@ -169,7 +180,7 @@ def children_of(pid: int) -> list[int]:
             found += map(int, contents(f"/proc/{pid}/task/{thread}/children").split())
     except FileNotFoundError:
         # A kernel without this file, or a thread that ended.
-        everybody = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+        everybody = map(stat, all_pids())
         return [process.pid for process in everybody if process is not None and process.parent == pid]
     except OSError:  # it ended, or is another user's
         pass
@@ -214,15 +225,8 @@ def program_name(pid: int) -> str:
 
 def sizes(pid: int) -> tuple[int, int]:
     """Bytes of a process in physical memory, and swapped out; everybody may read these."""
-    found = dict.fromkeys(("VmRSS", "VmSwap", "HugetlbPages"), 0)
-    try:
-        for line in lines_of(f"/proc/{pid}/status"):
-            name, _, value = line.partition(":")
-            if name in found:
-                found[name] = int(value.removesuffix("kB")) * 1024
-    except OSError:  # it ended
-        pass
-    return found["VmRSS"] + found["HugetlbPages"], found["VmSwap"]
+    fields = status(pid)
+    return _bytes_in(fields, "VmRSS") + _bytes_in(fields, "HugetlbPages"), _bytes_in(fields, "VmSwap")
 
 
 def rollup(pid: int) -> Rollup | None:
@@ -242,11 +246,7 @@ def rollup(pid: int) -> Rollup | None:
 
 def has_opened_a_card(pid: int) -> bool:
     """Whether a process has the device open through which memory on a card is taken."""
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            return any(_target(entry.path) in ("/dev/nvidia-uvm", "/dev/kfd") for entry in entries)
-    except OSError:  # it ended, or is another user's
-        return False
+    return not {"/dev/nvidia-uvm", "/dev/kfd"}.isdisjoint(descriptors_of(pid))
 
 
 def _target(path: str) -> str:
@@ -281,6 +281,14 @@ def numbered_descriptors(pid: int) -> dict[int, str]:
             return {int(entry.name): target for entry in entries if (target := _target(entry.path))}
     except OSError:  # it ended meanwhile
         return {}
+
+
+_UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
+
+
+def numbers_in(name: str) -> set[str]:
+    """Return the numbers in a file's name that may be a process's; the digits of a UUID are none."""
+    return set(re.findall(r"\d+", _UUID.sub("", name)))
 
 
 def bound_sockets(pid: int | None = None) -> list[tuple[int, str]]:

@@ -18,6 +18,7 @@ from lowtide.probes.host.process_files import (
     REAPERS,
     ProcessStat,
     Rollup,
+    all_pids,
     children_of,
     has_opened_a_card,
     lives,
@@ -211,7 +212,7 @@ def _all_processes() -> list[ProcessStat]:
     """
     found: list[ProcessStat | None] = [None]
     for _ in range(_MOST_LISTS):
-        found = [stat(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+        found = list(map(stat, all_pids()))
         if None not in found:
             break
     return [process for process in found if process is not None and process.state != "Z"]

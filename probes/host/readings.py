@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.probes.host.counters import agents_descriptors, own_bytes
+from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name, rollup
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
 from lowtide.probes.objects.foreign import living_threads, thread_key
-from lowtide.probes.originals import contents, lines_of, os
+from lowtide.probes.originals import lines_of, os
 
 _SHARED_MEMORY = "/dev/shm"
 _UNNAMED_SHARED_MEMORY = ("/dev/zero (deleted)", "/memfd:", "/SYSV")
@@ -142,18 +142,14 @@ def read_host() -> HostReading:
 
 def _status() -> tuple[dict[str, int], int]:
     """The memory lines of /proc/self/status and the process's own memory, in bytes: one read, so that they add up."""
-    sizes = {}
     try:
-        status = contents("/proc/self/status")
+        status = read_status()
     except OSError as error:
         raise HostReadError(f"/proc/self/status cannot be read ({error}); lowtide needs Linux with /proc") from error
-    for line in status.decode(errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        if name in ("VmRSS", "RssAnon", "RssFile", "RssShmem"):
-            sizes[name] = int(value.removesuffix("kB")) * 1024
-    if len(sizes) < 4:
+    if b"\nRssShmem:" not in status:
         raise HostReadError("/proc/self/status does not tell RssAnon, RssFile and RssShmem; lowtide needs Linux 4.5")
-    return sizes, own_bytes(status)
+    names = ("VmRSS", "RssAnon", "RssFile", "RssShmem")
+    return {name: bytes_in_status(status, f"{name}:".encode()) for name in names}, own_bytes(status)
 
 
 def _uss(notes: list[str]) -> int | None:

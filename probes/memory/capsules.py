@@ -44,7 +44,7 @@ class ExportedMemory:
         torch: Any = loaded("torch")
         kind = getattr(torch, "Tensor", None)
         tensors = [] if kind is None else Census(list(items)).instances_of(kind)
-        sizes = {(found.device, found.address): found.bytes for found in survey_storages(tensors).storages}
+        sizes = survey_storages(tensors).sizes
         spans = [
             (key[1], key[1] + sizes[key], tensor)
             for tensor, keys in zip(tensors, keys_of_each(tensors), strict=True)

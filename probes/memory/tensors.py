@@ -41,6 +41,11 @@ class StorageReading:
     dtype: str
     tensors: int
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Device and address, by which it is known as long as it lives."""
+        return self.device, self.address
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensors:
@@ -99,6 +104,11 @@ class StorageSurvey:
     storages: tuple[StorageReading, ...]
     unreadable: int
 
+    @property
+    def sizes(self) -> dict[tuple[str, int], int]:
+        """The bytes of each storage, by its key."""
+        return {storage.key: storage.bytes for storage in self.storages}
+
 
 def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolReading] | None = None) -> TensorReading:
     """Reads which memory the live tensors hold.
@@ -112,11 +122,6 @@ def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolRe
     """
     pools = announced_pools() if pools is None else pools
     return summarize(survey_storages(objects), pools)
-
-
-def live_storages(objects: Iterable[object] | None = None) -> list[StorageReading]:
-    """Every storage that holds memory, sorted by device and address; keeps no object alive."""
-    return list(survey_storages(objects).storages)
 
 
 def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorReading:
@@ -150,6 +155,8 @@ def storage_classes() -> tuple[type, ...]:
 
 def survey_storages(objects: Iterable[object] | Census | None = None) -> StorageSurvey:
     """Finds the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
+
+    They are sorted by device and address; what is found keeps no object alive.
 
     Args:
         objects: what to look through; default: everything alive.

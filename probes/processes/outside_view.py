@@ -16,9 +16,10 @@ from lowtide.probes.host.process_files import (
     REAPERS,
     ProcessStat,
     Rollup,
-    children_of,
+    all_pids,
     command_line,
     count_descriptors,
+    descendants_of,
     environment,
     name_of,
     open_files,
@@ -161,7 +162,7 @@ def read_tree(pid: int, driver: Driver | None = None, *, patience: float = PATIE
         patience: seconds after which one that cannot be read is reported with what is known without it.
     """
     by_card = {} if driver is None else by_process(read_card_holders(driver))
-    return read_processes(_tree(pid), by_card, patience=patience)
+    return read_processes({pid, *descendants_of(pid)}, by_card, patience=patience)
 
 
 def read_processes(
@@ -189,16 +190,6 @@ def by_process(cards: Iterable[CardHolders]) -> dict[int, ByCard]:
         for pid, size in card.processes.items():
             found.setdefault(pid, {})[card.device] = size
     return {pid: MappingProxyType(by_card) for pid, by_card in found.items()}
-
-
-def _tree(top: int) -> list[int]:
-    found, waiting = [], [top]
-    while waiting:
-        pid = waiting.pop()
-        if pid not in found:
-            found.append(pid)
-            waiting += children_of(pid)
-    return found
 
 
 def _read(process: ProcessStat, cards: ByCard) -> ProcessView:
@@ -391,10 +382,7 @@ def _engines() -> set[int]:
 
 
 def _all() -> Iterator[ProcessStat]:
-    for entry in Path("/proc").iterdir():
-        process = stat(int(entry.name)) if entry.name.isdigit() else None
-        if process is not None:
-            yield process
+    return (process for process in map(stat, all_pids()) if process is not None)
 
 
 def _left_processes() -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.probes.host.process_files import runs_python, stat
+from lowtide.probes.host.process_files import all_pids, runs_python, stat
 from lowtide.probes.originals import os, time
 from lowtide.probes.processes.mapped_files import PATIENCE_S, FileId, files_in_use, read_side_by_side
 
@@ -171,7 +171,7 @@ class _Users:
     def look(cls, entries: Sequence[_Entry], patience: float) -> _Users:
         wanted = {each for entry in entries for each in entry.ids}
         names = {name for entry in entries for name in entry.names}
-        pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()] if wanted else []
+        pids = all_pids() if wanted else []
         files = read_side_by_side(lambda pid: files_in_use(pid, wanted, names), pids, patience)
         unreadable: dict[int, int] = {}
         for pid in pids:

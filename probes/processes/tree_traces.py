@@ -8,7 +8,6 @@ process is taken for the tree's, too: nobody else will remove it.  Where others 
 from __future__ import annotations
 
 import ctypes
-import re
 import stat as modes
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,15 @@ from pathlib import Path
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import bound_sockets, has_opened_a_card, lives, name_of, own_sockets, stat
+from lowtide.probes.host.process_files import (
+    bound_sockets,
+    has_opened_a_card,
+    lives,
+    name_of,
+    numbers_in,
+    own_sockets,
+    stat,
+)
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.originals import os, time
@@ -190,7 +197,7 @@ class TreeTraces:
         why = self._neighbours.look() if dead else ""
         if why:
             numbers = self._numbers_of_the_dead()
-            ours = [file for file in dead if Path(file.path).name in self._shared or _has_any(file.path, numbers)]
+            ours = [file for file in dead if Path(file.path).name in self._shared or numbers & numbers_in(file.path)]
             undecided += [Undecided(file, why) for file in dead if file not in ours]
             dead = ours
         return tuple(dead), tuple(undecided), reading.not_measured
@@ -206,7 +213,7 @@ class TreeTraces:
         """
         bound, numbers = {path for _, path in bound_sockets()}, self._numbers_of_the_dead()
         fresh = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
-        found = {path for path in fresh if _has_any(path.name, numbers) and self._was_made_since(path)}
+        found = {path for path in fresh if numbers & numbers_in(path.name) and self._was_made_since(path)}
         sockets = {path for path in self._new_sockets() if str(path) not in bound}
         found |= {path for path in sockets if str(path) in self._sockets}
         unknown = sorted(sockets - found)
@@ -288,10 +295,6 @@ def _names_in(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir()]
     except OSError:  # it is not there, or not readable
         return []
-
-
-def _has_any(name: str, numbers: set[str]) -> bool:
-    return bool(numbers.intersection(re.findall(r"\d+", name)))
 
 
 def _is_socket(path: Path) -> bool:

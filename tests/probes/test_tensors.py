@@ -19,7 +19,6 @@ from lowtide.probes.memory.tensors import (
     TensorReading,
     hold_memory,
     keys_of_each,
-    live_storages,
     read_tensors,
     survey_storages,
 )
@@ -303,7 +302,7 @@ def test_a_pool_of_another_device_does_not_count() -> None:
 
 def test_the_largest_tensor_names_a_storage() -> None:
     tensor = torch.ones(6, 7, dtype=torch.bfloat16)
-    (storage,) = live_storages([tensor[0], tensor, tensor[1]])
+    (storage,) = survey_storages([tensor[0], tensor, tensor[1]]).storages
     assert (storage.shape, storage.dtype, storage.tensors) == ("6x7", "bfloat16", 3)
     assert (storage.address, storage.bytes, storage.device) == (tensor.data_ptr(), 84, "cpu")
 
@@ -311,7 +310,7 @@ def test_the_largest_tensor_names_a_storage() -> None:
 def test_readings_hold_no_live_object() -> None:
     tensor = torch.ones(10)
     watched = weakref.ref(tensor)
-    kept = (live_storages([tensor]), reading_of(tensor))
+    kept = (survey_storages([tensor]).storages, reading_of(tensor))
     del tensor
     assert watched() is None
     assert len(kept[0]) == 1

@@ -32,7 +32,7 @@ from lowtide.probes.device.torch_allocator import (
     unexplained_blocks,
 )
 from lowtide.probes.memory.ranges import common, total, without
-from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.memory.tensors import survey_storages
 from tests.loaded_modules import load_instead
 
 MIB = 1 << 20
@@ -457,7 +457,7 @@ def test_on_a_card_pinned_memory_is_counted() -> None:
 @needs_card
 def test_on_a_card_a_storage_is_read_with_its_device() -> None:
     kept = torch.ones(1000, device="cuda")
-    (storage,) = live_storages([kept[3:]])
+    (storage,) = survey_storages([kept[3:]]).storages
     assert (storage.device, storage.address, storage.bytes) == ("cuda:0", kept.data_ptr(), 4000)
 
 

@@ -17,7 +17,7 @@ from tests.waiting import SleptClock
 
 
 def metric(resource: Any = "tensors", **options: Any) -> Metric:
-    return Metric(resource, "cuda:0", **{"key": resource, **options})
+    return Metric(resource=resource, device="cuda:0", **{"key": resource, **options})
 
 
 def levels(**amounts: int | None) -> Reading:
@@ -25,7 +25,7 @@ def levels(**amounts: int | None) -> Reading:
 
 
 def named(resource: Any, **options: Any) -> Metric:
-    return Metric(resource, "", resource, is_named=True, **options)
+    return Metric(resource=resource, device="", key=resource, is_named=True, **options)
 
 
 def climbed_by_name(resource: str, *names: str) -> list[LadderStep[Reading]]:

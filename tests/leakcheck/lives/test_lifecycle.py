@@ -781,7 +781,7 @@ def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = Metric("pinned", "cpu", "unknown")
+    unknown = Metric(resource="pinned", device="cpu", key="unknown")
     monkeypatch.setattr(life_reader, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
     real = life_reader.reading_of
 

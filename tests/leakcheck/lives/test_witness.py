@@ -22,6 +22,7 @@ from lowtide.leakcheck.lives import witness as module
 from lowtide.leakcheck.lives.script import Call
 from lowtide.leakcheck.lives.sweep import Swept
 from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
+from lowtide.leakcheck.resources.orphaned_files import has_ended
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetSource
 from lowtide.probes.device.driver import Driver, DriverReading, NoDriver
@@ -140,7 +141,7 @@ def test_a_child_that_runs_on_and_a_segment_that_stays_are_named_and_ended() -> 
     assert child.holder is not None
     assert child.holder.startswith("python")
     pid = int(child.message.rpartition(": ")[2].split()[0])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert has_ended(pid)
     assert (segment.resource, segment.bytes, segment.stage) == ("shared-memory", 4096, "create")
     assert segment.holder is not None
     assert segment.holder.startswith("lowtide-")
@@ -153,7 +154,7 @@ def test_a_process_that_has_left_its_parent_is_named_and_ended() -> None:
     pids = [int(word.split()[0]) for word in found.message.rpartition(": ")[2].split(", ")]
     # Of the two lives in that process, one each.
     assert len(pids) == found.count == 2
-    assert not any(module._is_alive(child) for child in psutil.process_iter() if child.pid in pids)
+    assert all(map(has_ended, pids))
 
 
 class GivesBackLate:

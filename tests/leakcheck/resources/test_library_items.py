@@ -29,7 +29,7 @@ from lowtide.leakcheck.resources.first_use import LibraryItems, NewItems, Sorted
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
-from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.foreign import thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import collector_paused
@@ -118,7 +118,7 @@ class Process:
             for item in now.items["shared-memory"]
             if f"_{os.getpid()}_" in item and item not in self._before.items["shared-memory"]
         }
-        tensors = [(held.address, held.bytes) for held in live_storages() if held.device == "cpu"]
+        tensors = [(held.address, held.bytes) for held in survey_storages().storages if held.device == "cpu"]
         found = self._items.sort(NewItems(new, tensors), now, name)
         reported = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
         self._before = now
