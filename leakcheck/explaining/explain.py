@@ -27,10 +27,7 @@ import msgspec
 from lowtide.leakcheck.explaining import path_reading
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.cuts import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut, is_declared
-from lowtide.leakcheck.explaining.library_objects import (
-    advice_for_root,
-    is_installed,
-)
+from lowtide.leakcheck.explaining.library_objects import advice_for_root, is_installed
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import MEANINGS
 from lowtide.leakcheck.resources.resource import Rung

@@ -17,14 +17,7 @@ from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import (
-    DRIVER_PATIENCE,
-    LadderStep,
-    Late,
-    SettlePolicy,
-    climb,
-    wait_for_release,
-)
+from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, LadderStep, Late, SettlePolicy, climb, wait_for_release
 from lowtide.leakcheck.judging.metrics import Metric, Reading, as_counted, reading_of, shutdown_metrics
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.rules import rule_of
@@ -34,11 +27,7 @@ from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, 
 from lowtide.leakcheck.resources import LISTED
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, NewItems
 from lowtide.leakcheck.resources.resource import Items, Rung
-from lowtide.leakcheck.resources.settings import (
-    SettingChange,
-    advice,
-    describe_change,
-)
+from lowtide.leakcheck.resources.settings import SettingChange, advice, describe_change
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.leakcheck.watching.watched import Policy, Watched
 from lowtide.probes.device.driver import Driver

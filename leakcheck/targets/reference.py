@@ -21,14 +21,7 @@ import msgspec
 import torch
 from torch import distributed
 
-from lowtide.engine import (
-    EngineConfig,
-    EngineError,
-    EngineState,
-    EngineStateError,
-    LLMEngine,
-    SamplingParams,
-)
+from lowtide.engine import EngineConfig, EngineError, EngineState, EngineStateError, LLMEngine, SamplingParams
 from lowtide.engine.config import PRESETS, load_model_config
 from lowtide.engine.core_process import CoreProcess
 from lowtide.engine.defects.defect import replaced

@@ -5,10 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextvars import Context
-from types import (
-    FunctionType,
-    ModuleType,
-)
+from types import FunctionType, ModuleType
 from typing import Any
 
 from lowtide.probes.memory.capsules import EXPORTED, keeps_exported
@@ -22,12 +19,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.originals import gc, loaded, threading
-from lowtide.probes.references.entries import (
-    Edge,
-    Rest,
-    item_text,
-    namespace_entry,
-)
+from lowtide.probes.references.entries import Edge, Rest, item_text, namespace_entry
 from lowtide.probes.references.unseen_references import CALLBACK, edge_of
 
 _HAMT = frozenset({"hamt", "hamt_bitmap_node", "hamt_array_node", "hamt_collision_node"})

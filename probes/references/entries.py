@@ -5,18 +5,12 @@ from __future__ import annotations
 import keyword
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import (
-    MappingProxyType,
-)
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
 from lowtide.probes.objects.described import constant_text
-from lowtide.probes.objects.foreign import (
-    is_a,
-    mro_of,
-    type_name,
-)
+from lowtide.probes.objects.foreign import is_a, mro_of, type_name
 
 Kind = Literal[
     "module-global",
