@@ -22,7 +22,6 @@ from lowtide.probes.host.settings import (
     Environment,
     Filters,
     Finders,
-    Hooks,
     KernelStatus,
     Loggers,
     ModuleSearchPath,
@@ -92,7 +91,6 @@ class SettingReader:
     def __init__(self, *, warnings_filters: bool = True, status: Callable[[], bytes] | None = None) -> None:
         self._sources: tuple[SettingSource, ...] = (
             interpreter_values(),
-            Hooks(),
             Environment(),
             ModuleSearchPath(),
             Finders(),

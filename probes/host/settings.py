@@ -107,7 +107,7 @@ checkers_own: set[str] = set()
 
 
 def interpreter_values() -> Values:
-    """The settings of the interpreter that a runner may set between two tests, or a plugin of it."""
+    """What a runner, or a plugin of it, may set between two tests: the interpreter's settings, and what it calls."""
     return Values(
         Value("gc.get_threshold()", gc.get_threshold, str),
         Value("gc.isenabled()", gc.isenabled),
@@ -119,7 +119,24 @@ def interpreter_values() -> Values:
         Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
         Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
         Value("time.tzname", lambda: time.tzname),
+        _object("sys.excepthook", lambda: sys.excepthook),
+        _object("sys.unraisablehook", lambda: sys.unraisablehook),
+        _object("sys.displayhook", lambda: sys.displayhook),
+        _object("threading.excepthook", lambda: threading.excepthook),
+        _object("sys.gettrace()", sys.gettrace),
+        _object("sys.getprofile()", sys.getprofile),
+        _object("threading.gettrace()", threading.gettrace),
+        _object("threading.getprofile()", threading.getprofile),
+        _object("logging.getLoggerClass()", logging.getLoggerClass, _class),
+        _object("logging.getLogRecordFactory()", logging.getLogRecordFactory, _class),
+        Value("logging.root.manager.disable", lambda: logging.root.manager.disable, str),
+        Value("logging.raiseExceptions", lambda: logging.raiseExceptions is True),
     )
+
+
+def _object(name: str, get: Callable[[], Any], text: Text = described) -> Value:
+    """Return a setting that is an object, compared by its identity: what it leads to is not kept."""
+    return Value(name, lambda: id(get()), lambda _: text(get()))
 
 
 def process_values() -> Values:
@@ -154,14 +171,10 @@ def library_values() -> Values:
             "numpy": _numpy,
             "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
             "tracemalloc": lambda module: [Value(TRACING, lambda: module.is_tracing() and TRACING not in checkers_own)],
-            "cupy.cuda.memory": lambda module: [_allocator(module.get_allocator)],
+            # By its identity: to keep an allocator keeps its pool.
+            "cupy.cuda.memory": lambda module: [_object("cupy.cuda.get_allocator()", module.get_allocator, identified)],
         },
     )
-
-
-def _allocator(get: Callable[[], object]) -> Value:
-    """Return who gives out cupy's memory: by its identity, since to keep an allocator keeps its pool."""
-    return Value("cupy.cuda.get_allocator()", lambda: id(get()), lambda _: identified(get()))
 
 
 def _stack_size() -> int:
@@ -245,7 +258,7 @@ def _numpy(module: Any) -> list[Value]:
     ]
     return [
         Value("numpy.geterr()", lambda: tuple(geterr().items()), lambda items: str(dict(items))),
-        Value("numpy.geterrcall()", lambda: id(call()), lambda _: described(call())),
+        _object("numpy.geterrcall()", call),
         *shown,
     ]
 
@@ -255,37 +268,6 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def _part_of_options(name: str) -> Text:
     return lambda found: repr(dict(found)[name])
-
-
-class Hooks:
-    """What the interpreter calls: hooks for errors, trace and profile functions; and two switches of `logging`."""
-
-    def raw(self) -> object:
-        """Their identities."""
-        return (
-            *map(id, (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook)),
-            *map(id, (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())),
-            *map(id, (logging.getLoggerClass(), logging.getLogRecordFactory())),
-            logging.root.manager.disable,
-            logging.raiseExceptions is True,
-        )
-
-    def texts(self) -> dict[str, str]:
-        """Each with what it is."""
-        return {
-            "sys.excepthook": described(sys.excepthook),
-            "sys.unraisablehook": described(sys.unraisablehook),
-            "sys.displayhook": described(sys.displayhook),
-            "threading.excepthook": described(threading.excepthook),
-            "sys.gettrace()": described(sys.gettrace()),
-            "sys.getprofile()": described(sys.getprofile()),
-            "threading.gettrace()": described(threading.gettrace()),
-            "threading.getprofile()": described(threading.getprofile()),
-            "logging.getLoggerClass()": _class(logging.getLoggerClass()),
-            "logging.getLogRecordFactory()": _class(logging.getLogRecordFactory()),
-            "logging.root.manager.disable": str(logging.root.manager.disable),
-            "logging.raiseExceptions": str(logging.raiseExceptions is True),
-        }
 
 
 def _class(item: Any) -> str:
