@@ -728,7 +728,7 @@ class Ownership:
         for owner in self.live:
             started = set(map(int, owner.items.get("processes", ())))
             family = {pid for start in started for pid in (start, *descendants_of(start))}
-            theirs = {name for name in names if set(map(str, family)) & numbers_in(name)}
+            theirs = {name for name in names if family & numbers_in(name)}
             theirs |= set(names) & mapped_shared_memory(family) if family else set()
             if theirs:
                 owner.items.setdefault("shared-memory", set()).update(theirs - mapped_shared_memory([os.getpid()]))
@@ -740,11 +740,11 @@ class Ownership:
         """
         if not names:
             return {}
-        family = [os.getpid(), *descendants_of(os.getpid())]
+        family = {os.getpid(), *descendants_of(os.getpid())}
         mine = mapped_shared_memory(family) | self._segments.names | self._left_behind(names)
         found = {}
         for name in names:
-            own = name in mine or bool({str(pid) for pid in family} & numbers_in(name))
+            own = name in mine or bool(family & numbers_in(name))
             try:
                 facts = os.stat(f"/dev/shm/{name}")
             except OSError:  # it is gone by now

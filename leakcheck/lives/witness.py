@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,10 +154,10 @@ def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Kil
         try:
             message = _wait_until_it_stands(process, errors, stage.name)
             started = {*_noted(descendants_of(process.pid)), *_marked(folder, process.pid)}
-            pids = [process.pid, *(pid for pid, _ in started)]
+            pids = {process.pid, *(pid for pid, _ in started)}
             card.is_used_by(pids)
-            known, numbers = mapped_shared_memory(pids) | set(message["segments"]), set(map(str, pids))
-            segments = {name for name in _segments() - before if name in known or numbers & numbers_in(name)}
+            known = mapped_shared_memory(pids) | set(message["segments"])
+            segments = {name for name in _segments() - before if name in known or pids & numbers_in(name)}
         finally:
             process.kill()
         process.wait()
@@ -211,7 +211,7 @@ class EngineCard:
         self._distinguished = False
         self._before = self._use()
 
-    def is_used_by(self, pids: Sequence[int]) -> None:
+    def is_used_by(self, pids: Collection[int]) -> None:
         """Take these processes for the engine's: all others are neighbours."""
         now = self._use()
         self._own.update(pids)

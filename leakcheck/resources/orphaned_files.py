@@ -206,7 +206,7 @@ class OrphanedFiles:
         if self._lifetimes:
             with contextlib.suppress(OSError):
                 fresh = set(os.listdir(folder)) - self._before
-                self._files |= {name for name in fresh if self._numbers & numbers_in(name)}
+                self._files |= {name for name in fresh if self._lifetimes.keys() & numbers_in(name)}
                 if self._is_alone():
                     sockets |= self._abandoned_sockets(fresh)
         own = () if self._names is None else self._names.made
@@ -283,7 +283,7 @@ class OrphanedFiles:
         self._note_ended()
         fresh = set(names) - self._segments_before
         # A fixture's process may have made it in an earlier test.
-        older = {name for name in set(names) - fresh if self._numbers & numbers_in(name)}
+        older = {name for name in set(names) - fresh if self._lifetimes.keys() & numbers_in(name)}
         ended = {name for name in older if self._was_made_in_a_life(f"/dev/shm/{name}")}
         return ended | self._left_of(fresh) if fresh else ended
 
@@ -293,16 +293,12 @@ class OrphanedFiles:
             left |= _unused(fresh & self._seen)
         if not self._lifetimes:
             return left
-        left |= {name for name in fresh if self._numbers & numbers_in(name)}
+        left |= {name for name in fresh if self._lifetimes.keys() & numbers_in(name)}
         unknown = {name for name in fresh - left if self._was_made_in_a_life(f"/dev/shm/{name}")}
         unknown -= self._open_to_nobody
         if unknown and self._is_alone():
             self._open_to_nobody |= _unused(unknown)
         return left | (self._open_to_nobody & fresh)
-
-    @property
-    def _numbers(self) -> set[str]:
-        return set(map(str, self._lifetimes))
 
     def _is_alone(self) -> bool:
         """Return whether nobody else, since `mark`, may have made what nobody has open."""
@@ -447,9 +443,8 @@ def _living_sockets() -> set[str | int]:
 
 def _unused(names: set[str]) -> set[str]:
     """Return those of some names in /dev/shm that no living process has open, and that have the number of none."""
-    pids = all_pids()
-    living = set(map(str, pids))
-    return {name for name in names if not living & numbers_in(name)} - mapped_shared_memory(pids)
+    living = set(all_pids())
+    return {name for name in names if not living & numbers_in(name)} - mapped_shared_memory(living)
 
 
 def _opened(pid: int, folder: str) -> set[str]:

@@ -286,9 +286,9 @@ def numbered_descriptors(pid: int) -> dict[int, str]:
 _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 
-def numbers_in(name: str) -> set[str]:
+def numbers_in(name: str) -> set[int]:
     """Return the numbers in a file's name that may be a process's; the digits of a UUID are none."""
-    return set(re.findall(r"\d+", _UUID.sub("", name)))
+    return set(map(int, re.findall(r"(?<!\d)[1-9]\d*", _UUID.sub("", name))))
 
 
 def bound_sockets(pid: int | None = None) -> list[tuple[int, str]]:

@@ -196,8 +196,8 @@ class TreeTraces:
         undecided = [each for each in reading.undecided if self._may_be_ours(each.file)]
         why = self._neighbours.look() if dead else ""
         if why:
-            numbers = self._numbers_of_the_dead()
-            ours = [file for file in dead if Path(file.path).name in self._shared or numbers & numbers_in(file.path)]
+            ended = self._ended()
+            ours = [file for file in dead if Path(file.path).name in self._shared or ended & numbers_in(file.path)]
             undecided += [Undecided(file, why) for file in dead if file not in ours]
             dead = ours
         return tuple(dead), tuple(undecided), reading.not_measured
@@ -211,17 +211,17 @@ class TreeTraces:
 
         Then those that others may have made, with the reason.
         """
-        bound, numbers = {path for _, path in bound_sockets()}, self._numbers_of_the_dead()
+        bound, ended = {path for _, path in bound_sockets()}, self._ended()
         fresh = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
-        found = {path for path in fresh if numbers & numbers_in(path.name) and self._was_made_since(path)}
+        found = {path for path in fresh if ended & numbers_in(path.name) and self._was_made_since(path)}
         sockets = {path for path in self._new_sockets() if str(path) not in bound}
         found |= {path for path in sockets if str(path) in self._sockets}
         unknown = sorted(sockets - found)
         why = self._neighbours.look() if unknown else ""
         return (sorted(found), [(path, why) for path in unknown]) if why else (sorted(found | sockets), [])
 
-    def _numbers_of_the_dead(self) -> set[str]:
-        return {str(pid) for pid in self.pids if not self._lives(pid)}
+    def _ended(self) -> set[int]:
+        return {pid for pid in self.pids if not self._lives(pid)}
 
     def note_root(self, pid: int) -> None:
         """A process of the tree that may end before it is looked at."""
