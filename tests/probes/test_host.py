@@ -10,13 +10,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import psutil
 import pytest
 
 from lowtide.probes.host import readings
+from lowtide.probes.host.process_files import numbers_in
 from lowtide.probes.host.readings import (
     UnmappedRangeError,
+    mapped_shared_memory,
     read_host,
     resident_bytes,
     resident_in,
@@ -50,6 +53,28 @@ def test_shared_memory_counts_with_files() -> None:
         pages.write(b"x" * (64 << 20))
         after = read_host()
     assert 60 << 20 < after.file_backed - before.file_backed < 70 << 20
+
+
+def test_a_mapped_file_has_the_name_that_its_folder_lists() -> None:
+    # No text in UTF-8: Python writes such a byte otherwise.
+    name = os.fsdecode(b"lowtide \xff of a test")
+    path = Path("/dev/shm", name)
+    try:
+        with path.open("w+b") as file:
+            file.truncate(PAGE)
+            pages = mmap.mmap(file.fileno(), PAGE)
+        assert path in path.parent.iterdir()
+        assert name in mapped_shared_memory([os.getpid()])
+        pages.close()
+        assert name not in mapped_shared_memory([os.getpid()])
+    finally:
+        path.unlink()
+
+
+def test_the_digits_of_a_uuid_and_a_number_that_begins_with_0_are_no_process() -> None:
+    assert numbers_in("torch_4711_2718281828_0") == {4711, 2718281828}
+    assert numbers_in("psm-0123-8f14e45f-ceea-467f-9a3e-0123456789ab") == set()
+    assert numbers_in("8f14e45fceea467f9a3e0123456789ab.815") == {815}
 
 
 def test_memory_that_is_its_own_alone_is_known_and_at_most_all() -> None:
