@@ -56,16 +56,20 @@ def test_shared_memory_counts_with_files() -> None:
 
 
 def test_a_mapped_file_has_the_name_that_its_folder_lists() -> None:
-    # No text in UTF-8: Python writes such a byte otherwise.
+    # No text in UTF-8: Python writes such a byte otherwise. And mapped as C does it, which keeps no descriptor.
     name = os.fsdecode(b"lowtide \xff of a test")
     path = Path("/dev/shm", name)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     try:
         with path.open("w+b") as file:
             file.truncate(PAGE)
-            pages = mmap.mmap(file.fileno(), PAGE)
+            address = libc.mmap(None, PAGE, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
         assert path in path.parent.iterdir()
         assert name in mapped_shared_memory([os.getpid()])
-        pages.close()
+        assert libc.munmap(address, PAGE) == 0
         assert name not in mapped_shared_memory([os.getpid()])
     finally:
         path.unlink()
