@@ -44,7 +44,7 @@ from lowtide.probes.heap.roots import lists_of_threads
 from lowtide.probes.heap.stand_ins import owned, semaphores
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.host.readings import mapped_shared_files, resident_code
+from lowtide.probes.host.readings import mapped_shared_files, resident_code, shared_file_bytes
 from lowtide.probes.memory.ranges import Range, common
 from lowtide.probes.objects.described import is_library, program_modules
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
@@ -74,7 +74,7 @@ def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
         for name, ranges in mapped.items()
         if name in names
         and not name.startswith(_SEMAPHORE)
-        and 0 < _size(name) <= _MOST_BYTES
+        and 0 < shared_file_bytes(name) <= _MOST_BYTES
         and not common(ranges, tensors)
     }
     if not found:
@@ -82,13 +82,6 @@ def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
     # Python reports the length of a map of its own, but not its address.
     lengths = {_pages(_length(item)) for item in all_instances(mmap.mmap)}
     return {name for name, ranges in found.items() if lengths.isdisjoint(_pages(length) for _, length in ranges)}
-
-
-def _size(name: str) -> int:
-    try:
-        return os.stat(f"/dev/shm/{name}").st_size
-    except OSError:  # it is gone by now
-        return 0
 
 
 def _length(item: mmap.mmap) -> int:

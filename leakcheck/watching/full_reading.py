@@ -37,7 +37,7 @@ from lowtide.probes.heap.graph import References
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.reach import BoundSince
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.host.readings import mapped_shared_memory, shared_file_bytes
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.identities import Identities
@@ -559,7 +559,7 @@ class FullReadings:
         before = self._watched.ownership.baseline
         new = now.items.get("shared-memory", {}).keys() - before.items.get("shared-memory", {}).keys()
         mapped = new & mapped_shared_memory([os.getpid()]) if new else set()
-        return sum(_size_of(name) for name in mapped)
+        return sum(map(shared_file_bytes, mapped))
 
     def _own_allocations(self, now: Counters, owner: Subject) -> dict[str, dict[str, int]]:
         """Return the driver's allocations that an owner's setup made and that are still there."""
@@ -667,13 +667,6 @@ class FullReadings:
                 self._watched.device_memory.forget_allocations(device, known)
                 found = True
         return found
-
-
-def _size_of(name: str) -> int:
-    try:
-        return os.stat(f"/dev/shm/{name}").st_size
-    except OSError:  # it is gone by now
-        return 0
 
 
 def _unowned_on_card(key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:

@@ -329,6 +329,14 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
     return {name.removesuffix(" (deleted)") for name in found}
 
 
+def shared_file_bytes(name: str) -> int:
+    """The length of a file in /dev/shm; 0 if it is gone by now."""
+    try:
+        return os.stat(f"{_SHARED_MEMORY}/{name}").st_size
+    except OSError:
+        return 0
+
+
 _HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \S+\s*(.*)$")
 
 
