@@ -242,9 +242,15 @@ def _is_near(amount: int, wanted: int, share: float = _NEAR) -> bool:
     return abs(amount - wanted) <= share * wanted
 
 
-def with_largest_containers(finding: Finding, old_lengths: Mapping[int, int]) -> Finding:
-    """Say of what has come of host memory over a while which containers have taken most of it."""
-    held = _grown_containers(Context(old_lengths=old_lengths, living=True))
+def with_largest_containers(finding: Finding, taken: Mapping[int, int]) -> Finding:
+    """Say of what has come of host memory over a while which containers have most of it.
+
+    How many entries long containers have taken meanwhile is `taken`, by identity.
+    """
+    there = long_containers() if taken else {}
+    ranges = {item: range(max(there[item] - count, 0), there[item]) for item, count in taken.items() if item in there}
+    # What was taken is new.
+    held = _held_containers(ranges, Context(living=True, old_lengths=there))
     largest = [each for each in held if finding.bytes * _NEAR <= each.bytes <= finding.bytes * (1 + _ABOUT)]
     if not largest:
         return finding
@@ -274,13 +280,18 @@ def _held_containers(taken: Mapping[int, range], context: Context) -> list[HeldA
     _, there = read_lengths(taken) if taken else (None, {})
     sizes = {identity: _bytes_in(item, taken[identity], context) for identity, item in there.items()}
     largest = sorted((identity for identity, size in sizes.items() if size), key=lambda each: -sizes[each])
-    return _emptied({each: there[each] for each in largest[:_MOST_CONTAINERS]}, sizes, taken, context)
+    held = _emptied({each: there[each] for each in largest[:_MOST_CONTAINERS]}, sizes, taken, context)
+    # What goes with a holder is not emptied.
+    return [
+        replace(each, emptying=None) if any(hop.suspect for hop in each.explanation.path[:-1]) else each
+        for each in held
+    ]
 
 
 def _emptied(
     there: Mapping[int, Any], sizes: Mapping[int, int], taken: Mapping[int, range], context: Context
 ) -> list[HeldArray]:
-    """Return who holds some containers, with what takes out what they have taken, unless it goes with a holder."""
+    """Return who holds some containers, with what takes out what they have taken."""
     caches = caches_by_table() if there else {}
     # Of a cache's table no expression is known.
     shown = {id(caches.get(identity, item)): identity for identity, item in there.items()}
@@ -288,8 +299,7 @@ def _emptied(
     found = []
     for buffer, each in held_arrays(buffers, context, besides=(there, caches)):
         entries = taken[shown[each.item]]
-        is_of_holder = any(hop.suspect for hop in each.explanation.path[:-1])
-        emptying = None if is_of_holder else _emptying(buffer.item, entries, each.explanation, context.walk)
+        emptying = _emptying(buffer.item, entries, each.explanation, context.walk)
         found.append(replace(each, item=shown[each.item], taken=entries, emptying=emptying))
     return found
 

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes import native
 from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.heap.container_lengths import long_containers
+from lowtide.probes.heap.container_lengths import MANY, long_containers
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each
 from lowtide.probes.originals import gc, weakref
@@ -52,6 +53,8 @@ _MOMENT_S = 0.05
 """Seconds without any movement after which waiting ends for what has not come from the same lines before."""
 
 _SHOWN_TESTS = 3
+
+NOTHING: Mapping[int, int] = {}
 
 _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
 
@@ -251,22 +254,25 @@ class SmallRetention:
         # Of each test its name, and the bytes that it may keep without counting.
         self._names: list[str] = []
         self._allowed: list[int] = []
+        self._taken: list[Mapping[int, int]] = []
 
     def fell(self, size: int) -> None:
         """Note that so many bytes of what earlier tests had kept were given back between two tests."""
         self._levels[-1] -= size
 
-    def add(self, name: str, share: int, *, counts: bool = True) -> None:
+    def add(self, name: str, share: int, *, counts: bool = True, taken: Mapping[int, int] = NOTHING) -> None:
         """Note that a test is over.
 
         Args:
             name: its name.
             share: by how many bytes it raised what nothing else explains.
             counts: whether it is judged.
+            taken: how many entries long containers have taken in it, by identity.
         """
         self._levels.append(self._levels[-1] + share)
         self._names.append(name)
         self._allowed.append(LEAST_KEPT - 1 if counts else ANYTHING)
+        self._taken.append(taken)
 
     @property
     def has_risen(self) -> bool:
@@ -286,7 +292,7 @@ class SmallRetention:
         return KeptSteps.between(self._levels, self._allowed)
 
     def finding(self, stage: str) -> Finding:
-        """Return what tests have kept, the last one included, attributed to a stage; it is reported once."""
+        """Return what tests have kept, the last one included, attributed to a stage, and where; it is reported once."""
         steps = self._steps()
         # What came once beside it, as the tables of a first look at a large heap, is no part of what the tests keep.
         total = steps.repeated
@@ -294,8 +300,9 @@ class SmallRetention:
         tests = [self._names[turn - 1] for turn in steps.turns]
         names = _last_of(tests)
         size = KeptSteps(steps.added).said(format_bytes)
-        self._levels, self._names, self._allowed = [self._levels[-1]], [], []
-        return finding_of(
+        taken = sum((Counter(self._taken[turn - 1]) for turn in steps.turns), Counter[int]())
+        self._levels, self._names, self._allowed, self._taken = [self._levels[-1]], [], [], []
+        finding = finding_of(
             "host-memory",
             bytes=total,
             count=len(tests),
@@ -306,6 +313,7 @@ class SmallRetention:
             known_by={"module": module},
             trend="growth",
         )
+        return with_largest_containers(finding, taken)
 
 
 def _large_arrays() -> frozenset[tuple[int, int]]:
@@ -333,7 +341,6 @@ class KeptHostMemory:
     def __init__(self, watched: Watched) -> None:
         self.old_arrays: frozenset[tuple[int, int]] = frozenset()
         self.old_lengths: Mapping[int, int] = {}
-        self._first_lengths: Mapping[int, int] = {}
         self._watched = watched
         self._kept = SmallRetention()
         self.level_at_end: int | None = None
@@ -341,11 +348,17 @@ class KeptHostMemory:
         self._is_judged = True
         self._level_at_begin = 0
 
-    def note_lengths(self) -> None:
-        """Note how long the containers are that are there now; only where that takes no time."""
-        if native.lengths_of_all is not None:
-            self.old_lengths = long_containers()
-            self._first_lengths = self._first_lengths or self.old_lengths
+    def open(self) -> None:
+        """Note how long containers are before the first test."""
+        self._note_lengths()
+
+    def _note_lengths(self) -> Mapping[int, int]:
+        """Note how long containers are, where that takes no time; return how much longer the long ones have become."""
+        if native.lengths_of_all is None:
+            return NOTHING
+        before, self.old_lengths = self.old_lengths, long_containers()
+        taken = {item: length - before.get(item, 0) for item, length in self.old_lengths.items()}
+        return {item: count for item, count in taken.items() if count >= MANY}
 
     def begin(self, subject: str, now: Counters, *, judged: bool) -> None:
         """Note the level at which a test begins.
@@ -391,15 +404,14 @@ class KeptHostMemory:
             return ()
         self.level_at_end = now.amounts["host-memory"]
         risen = (self.level_at_end or 0) - self._level_at_begin
-        if card_came or risen >= LEAST_KEPT:
-            self.note_lengths()
+        taken = self._note_lengths() if card_came or risen >= LEAST_KEPT else NOTHING
         if card_came or risen >= _LEAST_ARRAYS:
             self.old_arrays = _large_arrays()
             # The list's own memory would be given back in the next test.
             trim_heap()
         if not self._subject:
             return ()
-        self._kept.add(self._subject, share or 0, counts=self._is_judged)
+        self._kept.add(self._subject, share or 0, counts=self._is_judged, taken=taken)
         if not self._is_judged or not self._kept.has_risen:
             return ()
         tolerance = max(self._watched.policy.tolerance, host_memory_tolerance(now.devices))
@@ -412,5 +424,4 @@ class KeptHostMemory:
         self._kept.fell(max((now.amounts["host-memory"] or 0) - self.level_at_end, 0))
         if not self._kept.is_too_much(tolerance):
             return ()
-        finding = self._kept.finding(self._watched.ownership.since("host-memory", ()))
-        return (with_largest_containers(finding, self._first_lengths),)
+        return (self._kept.finding(self._watched.ownership.since("host-memory", ())),)

@@ -111,7 +111,7 @@ class Watch:
         self._watched.start()
         self._watched.caches.add(all_instances(LRU_CACHE))
         self._seen = frozenset(survey_storages().sizes)
-        self._host.note_lengths()
+        self._host.open()
         trim_heap()
 
     def close(self) -> None:

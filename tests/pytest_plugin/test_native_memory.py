@@ -35,6 +35,8 @@ def test_kept():
 """
 
 FRAMES = """
+import ctypes
+
 import zmq
 
 KEPT = []
@@ -54,11 +56,66 @@ def test_kept():
     KEPT.append(Message())
 
 
+def test_kept_by_c():
+    global small
+    small = zmq.Frame(b"x" * 100, copy=True)
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    library.memset(ctypes.c_void_p(library.malloc(ctypes.c_size_t(SIZE))), 1, ctypes.c_size_t(SIZE))
+
+
 def test_many_kept():
     global first, second, third, fourth
     first, second, third, fourth = Message(), Message(), Message(), Message()
 """
 
+REQUESTS = """
+import functools
+
+LOG, BY_NUMBER = [], {}
+
+
+def texts(count):
+    return [f"{number:8}" * 20 for number in range(count)]
+
+
+@functools.lru_cache(maxsize=None)
+def rendered(number):
+    return f"{number:8}" * 20
+
+
+def test_dropped():
+    texts(400_000)
+
+
+def test_logged():
+    LOG.extend(texts(400_000))
+
+
+def test_logged_again():
+    LOG.extend(texts(400_000))
+
+
+def test_by_number():
+    BY_NUMBER.update(enumerate(texts(400_000)))
+
+
+def test_rendered():
+    for number in range(400_000):
+        rendered(number)
+
+
+def test_a_part():
+    LOG.extend(texts(200_000))
+
+
+def test_another_part():
+    BY_NUMBER.update((400_000 + number, text) for number, text in enumerate(texts(200_000)))
+
+
+def test_a_third_part():
+    LOG.extend(texts(200_000))
+"""
 
 TABLES = """
 import pyarrow
@@ -114,6 +171,17 @@ def test_an_object_of_a_library_that_came_with_the_memory_is_named(frames: Inner
     assert (finding.resource, finding.holder) == ("host-memory", "test_inner.KEPT[0].frame")
     assert "it may be what C code of a library has for zmq.sugar.frame.Frame" in finding.message
     assert finding.advice == "del test_inner.KEPT[0]"
+    assert finding.remedy is not None
+    assert finding.remedy.action == "del test_inner.KEPT[0]"
+    assert finding.remedy.returns_bytes >= 80 << 20
+
+
+def test_one_that_gives_nothing_back_is_not(frames: InnerRun) -> None:
+    finding = finding_of(frames, "test_kept_by_c")
+    assert finding is not None
+    assert (finding.resource, finding.holder, finding.remedy) == ("host-memory", None, None)
+    assert [remedy.action for remedy in finding.tried] == ["test_inner.small = None"]
+    assert "zmq" not in finding.message
 
 
 def test_where_many_came_with_it_none_is(frames: InnerRun) -> None:
@@ -124,6 +192,46 @@ def test_where_many_came_with_it_none_is(frames: InnerRun) -> None:
 
 def test_one_that_is_dropped_is_clean(frames: InnerRun) -> None:
     assert finding_of(frames, "test_dropped") is None
+
+
+@pytest.fixture(scope="module")
+def requests(run_inner: RunInner) -> InnerRun:
+    return run_inner({"test_inner.py": REQUESTS})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "holder", "change"),
+    [
+        ("test_logged", "LOG", "del test_inner.LOG[0:400000]"),
+        ("test_logged_again", "LOG", "del test_inner.LOG[400000:800000]"),
+        (
+            "test_by_number",
+            "BY_NUMBER",
+            "for key in list(test_inner.BY_NUMBER)[0:400000]: del test_inner.BY_NUMBER[key]",
+        ),
+        ("test_rendered", "rendered", "test_inner.rendered.cache_clear()"),
+    ],
+)
+def test_many_small_things_of_one_test_are_named_by_their_container(
+    requests: InnerRun, name: str, holder: str, change: str
+) -> None:
+    finding = finding_of(requests, name)
+    assert finding is not None
+    assert (finding.resource, finding.holder) == ("host-memory", f"test_inner.{holder}")
+    assert "in 400000 entries held by" in finding.message
+    assert finding.remedy is not None
+    assert finding.remedy.action == change
+    assert finding.remedy.returns_bytes * 2 >= finding.bytes
+
+
+@pytest.mark.nightly
+def test_of_what_many_tests_keep_the_containers_are_named(requests: InnerRun) -> None:
+    assert finding_of(requests, "test_dropped") is finding_of(requests, "test_another_part") is None
+    finding = finding_of(requests, "test_a_third_part")
+    assert finding is not None
+    assert "kept over the session" in finding.message
+    assert "test_inner.LOG" in finding.message
 
 
 @pytest.mark.nightly

@@ -1,15 +1,24 @@
-"""Host memory by the large arrays that it is, and who holds them."""
+"""Host memory by the large arrays that it is, or the containers of many small things, and who holds them."""
 
 from __future__ import annotations
 
-from typing import Any
+import collections
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.findings.host_arrays import with_array_holder
-from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.host_arrays import held_again, with_array_holder, with_largest_containers
+from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.remedies import try_holders
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.probes.heap.container_lengths import long_containers
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20
@@ -115,3 +124,208 @@ def test_what_nothing_of_the_program_holds_is_not_named() -> None:
     local = numbers(43 * MIB)
     assert with_array_holder(host(43 * MIB), Context()).finding.holder is None
     assert local.size
+
+
+# Many small things.
+
+COUNT = 20_000
+
+
+def texts(first: int = 0, count: int = COUNT) -> list[str]:
+    return [f"{number:6}" * 50 for number in range(first, first + count)]
+
+
+SIZE = sum(map(sys.getsizeof, texts()))
+
+
+class Engine:
+    log: ClassVar[collections.deque[str]] = collections.deque()
+
+    def __init__(self) -> None:
+        self.by_name: dict[int, str] = collections.OrderedDict()
+
+
+@functools.cache
+def rendered(number: int) -> str:
+    return f"{number:6}" * 50
+
+
+def into_list(engine: Engine, items: Iterable[str]) -> None:
+    LISTED.extend(items)
+
+
+def into_set(engine: Engine, items: Iterable[str]) -> None:
+    KEPT["names"] = set(items)
+
+
+def into_deque(engine: Engine, items: Iterable[str]) -> None:
+    engine.log.extend(items)
+
+
+def into_attribute(engine: Engine, items: Iterable[str]) -> None:
+    engine.by_name.update(enumerate(items))
+
+
+def into_lists(engine: Engine, items: Iterable[str]) -> None:
+    KEPT["parts"] = collections.defaultdict(list)
+    for number, item in enumerate(items):
+        KEPT["parts"][number // 10].append(item)
+
+
+def into_cache(engine: Engine, items: Iterable[str]) -> None:
+    for number, _ in enumerate(items):
+        rendered(number)
+
+
+@pytest.fixture
+def engine() -> Iterable[Engine]:
+    KEPT["engine"] = Engine()
+    yield KEPT["engine"]
+    Engine.log.clear()
+    rendered.cache_clear()
+
+
+SHAPES = [
+    (into_list, "LISTED", "LISTED.clear()"),
+    (into_set, "KEPT['names']", "KEPT['names'].clear()"),
+    (into_deque, "Engine.log", "Engine.log.clear()"),
+    (into_attribute, "KEPT['engine'].by_name", "KEPT['engine'].by_name.clear()"),
+    (into_lists, "KEPT['parts']", "KEPT['parts'].clear()"),
+    (into_cache, "rendered", "rendered.cache_clear()"),
+]
+
+
+@pytest.mark.parametrize(("fill", "holder", "change"), SHAPES)
+def test_a_container_of_many_small_things_is_named_and_emptied(
+    engine: Engine, fill: Callable[[Engine, Iterable[str]], None], holder: str, change: str
+) -> None:
+    before, there = long_containers(), set(map(id, gc.get_objects()))
+    fill(engine, texts())
+    context = Context(born=frozenset(map(id, gc.get_objects())) - there, old_lengths=before)
+    # With the containers' own.
+    leak = with_array_holder(host(round(SIZE * 1.15)), context)
+    assert leak.finding.holder == f"{__name__}.{holder}"
+    assert leak.finding.advice == f"{__name__}.{change}"
+    assert "entries held by" in leak.finding.message
+    assert leak.held is not None
+    (cut,) = held_again(leak.held, Context())
+    cut.apply()
+    assert with_array_holder(host(round(SIZE * 1.15)), context).finding.holder is None
+
+
+def test_what_was_in_a_container_before_stays_in_it(engine: Engine) -> None:
+    table: dict[int, str] = {}
+    KEPT["table"] = table
+    LISTED.extend(texts())
+    Engine.log.extend(texts())
+    table.update(enumerate(texts()))
+    before = long_containers()
+    for fill, taken, change in [
+        (lambda: LISTED.extend(texts(COUNT)), LISTED, f"del {__name__}.LISTED[20000:40000]"),
+        (lambda: Engine.log.extend(texts(COUNT)), Engine.log, f"[{__name__}.Engine.log.pop() for _ in range(20000)]"),
+        (
+            lambda: table.update(enumerate(texts(COUNT), COUNT)),
+            table.values(),
+            f"for key in list({__name__}.KEPT['table'])[20000:40000]: del {__name__}.KEPT['table'][key]",
+        ),
+    ]:
+        fill()
+        leak = with_array_holder(host(SIZE), Context(old_lengths=before))
+        assert leak.finding.advice == change
+        assert leak.held is not None
+        (cut,) = held_again(leak.held, Context())
+        cut.apply()
+        assert list(taken) == texts()
+
+
+def test_an_index_of_what_another_container_has_is_named_too() -> None:
+    before = long_containers()
+    LISTED.extend(texts())
+    KEPT["index"] = dict.fromkeys(LISTED)
+    advice = with_array_holder(host(SIZE), Context(old_lengths=before)).finding.advice
+    assert set((advice or "").split("; ")) == {f"{__name__}.LISTED.clear()", f"{__name__}.KEPT['index'].clear()"}
+
+
+def test_two_containers_are_named_where_they_are_all_that_there_is() -> None:
+    before = long_containers()
+    LISTED.extend(texts())
+    KEPT["more"] = texts(COUNT, 2 * COUNT)
+    finding = with_array_holder(host(3 * SIZE), Context(old_lengths=before)).finding
+    assert f"in 60000 entries held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
+
+
+@pytest.mark.parametrize("size", [SIZE // 2, 2 * SIZE])
+def test_a_container_of_another_size_is_not_said_to_be_it(size: int) -> None:
+    before = long_containers()
+    LISTED.extend(texts())
+    assert with_array_holder(host(size), Context(old_lengths=before)).finding.holder is None
+
+
+def test_a_container_that_was_there_before_is_not() -> None:
+    LISTED.extend(texts())
+    assert with_array_holder(host(SIZE), Context(old_lengths=long_containers())).finding.holder is None
+    # Of text nobody knows the age, but of what the collector tracks.
+    assert with_array_holder(host(SIZE), Context(born=frozenset())).finding.holder is None
+    assert with_array_holder(host(SIZE), Context()).finding.holder is None
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> None:
+    LISTED.extend([text] for text in texts())
+    born = frozenset(map(id, LISTED)) if is_new else frozenset()
+    finding = with_array_holder(host(SIZE + COUNT * 72), Context(born=born)).finding
+    assert (finding.holder == f"{__name__}.LISTED") is is_new
+
+
+def test_what_has_come_over_a_while_is_told_by_the_largest_containers() -> None:
+    LISTED.extend(texts())
+    KEPT["more"] = texts(COUNT, 2 * COUNT)
+    taken = {id(LISTED): COUNT, id(KEPT["more"]): 2 * COUNT}
+    finding = with_largest_containers(host(5 * SIZE).finding, taken)
+    assert f"in 60000 entries held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
+    assert with_largest_containers(host(100 * SIZE).finding, taken).holder is None
+    assert with_largest_containers(host(5 * SIZE).finding, {}).holder is None
+
+
+# What is said to hold it is tried.
+
+
+def tried(leaks: Sequence[ItemLeak]) -> list[Finding]:
+    return try_holders([(leak, leak.held) for leak in leaks if leak.held is not None], Context(is_over=True))
+
+
+def pages(count: int) -> list[bytes]:
+    """Pieces that the C library can give back."""
+    return [bytes(4096) for _ in range(count)]
+
+
+def test_what_gives_it_back_is_the_remedy() -> None:
+    before = long_containers()
+    LISTED.extend(pages(8000))
+    first = with_array_holder(host(8000 * 4096), Context(old_lengths=before))
+    between = long_containers()
+    LISTED.extend(pages(12000))
+    second = with_array_holder(host(12000 * 4096), Context(old_lengths=between))
+    remedies = [finding.remedy for finding in tried([first, second])]
+    assert LISTED == []
+    returned = [remedy.returns_bytes for remedy in remedies if remedy is not None]
+    assert [size for size in returned if size < 7000 * 4096] == []
+    assert len(returned) == 2
+
+
+@pytest.mark.parametrize("is_guess", [True, False])
+def test_a_guess_that_gives_nothing_back_is_dropped(is_guess: bool) -> None:
+    KEPT["table"] = numbers(41 * MIB)
+    leak = with_array_holder(host(41 * MIB), Context())
+    assert leak.held is not None
+    # Something else is that memory.
+    leak = replace(leak, finding=replace_bytes(leak.finding, 1 << 30))
+    otherwise = host(1 << 30).finding if is_guess else None
+    (finding,) = tried([replace(leak, held=HeldMemory(leak.held.items, otherwise))])
+    assert finding.remedy is None
+    assert [each.returns_bytes // MIB for each in finding.tried] == [41]
+    assert (finding.holder is None) is is_guess
+
+
+def replace_bytes(finding: Finding, size: int) -> Finding:
+    return msgspec.structs.replace(finding, bytes=size)

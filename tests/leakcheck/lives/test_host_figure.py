@@ -27,6 +27,7 @@ MIB = 1 << 20
 SIZE = 96 * MIB
 
 KEPT: list[Any] = []
+TEXTS: list[str] = []
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,43 @@ class KeepsAFile(MapsMemory):
 
     def shutdown(self) -> None:
         KEPT.append(self.segment)
+
+
+class FreesPieces(MapsMemory):
+    """What it frees stays free in the heap: no leak, and what hides none."""
+
+    def create(self) -> None:
+        self.pieces = [bytes(1000) for _ in range(100_000)]
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [[len(self.pieces)]]
+
+    def shutdown(self) -> None:
+        self.pieces.clear()
+
+
+class KeepsTexts(FreesPieces):
+    def shutdown(self) -> None:
+        TEXTS.extend(f"{number:8}" * 20 for number in range(600_000))
+        self.pieces.clear()
+
+
+@pytest.mark.parametrize("life", [FreesPieces, KeepsTexts])
+def test_a_life_answers_for_the_texts_that_it_keeps_not_for_what_it_has_freed(life: type[FreesPieces]) -> None:
+    run = LifecycleRun(
+        "pieces", life, device="cpu", driver=NoDriver("a test"), cycles=3, script=("create", "infer", "shutdown")
+    )
+    try:
+        large = [finding for finding in run.run().findings if finding.bytes]
+    finally:
+        TEXTS.clear()
+    if life is FreesPieces:
+        assert large == []
+        return
+    (finding,) = large
+    assert (finding.resource, finding.holder) == ("host-memory", f"{__name__}.TEXTS")
+    assert finding.bytes >= 2 * 600_000 * 200
+    assert finding.advice == f"del {__name__}.TEXTS[600000:1800000]"
 
 
 @pytest.mark.parametrize(
