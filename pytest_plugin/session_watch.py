@@ -137,7 +137,7 @@ class SessionWatch:
 
     def __init__(self, policy: Policy, spent: Spent) -> None:
         self.watch = Watch(policy)
-        self.imports = ImportWatch(self._import_entered, self._import_left)
+        self.imports = ImportWatch(self._import_entered, self._import_left, self.watch.thread_imports)
         self.sleeps = SleepWatch(lambda: bool(self.watch.others.readings))
         self.engines = EngineGrowth(self.watch)
         self.is_open = self.has_stages = False

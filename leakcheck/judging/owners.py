@@ -553,6 +553,28 @@ class Ownership:
         self._opened.append(owner)
         return owner
 
+    def take_of_thread(self, owner: Owner, baseline: Counters, before: Counters, now: Counters) -> None:
+        """Count as the owner's what a thread of the program has set and made beside the test.
+
+        Args:
+            owner: who did it; nobody has entered it.
+            baseline: that of the test that was running before; nothing is taken where another one runs now.
+            before: what there was then, read by the calling thread, as `now`.
+            now: what there is.
+        """
+        if baseline is not self.baseline:
+            return
+        owner.before = before
+        owner.take(now, self.live, ())
+        name = thread_key(threading.current_thread())
+        for key in owner.items.keys() - {"globals"}:
+            makers = {item: self._makers.of_item(key, item) for item in owner.items[key]}
+            owner.items[key] = {item for item, maker in makers.items() if maker is not None and maker.thread == name}
+        self._take_lines(owner)
+        owner.has_settled = True
+        self.live.append(owner)
+        self._opened.append(owner)
+
     def over(self, now: Counters) -> None:
         """Note that the test is over: what other threads make from here on is not its."""
         self._at_end = now

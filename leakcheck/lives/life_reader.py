@@ -28,7 +28,7 @@ from lowtide.leakcheck.resources import LISTED
 from lowtide.leakcheck.resources.first_use import JUDGED, LibraryItems, NewItems
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.resources.settings import SettingChange, advice, describe_change
-from lowtide.leakcheck.watching.import_watch import ImportWatch
+from lowtide.leakcheck.watching.import_watch import ImportWatch, ThreadImports
 from lowtide.leakcheck.watching.watched import Policy, Watched
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
@@ -102,7 +102,7 @@ class LivedProcess:
         self.watched = watched
         self.counters = watched.counters
         self.processes = EngineProcesses(watched.tree, watched.others.agents, device, watched.ask_driver)
-        self.imports = ImportWatch(importing, imported)
+        self.imports = ImportWatch(importing, imported, ThreadImports(watched.ownership))
 
     def start(self) -> None:
         """Begin to notice."""

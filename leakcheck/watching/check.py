@@ -91,7 +91,7 @@ class LeakCheck:
         own = (("peak", self._peak), ("keep_heap", keep_heap), ("native", native))
         self._settings = {name: str(value) for name, value in (*asdict(policy).items(), *own)}
         self._watch = Watch(policy)
-        self._imports = ImportWatch(self._watch.enter, self._watch.leave)
+        self._imports = ImportWatch(self._watch.enter, self._watch.leave, self._watch.thread_imports)
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []

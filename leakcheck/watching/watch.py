@@ -36,6 +36,7 @@ from lowtide.leakcheck.judging.storages import (
 from lowtide.leakcheck.resources.first_use import CardsWithoutTorch, WarmUp, driver_is_open, may_be_a_drivers
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Stayed, Suspects, wait_for_return
 from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse, Unsettled
+from lowtide.leakcheck.watching.import_watch import ThreadImports
 from lowtide.leakcheck.watching.judgement import STANDING, WatchJudge
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -70,6 +71,7 @@ class Watch:
         out_of_memory: says who held what when memory was not enough.
         heap: where the heap of the test of now is kept if it leaves something; None: nowhere.
         turns: how often each stage has run since the test began.
+        thread_imports: what imports in other threads than the main one have made.
     """
 
     def __init__(self, policy: Policy | None = None, watched: Watched | None = None) -> None:
@@ -97,6 +99,7 @@ class Watch:
         self._stayed: Stayed = {}
         self._host = KeptHostMemory(self._watched)
         self._judge = WatchJudge(self._watched, self._in_use)
+        self.thread_imports = ThreadImports(self._watched.ownership, warnings_filters=self.policy.warnings_filters)
 
     def amounts(self) -> dict[str, int]:
         """Return what the process holds of each resource now, as the counters have it: bytes, or how many there are."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.probes.mappings import read_mappings
-from lowtide.probes.originals import contents, lines_of, loaded, os, time
+from lowtide.probes.originals import contents, lines_of, loaded, os, threading, time
 
 MARK = "LOWTIDE_TREE"
 """The environment variable by which a descendant is known whose parent has ended."""
@@ -96,6 +96,24 @@ def stat(pid: int) -> ProcessStat | None:
     is_fork = bool(int(fields[6]) & _FORKED)
     command = head.partition("(")[2]
     return ProcessStat(pid, command, fields[0], parent, group, int(fields[19]), session, faults, image, is_fork)
+
+
+def python_threads_seconds() -> dict[int, float] | None:
+    """Return for how many seconds each of Python's threads but the calling one has run, by its number in the kernel.
+
+    None where the kernel does not say.
+    """
+    own = threading.get_native_id()
+    numbers = {thread.native_id or own for thread in threading.enumerate()} - {own}
+    seconds: dict[int, float] = {}
+    for number in numbers:
+        try:
+            seconds[number] = int(contents(f"/proc/self/task/{number}/schedstat").split()[0]) / 1e9
+        except OSError:
+            if os.path.exists(f"/proc/self/task/{number}"):
+                return None
+            # It ended meanwhile.
+    return seconds
 
 
 def catches(pid: int, number: int) -> bool | None:
