@@ -498,6 +498,8 @@ class Ownership:
         self.baseline = now
         self._lines = self._lines_of(now.items.get("threads", ()))
         self._makers.forget_ended_threads()
+        if "file-descriptors" in now.items:
+            self._makers.forget_closed(now.items["file-descriptors"])
         self._at_end = None
         self._opened.clear()
         self._entered.clear()

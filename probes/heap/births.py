@@ -18,7 +18,7 @@ from typing import Any
 
 from lowtide.probes import native
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities, types_in_c
@@ -661,7 +661,7 @@ class Births:
     def _merge_born(self) -> None:
         """Many of them are those of objects that took the places of earlier ones."""
         if len(self._born) > 1:
-            self._born = [np.unique(np.concatenate(self._born))]
+            self._born = [each_once(np.concatenate(self._born))]
             self._born_number = len(self._born[0])
         if self._born_number > _MOST_IDENTITIES:
             self._forget_born()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.probes import native
-from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.foreign import flags_of, mro_of
 from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
 from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
@@ -165,11 +165,11 @@ def _untracked_dicts(objects: list[object], places: Ints) -> Ints:
     met = [np.zeros(0, np.int64)]
     for start in range(0, len(holders), _CHUNK):
         _, held, alive = referents(holders[start : start + _CHUNK])
-        held = np.unique(held[types_of(held) == id(dict)])
+        held = each_once(held[types_of(held) == id(dict)])
         met.append(held[~are_tracked(held)])
         alive.clear()
     holders.clear()
-    return np.unique(np.concatenate(met))
+    return each_once(np.concatenate(met))
 
 
 def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from types import CellType, FrameType, FunctionType, GetSetDescriptorType, Membe
 from typing import Any
 
 from lowtide.probes.heap.graph import Graph
-from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.objects.address_table import Indices, Ints, each_once
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     MISSING,
@@ -297,7 +297,7 @@ class EdgeLabels:
 
     def _attributes_inside(self, cls: type, nodes: Ints) -> None:
         """Attributes whose values lie in the instances (Python 3.11 and later), by the names that code mentions."""
-        each = np.unique(self._unnamed(nodes)[0]) if has_values_inside(cls) else _NONE
+        each = each_once(self._unnamed(nodes)[0]) if has_values_inside(cls) else _NONE
         if not len(each):
             return
         names: dict[str, None] = {}
@@ -311,7 +311,7 @@ class EdgeLabels:
                 self._say(each, identities(values), np.full(len(values), self._text(attribute_text(name))))
             self._say(each, np.full(len(each), id(cls)), np.full(len(each), self._text(".__class__")))
             self._resolve(each)
-            each = np.unique(self._unnamed(each)[0])
+            each = each_once(self._unnamed(each)[0])
             if not len(each):
                 return
 

@@ -25,7 +25,7 @@ from lowtide.probes.heap.roots import (
 )
 from lowtide.probes.heap.walk import NarrowWalk, walk_from
 from lowtide.probes.memory.capsules import ExportedMemory, keeps_exported
-from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.objects.address_table import Indices, Ints, each_once
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, type_name
 from lowtide.probes.objects.identities import Identities, are_tracked, identities
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects, any_frozen
@@ -178,9 +178,9 @@ class Graph:
         while len(frontier):
             leads[frontier] = True
             before = holders[np.isin(held, frontier)]
-            frontier = np.unique(before[is_new[before] & ~leads[before]])
+            frontier = each_once(before[is_new[before] & ~leads[before]])
         behind = holders[leads[held]]
-        older: Indices = np.unique(behind[~leads[behind]]).astype(np.int32)
+        older: Indices = each_once(behind[~leads[behind]]).astype(np.int32)
         return np.flatnonzero(leads).astype(np.int32), older
 
     def _own_parts(self) -> list[int]:

@@ -23,7 +23,7 @@ from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep, landmarks
 from lowtide.probes.heap.search import Search
-from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.objects.address_table import Indices, Ints, each_once
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
 from lowtide.probes.objects.listed import Census, all_instances, all_objects, collector_paused, frozen_instances
 from lowtide.probes.original_numpy import np
@@ -500,7 +500,7 @@ class Sweeper:
         shared = {id(others): others for _, parts in cuts.values() for _, others in parts}
         own = [place for parts in self._places.values() for place, _ in parts]
         every = np.concatenate([np.array(own, np.int64), *shared.values()])
-        self._every = np.unique(every)
+        self._every = each_once(every)
         self._holders = self._holders_of(self._every)
         # To itself: a reference that leads nowhere new.
         self._edges[self._every] = self._holders
@@ -539,7 +539,7 @@ class Sweeper:
 
     def _freed(self, seen: npt.NDArray[np.bool_], places: Ints, holders: Ints) -> Indices:
         """What some references lead to that start from what is reached, now that they count again."""
-        held: Indices = np.unique(self._original[places[seen[holders]]])
+        held: Indices = each_once(self._original[places[seen[holders]]])
         held = held[~seen[held]]
         seen[held] = True
         return held

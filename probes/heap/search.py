@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN, ForwardSearch
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.roots import CHECKER, FIRST, LAST, LATER, Root, RootKind, running_frames
-from lowtide.probes.objects.address_table import Indices
+from lowtide.probes.objects.address_table import Indices, each_once
 from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, type_name, without_state
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
@@ -143,7 +143,7 @@ class Search:
         frontier = np.concatenate([self._roots, self.graph.namespaces])
         wanted = self.targets[self.targets >= 0]
         self.forward.search(parents, frontier, wanted)
-        lost = np.unique(wanted[parents[wanted] == UNSEEN])
+        lost = each_once(wanted[parents[wanted] == UNSEEN])
         if self._is_thorough and len(lost):
             frontier = self._add_native_roots(parents, lost)
             while len(frontier):
@@ -163,13 +163,13 @@ class Search:
         while len(frontier):
             before[frontier] = True
             starts, ends = np.searchsorted(held, frontier, "left"), np.searchsorted(held, frontier, "right")
-            met = np.unique(np.concatenate([holders[start:end] for start, end in zip(starts, ends, strict=True)]))
+            met = each_once(np.concatenate([holders[start:end] for start, end in zip(starts, ends, strict=True)]))
             met = met[unseen[met] & ~before[met]]
             own = np.fromiter((_is_checkers_object(self.objects[node]) for node in met.tolist()), np.bool_, len(met))
             frontier = met[~own]
         nodes = sorted(np.flatnonzero(before).tolist(), key=lambda node: self._preference(node, lost))
         # All that refer to one of them, those through which no path may lead included; not this heap's own list.
-        refer = [node for node in np.unique(holders[before[held]]).tolist() if self.objects[node] is not self.objects]
+        refer = [node for node in each_once(holders[before[held]]).tolist() if self.objects[node] is not self.objects]
         edges: dict[int, set[int]] = {}
         inside = before[held] & before[holders]
         for holder, node in zip(holders[inside].tolist(), held[inside].tolist(), strict=True):

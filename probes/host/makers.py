@@ -105,6 +105,9 @@ class Makers:
         self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         self._after(socket.socket, "bind", self._note_bound)
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
+        if hasattr(selectors, "EpollSelector"):
+            # Else the next one that C code opens has the number, and the very inode, of all that have no file.
+            self._after(selectors.EpollSelector, "close", lambda made, result: None, self._forget_selector)
         nameless = ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open", "openpty", "timerfd_create")
         for name in ("open", *nameless):
             self._after(os_module, name, lambda first, result: self._note_descriptors(result))
@@ -179,6 +182,16 @@ class Makers:
         for name in known:
             if name not in living:
                 del self._named[name]
+
+    def forget_closed(self, there: Collection[str]) -> None:
+        """Forget who made the descriptors that are closed, whose numbers another one may have that C code opens.
+
+        Args:
+            there: those that are open, as the counters call them.
+        """
+        numbers = {int(name.partition(" ")[0]) for name in there}
+        for number in [number for number in list(self._descriptors) if number not in numbers]:
+            self._descriptors.pop(number, None)
 
     def of_item(self, key: str, name: str) -> Maker | None:
         """Who made what the counters call so; None if that was not seen, or they count something else by that key.
@@ -270,6 +283,9 @@ class Makers:
     def _note(self, where: dict[int, Maker], key: int | None) -> None:
         if key is not None:
             where[key] = self._maker(sys._getframe(3))
+
+    def _forget_selector(self, closing: Any) -> None:
+        self._descriptors.pop(closing.fileno(), None)
 
     def _note_descriptor(self, number: int) -> None:
         self._note_descriptors(number, depth=4)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import array
 import ctypes
+import io
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import filterfalse
 from types import FunctionType
 from typing import Any
 
 from lowtide.probes import native
+from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
+from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.objects.opened_in_c import defined_in_libraries
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, sys
 
 LEAST = 1 << 20
@@ -27,6 +30,9 @@ _AT_A_TIME = 1 << 16
 
 _BYTES_OF_CHARACTER = 4
 """At most."""
+
+_NUMBERS = [id(kind) for kind in (int, float, bool, type(None))]
+"""What there are most of, and is never large."""
 
 CTYPES_DATA: type = ctypes.c_int.__mro__[-2]
 """What all data of ctypes derives from, which has no public name."""
@@ -60,12 +66,16 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
         objects = all_objects()
         _add(found, Census(objects), kinds, least)
         for start in range(0, len(objects), _AT_A_TIME):
-            held = _untracked(gc.get_referents(*objects[start : start + _AT_A_TIME]))
-            seen = set(map(id, held))
+            seen = np.zeros(0, np.int64)
+            held = gc.get_referents(*objects[start : start + _AT_A_TIME])
             while held:
-                _add(found, Census(held), kinds, least)
-                held = [item for item in _untracked(gc.get_referents(*held)) if id(item) not in seen]
-                seen.update(map(id, held))
+                ids = _untracked(held)
+                ids = ids[~np.isin(ids, seen, assume_unique=True, kind="sort")]
+                seen = np.concatenate((seen, ids))
+                # The list keeps them alive until they are in the next one.
+                untracked = objects_at(ids)
+                _add(found, Census(untracked), kinds, least)
+                held = gc.get_referents(*untracked)
         return list(found.values())
 
 
@@ -76,10 +86,12 @@ def _deriving(types: list[type], known: list[type]) -> tuple[type, ...]:
     return tuple(kind for kind in types if not owners.isdisjoint(map(id, mro_of(kind))))
 
 
-def _untracked(items: Iterable[object]) -> list[object]:
+def _untracked(items: list[object]) -> Ints:
+    """Return the identities of what the collector does not track among some objects, but for numbers, each once."""
     # No step in Python: a heap has several million references, most of them to the same few hundred thousand objects.
-    untracked = list(filterfalse(gc.is_tracked, items))
-    return list(dict(zip(map(id, untracked), untracked, strict=True)).values())
+    ids = identities(items)
+    unique = each_once(ids[~np.isin(types_of(ids), _NUMBERS)])
+    return unique[~are_tracked(unique)]
 
 
 def _add(found: dict[int, Buffer], census: Census, kinds: list[tuple[type, Callable[[Any], int]]], least: int) -> None:
@@ -106,6 +118,7 @@ def _kinds(least: int) -> list[tuple[type, Callable[[Any], int]]]:
         (bytes, bytes.__len__),
         (str, str.__sizeof__),
         (bytearray, bytearray.__len__),
+        (io.BytesIO, io.BytesIO.__sizeof__),
         (array.array, _size_of_array),
         (mmap.mmap, _size_of_map),
         # There may be a million small ones.

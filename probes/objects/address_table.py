@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy.typing as npt
 
@@ -10,6 +11,8 @@ from lowtide.probes.original_numpy import np
 
 Ints = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int32]
+
+_Numbers = TypeVar("_Numbers", Ints, Indices)
 
 _ROUNDS = 8
 _SCATTER = np.int64(-7046029254386353131)  # 2**64 over the golden ratio: neighbouring addresses land far apart
@@ -40,6 +43,16 @@ def first_places(ids: Ints) -> Ints:
     _, first, which = np.unique(left, return_index=True, return_inverse=True)
     found[waiting] = waiting[first][which]
     return found
+
+
+def each_once(numbers: _Numbers) -> _Numbers:
+    """Return some numbers of 0 and more (addresses, places) in order, each once.
+
+    Not by `np.unique`, which from numpy 2.3 on hashes them: a million takes two seconds instead of 40 ms.
+    """
+    numbers = np.sort(numbers)
+    once: _Numbers = numbers[np.flatnonzero(np.diff(numbers, prepend=-1))]
+    return once
 
 
 def _hash(ids: Ints, bits: int) -> Ints:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, Union
 import numpy.typing as npt
 
 from lowtide.probes import native
-from lowtide.probes.objects.address_table import AddressTable, Indices, Ints, first_places
+from lowtide.probes.objects.address_table import AddressTable, Indices, Ints, each_once, first_places
 from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, weakref
@@ -202,7 +202,7 @@ class Identities(Collection[int]):
     """
 
     def __init__(self, ids: Ints, but: Collection[int] = ()) -> None:
-        ids = np.unique(ids)
+        ids = each_once(ids)
         self._ids = np.setdiff1d(ids, np.fromiter(but, np.int64, len(but)), assume_unique=True) if but else ids
 
     def __contains__(self, identity: object) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
+import selectors
 import socket
 import sysconfig
 import threading
@@ -245,3 +247,33 @@ def test_who_opened_a_file_by_its_descriptor_is_known(tmp_path: Path) -> None:
     makers.stop()
     assert made is not None
     assert made.place.startswith("test_who_opened_a_file_by_its_descriptor_is_known, test_makers.py:")
+
+
+def test_what_others_open_under_the_number_of_a_selector_that_was_closed_was_made_by_nobody_who_is_known() -> None:
+    makers = Makers()
+    makers.start()
+    try:
+        selector = selectors.EpollSelector()
+        number = selector.fileno()
+        assert makers.of_descriptor(number) is not None
+        selector.close()
+        # As C code of a library does, which calls nothing of Python's.
+        with select.epoll() as opened:
+            assert (opened.fileno(), makers.of_descriptor(number)) == (number, None)
+    finally:
+        makers.stop()
+
+
+def test_who_made_what_is_closed_when_a_test_begins_is_forgotten() -> None:
+    makers = Makers()
+    makers.start()
+    try:
+        stays, number = os.eventfd(0), os.eventfd(0)
+        os.close(number)
+        makers.forget_closed([f"{stays} -> anon_inode:[eventfd]"])
+        with select.epoll() as opened:
+            assert (opened.fileno(), makers.of_descriptor(number)) == (number, None)
+        assert makers.of_descriptor(stays) is not None
+        os.close(stays)
+    finally:
+        makers.stop()
