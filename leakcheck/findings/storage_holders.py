@@ -18,10 +18,10 @@ from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation, Holder, explain, first_holders
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
-from lowtide.probes.heap.holders import Freed, SharedWalk, instances_in, sharing_walk
+from lowtide.probes.heap.holders import Freed, SharedWalk, census_of, instances_in, sharing_walk
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.host.makers import Maker
-from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved_behind
+from lowtide.probes.memory.autograd import GraphPath, Saved, is_node, nodes_behind, saved_behind
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.memory.tensors import bytes_shown, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.address_table import Ints
@@ -356,6 +356,8 @@ def saved_for_backward(
             tensor for tensor in everything if not torch_member(tensor, "is_leaf") and id(tensor) not in pathless
         ]
         del everything
+        # Behind the tensors: what these lead to is told by them.
+        outputs += _nodes_held(walk)
         seen: set[Any] = set()
         for output in outputs:
             for saved in saved_behind(output, seen):
@@ -371,6 +373,13 @@ def saved_for_backward(
         for identity, saved in found.items()
         if explanations[id(saved.output)].path and identity in pathless
     }
+
+
+def _nodes_held(walk: SharedWalk | None) -> list[Any]:
+    """Return the nodes of graphs that Python code holds."""
+    census = census_of(walk)
+    kinds = [kind for kind in census.types() if is_node(kind)]
+    return census.instances_of(*kinds) if kinds else []
 
 
 def held_by_nodes(
@@ -389,16 +398,21 @@ def held_by_nodes(
     found: dict[int, tuple[Any, GraphPath]] = {}
     with plain_tensors(torch):
         seen: set[Any] = set()
-        for output in instances_in(walk, torch.Tensor) if wanted else ():
+        outputs = [
+            output
+            for output in (instances_in(walk, torch.Tensor) if wanted else ())
             # What one of them keeps itself does not show who holds it.
-            on_node = id(output) in explanations and explanations[id(output)].is_of_node
-            if on_node or id(output) in pathless or torch_member(output, "is_leaf"):
-                continue
+            if not (id(output) in explanations and explanations[id(output)].is_of_node)
+            and id(output) not in pathless
+            and not torch_member(output, "is_leaf")
+        ]
+        for output in [*outputs, *(_nodes_held(walk) if wanted else ())]:
             for node, way in nodes_behind(output, seen):
                 if id(node) in wanted:
                     found.setdefault(id(node), (output, way))
     holding = [output for output, _ in found.values()]
     seen.clear()
+    del outputs
     ways = {node: way.hops() for node, (_, way) in found.items()}
     found.clear()
     holders = dict(zip(ways, explained(holding) if holding else [], strict=True))
@@ -441,10 +455,12 @@ def _through_graph(explanation: Explanation, hops: tuple[Hop, ...], what: str) -
     """Return what is behind the graph of something that is held: `hops` lead there, `what` says which node has it."""
     # Where C++ holds the output's own holder, that holder is what must let go, and no name for the graph leads there.
     in_c = bool(explanation.root)
+    # A node that is held alone is the graph itself.
+    graph = ".grad_fn" if hops[0].edge == ".grad_fn" else ""
     return Explanation(
         verdict="native-held",
         cause=explanation.cause if in_c else "autograd",
-        holder=explanation.holder if in_c else f"{explanation.holder}.grad_fn, where {what}",
+        holder=explanation.holder if in_c else f"{explanation.holder}{graph}, where {what}",
         path=(*explanation.path, *hops),
         suspects=explanation.suspects,
         cut=explanation.cut,

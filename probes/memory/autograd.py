@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.probes.memory.tensors import torch_member
+from lowtide.probes.objects.foreign import namespace_of
 
 _MOST_NODES = 200_000
 
 
 class GraphPath:
-    """The way from a tensor to a node of its graph, without a copy of what ways have in common.
+    """The way from a tensor, or a node that is held itself, to a node of its graph, without a copy of what ways share.
 
     Args:
         before: the way to the node before; None for the first.
         node: the node's name.
-        edge: what leads to it.
+        edge: what leads to it; empty for the node that is held.
     """
 
     __slots__ = ("before", "edge", "length", "node")
@@ -30,10 +31,10 @@ class GraphPath:
         self.length: int = 1 if before is None else before.length + 1
 
     def hops(self) -> tuple[tuple[str, str], ...]:
-        """Return the names of the nodes and the edges to them, from the tensor on."""
+        """Return the names of the nodes and the edges to them, from what is held on, without that."""
         found = []
         way: GraphPath | None = self
-        while way is not None:
+        while way is not None and way.edge:
             found.append((way.node, way.edge))
             way = way.before
         return tuple(reversed(found))
@@ -45,7 +46,7 @@ class Saved:
 
     Attributes:
         tensor: it.
-        output: the tensor through which the graph is held.
+        output: the tensor, or the node, through which the graph is held.
         way: from the output to the node.
         name: what the node calls it.
         edge: what leads from the node to it.
@@ -62,13 +63,18 @@ class Saved:
         return (*self.way.hops(), ("torch.Tensor", self.edge))
 
 
+def is_node(kind: type) -> bool:
+    """Return whether a class is one of the nodes that torch's own operations make; these have no base in common."""
+    return "next_functions" in namespace_of(kind)
+
+
 def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
     """What the nodes of a tensor's graph have saved, each node looked at once.
 
     No code of the program runs: what it would have to unpack is left out. Drop what comes soon: it holds the graph.
 
     Args:
-        output: the tensor.
+        output: the tensor, or a node.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
     # By the type of a node, which attributes it has for what it saved.
@@ -90,10 +96,12 @@ def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, GraphPath]]
     """The nodes of a tensor's graph, each once, with the way to it from the tensor.
 
     Args:
-        output: the tensor.
+        output: the tensor, or a node: a program may keep a `grad_fn` alone.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
-    start: tuple[Any, GraphPath | None, str] = (torch_member(output, "grad_fn"), None, ".grad_fn")
+    start: tuple[Any, GraphPath | None, str] = (output, None, "")
+    if not is_node(type(output)):
+        start = (torch_member(output, "grad_fn"), None, ".grad_fn")
     waiting = deque([start])
     while waiting and len(seen) < _MOST_NODES:
         node, before, edge = waiting.popleft()

@@ -284,6 +284,43 @@ def test_a_graph_that_was_used_up_holds_nothing(load: Load) -> None:
     assert found[4].holder == "program.LOSSES[0]"
 
 
+def test_a_node_of_a_graph_that_is_kept_alone_is_named_with_what_it_leads_to(load: Load) -> None:
+    program = load(LOSSES)
+
+    def step() -> None:
+        program.LOSSES.append((torch.ones(4, 5) * program.WEIGHT).sum().grad_fn)
+
+    found = explanations_of(step)[80]
+    assert found.holder == "program.LOSSES[0], where MulBackward0 saved 'self'"
+    assert [edge for edge, _ in edges(found)][-3:] == ["[0]", ".next_functions[0][0]", "._saved_self"]
+    assert found.cut is not None
+    assert found.cut.code == "del program.LOSSES[0]"
+
+
+def test_what_a_function_of_the_programs_keeps_is_held_by_a_node_behind_which_it_is(load: Load) -> None:
+    program = load(LOSSES)
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            ctx.kept = torch.ones(7)
+            return value * 2
+
+    def step() -> None:
+        program.LOSSES.append(Doubled.apply(program.WEIGHT).sum().grad_fn)  # type: ignore[no-untyped-call]
+
+    assert explanations_of(step)[28].holder == "program.LOSSES[0], where DoubledBackward has .kept"
+
+
+def test_the_name_of_a_node_keeps_nothing(load: Load) -> None:
+    program = load(LOSSES)
+
+    def step() -> None:
+        program.LOSSES.append((torch.ones(4, 5) * program.WEIGHT).sum().grad_fn.name())
+
+    assert explanations_of(step) == {}
+
+
 def test_a_graph_of_many_nodes_is_gone_through_once(load: Load) -> None:
     program = load(LOSSES)
 
