@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -31,7 +32,7 @@ from lowtide.probes.heap.roots import frames_of, is_library
 from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins
 from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.objects.foreign import instance_dict, is_a, thread_ident, thread_key, thread_name
+from lowtide.probes.objects.foreign import attribute, instance_dict, is_a, thread_ident, thread_key, thread_name
 from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.originals import gc, loaded, os, threading
 from lowtide.probes.references.edges import UNNAMED
@@ -604,6 +605,9 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
         path, itself = path[:owner], None
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
+    if itself is not None and _is_over(itself):
+        # What is left is a part of it, as the pipe from a process that has ended.
+        ending = ""
     advice = ended(name, ending)
     part_ending = ""
     exception = _exception_on(_way_of(path, holder))
@@ -625,6 +629,11 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
             f"let go of {name} in teardown" if is_library(last.type) and not part else ended(part or name, part_ending)
         )
     return CommonCause(holder.identity, name, path, advice, holder.cause, ending, part_ending, is_thing, holder.through)
+
+
+def _is_over(item: object) -> bool:
+    """Return whether an object stands for a process that has ended and was waited for: nothing ends it once more."""
+    return is_a(item, subprocess.Popen) and attribute(item, "returncode") is not None
 
 
 def _owner_in(path: Sequence[Hop]) -> int:

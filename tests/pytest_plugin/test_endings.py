@@ -53,6 +53,16 @@ def test_dropped_program():
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
+def test_program_that_has_ended():
+    KEPT["program"] = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    KEPT["program"].wait()
+
+
+def test_program_whose_pipe_is_closed():
+    KEPT["closed program"] = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    KEPT["closed program"].communicate()
+
+
 def fork(seconds):
     child = os.fork()
     if child == 0:
@@ -123,6 +133,7 @@ ADVICE = {
     ),
     "test_array_over_a_file": "let go of test_inner.KEPT['array'] in teardown",
     "test_dropped_program": "call terminate() of the subprocess.Popen in teardown",
+    "test_program_that_has_ended": "call test_inner.KEPT['program'].stdout.close() in teardown",
     "test_fork": "have what starts it end it, and wait for it: os.kill({0}, signal.SIGTERM); os.waitpid({0}, 0)",
     "test_terminal": "call os.close() with each descriptor in teardown",
 }
@@ -150,6 +161,7 @@ def test_where_a_fork_or_a_terminal_was_made_is_said(run: InnerRun, test: str, p
         "test_client_whose_loop_is_closed",
         "test_manager_that_is_shut_down",
         "test_array_over_a_file_that_is_dropped",
+        "test_program_whose_pipe_is_closed",
         "test_fork_that_is_waited_for",
         "test_terminal_that_is_closed",
         "test_error_that_is_kept_without_its_traceback",
