@@ -18,7 +18,7 @@ from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
 from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused, lists_can_be_read
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused, lists_can_be_read, running_locals
 from lowtide.probes.objects.opened_in_c import defined_in_libraries
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, sys
@@ -30,6 +30,9 @@ _AT_A_TIME = 1 << 16
 
 _BYTES_OF_CHARACTER = 4
 """At most."""
+
+_Kinds = list[tuple[type, Callable[[Any], int]]]
+"""Classes of objects that own memory, each with what says how much."""
 
 _NUMBERS = [id(kind) for kind in (int, float, bool, type(None))]
 """What there are most of, and is never large."""
@@ -58,6 +61,8 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
     kinds = _kinds(least)
     found: dict[int, Buffer] = {}
     with collector_paused():
+        # What a function that runs has made, in any thread, only its frame has, which the collector does not.
+        _add_untracked(found, running_locals(), kinds, least)
         if native.types_of_all is not None and native.owned_by_all is not None and lists_can_be_read():
             wanted = _deriving(native.types_of_all(), [kind for kind, _ in kinds])
             # Of text so many bytes may be a quarter of the characters.
@@ -66,17 +71,21 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
         objects = all_objects()
         _add(found, Census(objects), kinds, least)
         for start in range(0, len(objects), _AT_A_TIME):
-            seen = np.zeros(0, np.int64)
-            held = gc.get_referents(*objects[start : start + _AT_A_TIME])
-            while held:
-                ids = _untracked(held)
-                ids = ids[~np.isin(ids, seen, assume_unique=True, kind="sort")]
-                seen = np.concatenate((seen, ids))
-                # The list keeps them alive until they are in the next one.
-                untracked = objects_at(ids)
-                _add(found, Census(untracked), kinds, least)
-                held = gc.get_referents(*untracked)
+            _add_untracked(found, gc.get_referents(*objects[start : start + _AT_A_TIME]), kinds, least)
         return list(found.values())
+
+
+def _add_untracked(found: dict[int, Buffer], held: list[object], kinds: _Kinds, least: int) -> None:
+    """Add what the collector does not track of some objects, and what lies in that."""
+    seen = np.zeros(0, np.int64)
+    while held:
+        ids = _untracked(held)
+        ids = ids[~np.isin(ids, seen, assume_unique=True, kind="sort")]
+        seen = np.concatenate((seen, ids))
+        # The list keeps them alive until they are in the next one.
+        untracked = objects_at(ids)
+        _add(found, Census(untracked), kinds, least)
+        held = gc.get_referents(*untracked)
 
 
 def _deriving(types: list[type], known: list[type]) -> tuple[type, ...]:
@@ -94,7 +103,7 @@ def _untracked(items: list[object]) -> Ints:
     return unique[~are_tracked(unique)]
 
 
-def _add(found: dict[int, Buffer], census: Census, kinds: list[tuple[type, Callable[[Any], int]]], least: int) -> None:
+def _add(found: dict[int, Buffer], census: Census, kinds: _Kinds, least: int) -> None:
     ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     views = [] if ndarray is None else census.instances_of(ndarray)
     owners = [owner for view in views if (owner := _owner(ndarray, view)) is not None]
@@ -113,8 +122,8 @@ def _owner(ndarray: Any, view: Any) -> Any:
     return owner if view is None else view
 
 
-def _kinds(least: int) -> list[tuple[type, Callable[[Any], int]]]:
-    kinds: list[tuple[type, Callable[[Any], int]]] = [
+def _kinds(least: int) -> _Kinds:
+    kinds: _Kinds = [
         (bytes, bytes.__len__),
         (str, str.__sizeof__),
         (bytearray, bytearray.__len__),
@@ -133,7 +142,7 @@ def _kinds(least: int) -> list[tuple[type, Callable[[Any], int]]]:
     return kinds
 
 
-def _sized_by_libraries(types: Iterable[type], known: Iterable[type]) -> list[tuple[type, Callable[[Any], int]]]:
+def _sized_by_libraries(types: Iterable[type], known: Iterable[type]) -> _Kinds:
     """Return the classes of some objects whose C code, that of no library known here, says how much these have."""
     found: dict[int, type] = {}
     for kind in types:

@@ -6,6 +6,7 @@ import array
 import ctypes
 import mmap
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from lowtide.probes import native
 from lowtide.probes.memory.buffers import large_buffers
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.nightly
 
@@ -119,6 +121,24 @@ def closed_map(folder: Path) -> Any:
 def test_what_owns_no_memory_of_its_own_is_left_out(make: Any, tmp_path: Path) -> None:
     Kept.held = make(tmp_path)
     assert sizes() == []
+
+
+def test_what_only_a_function_that_runs_has_is_found_until_it_returns() -> None:
+    is_made, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held = bytearray(SIZE)
+        is_made.set()
+        may_end.wait(HANG_S)
+        held.clear()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_made.wait(HANG_S)
+    found = sizes()
+    may_end.set()
+    thread.join()
+    assert (found, sizes()) == ([SIZE], [])
 
 
 def test_one_that_lies_in_several_places_is_found_once() -> None:
