@@ -29,7 +29,7 @@ from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.roots import frames_of, is_library
-from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins
+from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins, with_handles
 from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import attribute, instance_dict, is_a, thread_ident, thread_key, thread_name
@@ -461,7 +461,19 @@ def of_library(context: Context) -> Any:
     """
     if context.born is None:
         return None
-    found = of_libraries(census_of(context.walk), context.born, lambda kind: bool(ending_of(kind)))
+    census, born = census_of(context.walk), context.born
+
+    def is_wanted(kind: type) -> bool:
+        return bool(ending_of(kind))
+
+    new = of_libraries(census, born, is_wanted, of_any_age=False) + with_handles(census, born, is_wanted)
+    found = _first_held(new, context)
+    # What may be older than the leak comes only where nothing of it is new.
+    return found if found is not None else _first_held(of_libraries(census, born, is_wanted), context)
+
+
+def _first_held(found: Sequence[Any], context: Context) -> Any:
+    """Return the first of some objects that the program has, or of those that others of them are built on."""
     holders = context.first_holders(found) if found else []
     held = [
         item

@@ -35,7 +35,7 @@ from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.memory.autograd import saved_behind
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.described import library_globals
-from lowtide.probes.objects.foreign import is_a, place_of_definition, thread_key
+from lowtide.probes.objects.foreign import is_a, place_of_definition, thread_ident, thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import gc, loaded, os, threading, weakref
@@ -568,7 +568,9 @@ class Ownership:
             return
         owner.before = before
         owner.take(now, self.live, ())
-        name = thread_key(threading.current_thread())
+        # Not by `current_thread`, which makes an object for a thread of C's.
+        here = [thread for thread in threading.enumerate() if thread_ident(thread) == threading.get_ident()]
+        name = thread_key(here[0]) if here else None
         for key in owner.items.keys() - {"globals"}:
             makers = {item: self._makers.of_item(key, item) for item in owner.items[key]}
             owner.items[key] = {item for item, maker in makers.items() if maker is not None and maker.thread == name}

@@ -113,6 +113,10 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
         yield "file-descriptors", str(_plain(attribute(arena, "fd"))), arena
 
 
+_POINTERS = frozenset({"_cffi_backend._CDataBase", "_ctypes._Pointer", "ctypes.c_void_p"})
+"""What pointers of cffi's and ctypes' derive from."""
+
+
 def of_libraries(
     census: Census, born: Collection[int], is_wanted: Callable[[type], bool], *, of_any_age: bool = True
 ) -> list[Any]:
@@ -134,6 +138,28 @@ def of_libraries(
     untracked = [kind for kind in kinds if not flags_of(kind) & _HAVE_GC]
     among = census if of_any_age else census.among(born)
     return found + (among.referred_to(*untracked) if untracked else [])
+
+
+def with_handles(census: Census, born: Collection[int], is_wanted: Callable[[type], bool]) -> list[Any]:
+    """Return the objects of Python code born since a moment that have a pointer of cffi's or ctypes' as an attribute.
+
+    What C code has opened behind the pointer, only they can end: soundfile's files, portaudio's streams.
+
+    Args:
+        census: the objects to look among.
+        born: the identities of what was born since.
+        is_wanted: tells whether instances of a class are wanted.
+    """
+    among = census.among(born)
+    kinds = [kind for kind in among.types() if is_wanted(kind)]
+    return [item for item in (among.instances_of(*kinds) if kinds else ()) if _has_pointer(item)]
+
+
+def _has_pointer(item: object) -> bool:
+    held = gc.get_referents(item)
+    # Attributes lie in a dict, or at the object itself.
+    held += gc.get_referents(*(each for each in held if type(each) is dict))
+    return any(type_name(base) in _POINTERS for value in held for base in mro_of(type(value)))
 
 
 def having_numbers(census: Census, opened: Mapping[int, Collection[tuple[str, int]]]) -> dict[int, Any]:

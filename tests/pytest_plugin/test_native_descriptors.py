@@ -50,6 +50,27 @@ def test_what_is_not_tracked(tmp_path):
     Store.environment = lmdb.open(str(tmp_path))
 
 
+class Folder:
+    def __init__(self, path):
+        self.stream = ctypes.c_void_p(LIBC.opendir(str(path).encode()))
+
+    def close(self):
+        LIBC.closedir(self.stream)
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.opendir.restype = ctypes.c_void_p
+
+
+def test_pointer_beside_an_object_that_was_there(tmp_path):
+    # Of lmdb's environment, which is not tracked, nobody knows the age.
+    Store.folder = Folder(tmp_path)
+
+
+def test_pointer_that_is_closed(tmp_path):
+    Folder(tmp_path).close()
+
+
 def test_ended(tmp_path):
     context = zmq.Context()
     pair = [context.socket(zmq.PAIR) for _ in range(2)]
@@ -68,6 +89,7 @@ def at_the_end():
         for each in kept if type(kept) is tuple else (kept,):
             each.destroy(0) if type(each) is zmq.Context else each.close(0)
     Store.environment.close()
+    Store.folder.close()
 """
 
 
@@ -92,6 +114,7 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_context", "test_inner.KEPT[0]", "KEPT[0].destroy()"),
         ("test_socket_and_its_context", "test_inner.KEPT[1]", "KEPT[1][1].destroy()"),
         ("test_what_is_not_tracked", "test_inner.Store.environment", "Store.environment.close()"),
+        ("test_pointer_beside_an_object_that_was_there", "test_inner.Store.folder", "Store.folder.close()"),
     ],
 )
 def test_it_is_told_by_the_object_that_came_with_it(run: InnerRun, name: str, holder: str, ending: str) -> None:
@@ -102,7 +125,9 @@ def test_it_is_told_by_the_object_that_came_with_it(run: InnerRun, name: str, ho
     assert "the first came with" not in finding.message
 
 
-@pytest.mark.parametrize("name", ["test_ended", "test_of_the_library_alone", "test_of_another_library"])
+@pytest.mark.parametrize(
+    "name", ["test_ended", "test_pointer_that_is_closed", "test_of_the_library_alone", "test_of_another_library"]
+)
 def test_what_is_ended_and_what_only_a_library_has_is_no_leak(run: InnerRun, name: str) -> None:
     assert subject_of(run, name).findings == ()
 
