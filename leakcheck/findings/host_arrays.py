@@ -31,7 +31,7 @@ from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import is_a, type_name
 from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding
-from lowtide.reports.sizes import first_of, format_amount, format_bytes
+from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, noted, restated, with_holder
 
 _NEAR = 0.1
@@ -51,6 +51,8 @@ _ABOUT = 0.3
 """By what share what the entries of a container keep may differ from it: a few of them are looked at."""
 
 _MOST_CONTAINERS = 64
+
+_MOST_SAMPLED = 500
 
 _SAMPLES = (64, 4)
 """Entries that are looked at; fewer where they lead to more objects than these:"""
@@ -189,16 +191,14 @@ def _held_memory(size: int, context: Context) -> Sequence[HeldArray]:
 def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
     first, amount = found[0], sum(each.bytes for each in found)
     if first.taken is not None:
-        return _facts(f"; about {format_bytes(amount)} in {format_amount(_entries(found), 'entries')} held by ", found)
+        entries = sum(len(each.taken) for each in found if each.taken is not None)
+        of = f"a {first.kind}" if len(found) == 1 else f"{len(found)} containers"
+        return _facts(f"; about {format_bytes(amount)} in {entries:,} entries of {of} held by ", found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
     ways: dict[Hashable, HeldArray] = {}
     for each in found:
         ways.setdefault(each.container, each)
     return _facts(f"; {arrays} held by ", [*ways.values()])
-
-
-def _entries(found: Sequence[HeldArray]) -> int:
-    return sum(len(each.taken) for each in found if each.taken is not None)
 
 
 def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
@@ -271,8 +271,12 @@ def _grown_containers(context: Context) -> list[HeldArray]:
     before = context.old_lengths
     if not before and context.born is None:
         return []
+    born = context.born or ()
     taken = {item: range(before.get(item, 0), length) for item, length in long_containers().items()}
-    return _held_containers({item: entries for item, entries in taken.items() if len(entries) >= MANY}, context)
+    grown = [(item, entries) for item, entries in taken.items() if len(entries) >= MANY]
+    # What is new itself may lie in one of the others.
+    grown.sort(key=lambda each: (each[0] in born, -len(each[1])))
+    return _held_containers(dict(grown[:_MOST_SAMPLED]), context)
 
 
 def _held_containers(taken: Mapping[int, range], context: Context) -> list[HeldArray]:

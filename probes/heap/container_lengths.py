@@ -28,7 +28,7 @@ CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 HAS_ATTRIBUTES = 8
 """Of a type, beside its place among the containers, from 1; the same in heap.c."""
 
-MANY = 1000
+MANY = 100
 """Entries of a long container."""
 
 _HEAP_TYPE = 1 << 9

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 import gc
+import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -121,9 +123,28 @@ def test_other_resources_are_left_as_they_are() -> None:
 
 
 def test_what_nothing_of_the_program_holds_is_not_named() -> None:
+    lost = ctypes.py_object(numbers(43 * MIB))
+    ctypes.pythonapi.Py_IncRef(lost)
+    address = id(lost.value)
+    del lost
+    try:
+        assert with_array_holder(host(43 * MIB), Context()).finding.holder is None
+    finally:
+        ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
+
+
+def test_what_a_function_that_runs_has_is_its() -> None:
     local = numbers(43 * MIB)
-    assert with_array_holder(host(43 * MIB), Context()).finding.holder is None
+    holder = with_array_holder(host(43 * MIB), Context()).finding.holder or ""
+    assert holder.startswith("local 'local' of test_what_a_function_that_runs_has_is_its() in test_host_arrays.py:")
     assert local.size
+
+
+def test_a_file_in_memory_is_named() -> None:
+    KEPT["file"] = io.BytesIO()
+    KEPT["file"].write(bytes(41 * MIB))
+    finding = with_array_holder(host(41 * MIB), Context()).finding
+    assert finding.message.endswith(f"; 41.0 MiB in a _io.BytesIO held by {__name__}.KEPT['file']")
 
 
 # Many small things.
@@ -172,6 +193,12 @@ def into_lists(engine: Engine, items: Iterable[str]) -> None:
         KEPT["parts"][number // 10].append(item)
 
 
+def into_long_lists(engine: Engine, items: Iterable[str]) -> None:
+    KEPT["parts"] = collections.defaultdict(list)
+    for number, item in enumerate(items):
+        KEPT["parts"][number % 110].append(item)
+
+
 def into_cache(engine: Engine, items: Iterable[str]) -> None:
     for number, _ in enumerate(items):
         rendered(number)
@@ -191,6 +218,7 @@ SHAPES = [
     (into_deque, "Engine.log", "Engine.log.clear()"),
     (into_attribute, "KEPT['engine'].by_name", "KEPT['engine'].by_name.clear()"),
     (into_lists, "KEPT['parts']", "KEPT['parts'].clear()"),
+    (into_long_lists, "KEPT['parts']", "KEPT['parts'].clear()"),
     (into_cache, "rendered", "rendered.cache_clear()"),
 ]
 
@@ -206,7 +234,7 @@ def test_a_container_of_many_small_things_is_named_and_emptied(
     leak = with_array_holder(host(round(SIZE * 1.15)), context)
     assert leak.finding.holder == f"{__name__}.{holder}"
     assert leak.finding.advice == f"{__name__}.{change}"
-    assert "entries held by" in leak.finding.message
+    assert " entries of a " in leak.finding.message
     assert leak.held is not None
     (cut,) = held_again(leak.held, Context())
     cut.apply()
@@ -251,7 +279,7 @@ def test_two_containers_are_named_where_they_are_all_that_there_is() -> None:
     LISTED.extend(texts())
     KEPT["more"] = texts(COUNT, 2 * COUNT)
     finding = with_array_holder(host(3 * SIZE), Context(old_lengths=before)).finding
-    assert f"in 60000 entries held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
+    assert f"in 60,000 entries of 2 containers held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
 
 
 @pytest.mark.parametrize("size", [SIZE // 2, 2 * SIZE])
@@ -277,12 +305,20 @@ def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> N
     assert (finding.holder == f"{__name__}.LISTED") is is_new
 
 
+def test_what_all_entries_share_is_none_s_own() -> None:
+    before, shared = long_containers(), [numbers(UNIT)]
+    LISTED.extend([(shared, text) for text in texts()])
+    assert (
+        with_array_holder(host(SIZE + COUNT * 64), Context(old_lengths=before)).finding.holder == f"{__name__}.LISTED"
+    )
+
+
 def test_what_has_come_over_a_while_is_told_by_the_largest_containers() -> None:
     LISTED.extend(texts())
     KEPT["more"] = texts(COUNT, 2 * COUNT)
     taken = {id(LISTED): COUNT, id(KEPT["more"]): 2 * COUNT}
     finding = with_largest_containers(host(5 * SIZE).finding, taken)
-    assert f"in 60000 entries held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
+    assert f"in 60,000 entries of 2 containers held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
     assert with_largest_containers(host(100 * SIZE).finding, taken).holder is None
     assert with_largest_containers(host(5 * SIZE).finding, {}).holder is None
 
