@@ -181,17 +181,17 @@ def _past_first_new(found: Sequence[Mark | None], items: Sequence[object], names
     return [None if mark == "innocent" and turn > first else mark for turn, mark in enumerate(found)]
 
 
-def expression_to(item: object, walk: SharedWalk | None = None) -> str | None:
-    """Return the expression that leads to an object from a module, say; None where there is none.
+def expressions_to(items: Sequence[object], walk: SharedWalk | None = None) -> list[str | None]:
+    """Return the expressions that lead to some objects from a module, say; None where there is none.
 
     Args:
-        item: the object.
+        items: the objects.
         walk: the walk over the heap to ask, if it is shared with others.
     """
-    with trace([item], walk=walk) as found:
-        path = found.path(0)
-        way = None if path is None else Way(path_reading.shown_from_landmark(path), 0, found)
-        return None if way is None else way.code(len(way.links))
+    with trace(items, walk=walk) as found:
+        paths = [found.path(place) for place in range(len(items))]
+        ways = [path and Way(path_reading.shown_from_landmark(path), place, found) for place, path in enumerate(paths)]
+        return [way.code(len(way.links)) if way else None for way in ways]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut
-from lowtide.leakcheck.explaining.explain import Explanation, expression_to
+from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
 from lowtide.leakcheck.explaining.library_objects import is_installed
 from lowtide.leakcheck.findings.growing_objects import caches_by_table
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
@@ -24,7 +24,7 @@ from lowtide.leakcheck.findings.kept_bytes import is_of_a_module, kept_by, own_s
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, last_entries, long_containers, read_lengths
-from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
+from lowtide.probes.heap.holders import census_of, objects_of
 from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
@@ -260,7 +260,7 @@ def with_largest_containers(finding: Finding, taken: Mapping[int, int]) -> Findi
 
 def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
     """Return the containers whose new entries keep about so many bytes, each alone or all together; none if none do."""
-    held = _grown_containers(context)
+    held = [each for each in _grown_containers(context) if each.bytes >= _NEAR * wanted]
     alone = [each for each in held if _is_near(each.bytes, wanted, _ABOUT)]
     # An index of what another one has, too, holds it as well.
     return alone[:_MOST_NAMED] or (held if _is_near(sum(each.bytes for each in held), wanted, _ABOUT) else ())
@@ -269,7 +269,7 @@ def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
 def _grown_containers(context: Context) -> list[HeldArray]:
     """Return who holds the containers that have taken many entries, the largest first; none if age is not known."""
     before = context.old_lengths
-    if not before and context.born is None:
+    if not before:
         return []
     born = context.born or ()
     taken = {item: range(before.get(item, 0), length) for item, length in long_containers().items()}
@@ -300,11 +300,13 @@ def _emptied(
     # Of a cache's table no expression is known.
     shown = {id(caches.get(identity, item)): identity for identity, item in there.items()}
     buffers = [Buffer(caches.get(identity, item), sizes.get(identity, 0)) for identity, item in there.items()]
+    held = held_arrays(buffers, context, besides=(there, caches))
+    codes = expressions_to([buffer.item for buffer, _ in held], context.walk) if held else []
     found = []
-    for buffer, each in held_arrays(buffers, context, besides=(there, caches)):
-        entries = taken[shown[each.item]]
-        emptying = _emptying(buffer.item, entries, each.explanation, context.walk)
-        found.append(replace(each, item=shown[each.item], taken=entries, emptying=emptying))
+    for (buffer, each), code in zip(held, codes, strict=True):
+        identity = shown[each.item]
+        emptying = _emptying(buffer.item, taken[identity], code or "", each.explanation.holder)
+        found.append(replace(each, item=identity, taken=taken[identity], emptying=emptying))
     return found
 
 
@@ -317,15 +319,14 @@ def _bytes_in(container: Any, taken: range, context: Context) -> int:
             break
     tracked = [item for entry in entries for item in entry if gc.is_tracked(item) and not is_of_a_module(item)]
     new = [item for item in tracked if context.born is None or id(item) in context.born]
-    if not entries or len(new) * 2 < len(tracked) or not (tracked or context.old_lengths):
+    if not entries or len(new) * 2 < len(tracked):
         return 0
     return round((kept.bytes / len(entries) + own_size(container) / max(taken.stop, 1)) * len(taken))
 
 
-def _emptying(container: Any, taken: range, explanation: Explanation, walk: SharedWalk | None) -> Cut:
+def _emptying(container: Any, taken: range, code: str, holder: str) -> Cut:
     """Return what takes some entries out of a container, or cache, again; as it is written, by methods of its own."""
-    code = expression_to(container, walk)
-    holder, is_code = code or explanation.holder, code is not None
+    holder, is_code = code or holder, bool(code)
     if is_a(container, LRU_CACHE):
         return Cut(f"{holder}.cache_clear()", f"{holder} is empty", container.cache_clear, is_code)
     effect = f"{holder} is without what it had taken"

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Place
-from lowtide.leakcheck.explaining.explain import Explanation, expression_to
+from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
 from lowtide.leakcheck.findings.empty_pools import pool_holder
 from lowtide.leakcheck.findings.host_arrays import held_again
@@ -509,7 +509,7 @@ def _joining(keys: Collection[str], patience: float, endings: Sequence[Change] =
 
 def _clearing(item: CachedItem, walk: SharedWalk | None) -> Change:
     cache = item.cache()
-    code = None if cache is None else of_cache(cache) or expression_to(cache, walk)
+    code = None if cache is None else of_cache(cache) or expressions_to([cache], walk)[0]
     if code is None:
         return Change(f"clear the cache {item.code}", f"{item.code} is empty", item.clear, is_code=False)
     return Change(f"{code}.cache_clear()", f"{code} is empty", item.clear)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.explaining.cut import Names
-from lowtide.leakcheck.explaining.explain import explain, expression_to
+from lowtide.leakcheck.explaining.explain import explain, expressions_to
 from tests.leakcheck.explaining.executing import execute
 from tests.leakcheck.explaining.test_cuts import CASES, WAYS, Others, Thing, parts_of
 
@@ -253,8 +253,8 @@ def test_an_expression_leads_to_the_very_object() -> None:
     sys.modules["my-program"] = program
     try:
         program.TABLE = {"a": [Thing()]}  # type: ignore[attr-defined]
-        assert expression_to(program.TABLE["a"]) == "sys.modules['my-program'].TABLE['a']"
         program.hidden = lambda: None  # type: ignore[attr-defined]
-        assert expression_to(program.hidden) == "sys.modules['my-program'].hidden"
+        codes = expressions_to([program.TABLE["a"], program.hidden])
+        assert codes == ["sys.modules['my-program'].TABLE['a']", "sys.modules['my-program'].hidden"]
     finally:
         del sys.modules["my-program"]

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.leakcheck.explaining.explain import Explanation, explain, expression_to
+from lowtide.leakcheck.explaining.explain import Explanation, explain, expressions_to
 from lowtide.leakcheck.explaining.path_reading import marks
 from lowtide.leakcheck.watching.import_watch import ImportWatch
 from lowtide.probes.references import cxx_holders
@@ -130,7 +130,7 @@ def test_a_capsule_holds_the_tensor_that_it_exports() -> None:
     torch.from_dlpack(HELD["used up"])
     try:
         reported = holders_of(tensors)
-        code = expression_to(HELD["array"])
+        (code,) = expressions_to([HELD["array"]])
     finally:
         for name in ("capsule", "array", "used up"):
             del HELD[name]

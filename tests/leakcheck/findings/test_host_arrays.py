@@ -212,6 +212,13 @@ def engine() -> Iterable[Engine]:
     rendered.cache_clear()
 
 
+def context_of(call: Callable[[], object]) -> Context:
+    """Return what is known of what a call makes."""
+    before, there = long_containers(), set(map(id, gc.get_objects()))
+    call()
+    return Context(born=frozenset(map(id, gc.get_objects())) - there, old_lengths=before)
+
+
 SHAPES = [
     (into_list, "LISTED", "LISTED.clear()"),
     (into_set, "KEPT['names']", "KEPT['names'].clear()"),
@@ -227,9 +234,7 @@ SHAPES = [
 def test_a_container_of_many_small_things_is_named_and_emptied(
     engine: Engine, fill: Callable[[Engine, Iterable[str]], None], holder: str, change: str
 ) -> None:
-    before, there = long_containers(), set(map(id, gc.get_objects()))
-    fill(engine, texts())
-    context = Context(born=frozenset(map(id, gc.get_objects())) - there, old_lengths=before)
+    context = context_of(lambda: fill(engine, texts()))
     # With the containers' own.
     leak = with_array_holder(host(round(SIZE * 1.15)), context)
     assert leak.finding.holder == f"{__name__}.{holder}"
@@ -292,16 +297,16 @@ def test_a_container_of_another_size_is_not_said_to_be_it(size: int) -> None:
 def test_a_container_that_was_there_before_is_not() -> None:
     LISTED.extend(texts())
     assert with_array_holder(host(SIZE), Context(old_lengths=long_containers())).finding.holder is None
-    # Of text nobody knows the age, but of what the collector tracks.
-    assert with_array_holder(host(SIZE), Context(born=frozenset())).finding.holder is None
+    # Where nobody knows how long it was before, none is.
     assert with_array_holder(host(SIZE), Context()).finding.holder is None
 
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> None:
+    before = long_containers()
     LISTED.extend([text] for text in texts())
     born = frozenset(map(id, LISTED)) if is_new else frozenset()
-    finding = with_array_holder(host(SIZE + COUNT * 72), Context(born=born)).finding
+    finding = with_array_holder(host(SIZE + COUNT * 72), Context(born=born, old_lengths=before)).finding
     assert (finding.holder == f"{__name__}.LISTED") is is_new
 
 
