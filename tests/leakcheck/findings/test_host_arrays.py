@@ -221,11 +221,11 @@ def context_of(call: Callable[[], object]) -> Context:
 
 SHAPES = [
     (into_list, "LISTED", "LISTED.clear()"),
-    (into_set, "KEPT['names']", "KEPT['names'].clear()"),
-    (into_deque, "Engine.log", "Engine.log.clear()"),
-    (into_attribute, "KEPT['engine'].by_name", "KEPT['engine'].by_name.clear()"),
-    (into_lists, "KEPT['parts']", "KEPT['parts'].clear()"),
-    (into_long_lists, "KEPT['parts']", "KEPT['parts'].clear()"),
+    pytest.param(into_set, "KEPT['names']", "KEPT['names'].clear()", marks=pytest.mark.nightly),
+    pytest.param(into_deque, "Engine.log", "Engine.log.clear()", marks=pytest.mark.nightly),
+    pytest.param(into_attribute, "KEPT['engine'].by_name", "KEPT['engine'].by_name.clear()", marks=pytest.mark.nightly),
+    pytest.param(into_lists, "KEPT['parts']", "KEPT['parts'].clear()", marks=pytest.mark.nightly),
+    pytest.param(into_long_lists, "KEPT['parts']", "KEPT['parts'].clear()", marks=pytest.mark.nightly),
     (into_cache, "rendered", "rendered.cache_clear()"),
 ]
 
