@@ -407,7 +407,8 @@ class KeptHostMemory:
         taken = self._note_lengths() if card_came or risen >= LEAST_KEPT else NOTHING
         if card_came or risen >= _LEAST_ARRAYS:
             self.old_arrays = _large_arrays()
-            # The list's own memory would be given back in the next test.
+        if card_came or risen >= LEAST_KEPT:
+            # What looking took would be given back in the next test.
             trim_heap()
         if not self._subject:
             return ()
