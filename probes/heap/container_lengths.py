@@ -93,7 +93,7 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
 def long_containers() -> dict[int, int]:
     """Return how long each container of many entries is, by its identity."""
     read, _ = read_lengths()
-    kinds = [kind for kind in objects_at(np.unique(read.kinds)) if any(base in CONTAINERS for base in mro_of(kind))]
+    kinds = [kind for kind in objects_at(each_once(read.kinds)) if any(base in CONTAINERS for base in mro_of(kind))]
     is_long = (read.lengths >= MANY) & np.isin(read.kinds, [id(kind) for kind in kinds])
     return dict(zip(read.ids[is_long].tolist(), read.lengths[is_long].tolist(), strict=True))
 

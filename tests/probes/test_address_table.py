@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.probes.objects import address_table as module
-from lowtide.probes.objects.address_table import AddressTable, first_places
+from lowtide.probes.objects.address_table import AddressTable, each_once, first_places
 
 # The table scatters addresses by all but their last four bits: these are few slots for many addresses.
 COLLIDING = st.builds(lambda block, place: 16 * block + place, st.integers(0, 3), st.integers(0, 15))
@@ -136,3 +136,10 @@ def test_the_first_places_of_very_many_addresses() -> None:
     found = first_places(drawn)
     _, expected, which = np.unique(drawn, return_index=True, return_inverse=True)
     assert np.array_equal(found, expected[which])
+
+
+@pytest.mark.parametrize("numbers", [[], [0], [3, 0, 3], [5, 5, 5], [2**47, 16, 2**47, 0]])
+def test_each_number_comes_once_and_in_order(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # A test may have replaced it.
+    monkeypatch.setattr(np, "concatenate", None)
+    assert each_once(np.array(numbers, np.int64)).tolist() == sorted(set(numbers))
