@@ -79,7 +79,8 @@ some values have more that one of them must have: else several grow a little."""
 _STEPS = 3
 """References from an entry of a registry of Python's to what it is for: of a record, a bound method, its function."""
 
-_RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
+RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
+"""What the names of test runners' modules, and of this checker's, begin with."""
 
 _TRIED = 16
 """New objects of a type at most to which the ways are looked at."""
@@ -190,7 +191,7 @@ def _is_enough(course: Course, each: int) -> bool:
 
 def _is_of_runner(cls: type) -> bool:
     """Return whether a class is of a test runner, or of this checker."""
-    return f"{module_of_class(cls)}.".startswith(_RUNNERS)
+    return f"{module_of_class(cls)}.".startswith(RUNNERS)
 
 
 def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: bool = False) -> tuple[int, str]:
@@ -348,7 +349,7 @@ def _is_of_program(explanation: Explanation, entries: Sequence[tuple[Any, ...]],
     if not explanation.path:
         # C holds it: of a test runner's, or of the program. In a frozen heap nobody knows who does.
         return stretch.by_frames and explanation.verdict == "native-held"
-    if not explanation.holder or any(f"{hop.type}.".startswith(_RUNNERS) for hop in explanation.path):
+    if not explanation.holder or any(f"{hop.type}.".startswith(RUNNERS) for hop in explanation.path):
         return False
     root = explanation.path[0]
     if root.type == "frame":

@@ -6,6 +6,7 @@ library has, and tells nobody, by what has come with the memory.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import re
 from collections import deque
@@ -18,7 +19,7 @@ import msgspec
 from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
 from lowtide.leakcheck.explaining.library_objects import is_installed
-from lowtide.leakcheck.findings.growing_objects import caches_by_table
+from lowtide.leakcheck.findings.growing_objects import RUNNERS, caches_by_table
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.kept_bytes import is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -58,6 +59,8 @@ _SAMPLES = (64, 4)
 """Entries that are looked at; fewer where they lead to more objects than these:"""
 
 _OBJECTS = 100_000
+
+_BUILT_IN = frozenset(dir(builtins))
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,15 @@ def held_again(memory: HeldMemory, context: Context) -> list[Cut]:
         found |= {id(buffer.item): buffer for buffer in large_buffers() if id(buffer.item) in others}
     _, there = read_lengths(emptied) if emptied else (None, {})
     held = [each for _, each in held_arrays([*found.values()], context, besides=(items,))]
-    return [cut for each in held + _emptied(there, {}, emptied, context) for cut in each.cuts]
+    held += _emptied(there, {}, emptied, context)
+    return [cut for each in held if not _is_runner_s(each) for cut in each.cuts]
+
+
+def _is_runner_s(held: HeldArray) -> bool:
+    """Return whether what has it, or has the containers that it lies in, is a test runner's."""
+    names = [hop.edge if hop.type == "module" else hop.type for hop in held.explanation.path[:-1]]
+    of_program = [name for name in names if name not in _BUILT_IN and not name.startswith("collections.")]
+    return f"{of_program[-1]}.".startswith(RUNNERS) if of_program else False
 
 
 def _is_library_s(held: HeldArray) -> bool:
@@ -285,10 +296,11 @@ def _held_containers(taken: Mapping[int, range], context: Context) -> list[HeldA
     sizes = {identity: _bytes_in(item, taken[identity], context) for identity, item in there.items()}
     largest = sorted((identity for identity, size in sizes.items() if size), key=lambda each: -sizes[each])
     held = _emptied({each: there[each] for each in largest[:_MOST_CONTAINERS]}, sizes, taken, context)
-    # What goes with a holder is not emptied.
+    # What goes with a holder is not emptied, and what a test runner notes is its own.
     return [
         replace(each, emptying=None) if any(hop.suspect for hop in each.explanation.path[:-1]) else each
         for each in held
+        if not _is_runner_s(each)
     ]
 
 

@@ -301,6 +301,17 @@ def test_a_container_that_was_there_before_is_not() -> None:
     assert with_array_holder(host(SIZE), Context()).finding.holder is None
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: {"texts": [(text, 1) for text in texts()]}, lambda: numbers(round(SIZE * 1.15))]
+)
+def test_what_a_test_runner_notes_is_not_taken_from_it(request: pytest.FixtureRequest, make: Callable[[], Any]) -> None:
+    notes = request.node.user_properties
+    context = context_of(lambda: notes.append(("noted", make())))
+    leak = with_array_holder(host(round(SIZE * 1.15)), context)
+    assert leak.held is None or held_again(leak.held, Context(is_over=True)) == []
+    notes.clear()
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> None:
     before = long_containers()
