@@ -633,19 +633,15 @@ class LeavesHolesInTheHeap(SmallLife):
                 LIBC.free(piece)
 
 
-def test_what_only_the_last_rungs_give_back_has_them_as_its_remedy() -> None:
+def test_what_is_free_in_the_heap_at_the_end_of_a_life_is_no_leak() -> None:
     LeavesHolesInTheHeap.lives = 0
     # Holes that are there already would be filled first.
     LIBC.malloc_trim(0)
     try:
-        _, (finding,) = found(LeavesHolesInTheHeap, cycles=2)
+        _, findings = found(LeavesHolesInTheHeap, cycles=2)
     finally:
         LIBC.free(KEPT.pop())
-    assert finding.resource == "host-memory"
-    assert finding.remedy is not None
-    assert finding.remedy.action.startswith("ctypes.CDLL(None).malloc_trim(0)")
-    # All of it; what was found missing is less by what else came and went.
-    assert finding.remedy.returns_bytes > 100 * MIB
+    assert findings == ()
 
 
 @functools.lru_cache(maxsize=4)
