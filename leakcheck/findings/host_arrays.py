@@ -261,7 +261,7 @@ def with_largest_containers(finding: Finding, taken: Mapping[int, int]) -> Findi
     there = long_containers() if taken else {}
     ranges = {item: range(max(there[item] - count, 0), there[item]) for item, count in taken.items() if item in there}
     # What was taken is new.
-    held = _held_containers(ranges, Context(living=True, old_lengths=there))
+    held = _held_containers(ranges, Context(living=True))
     largest = [each for each in held if finding.bytes * _NEAR <= each.bytes <= finding.bytes * (1 + _ABOUT)]
     if not largest:
         return finding
@@ -349,7 +349,7 @@ def _emptying(container: Any, taken: range, code: str, holder: str) -> Cut:
         keys = f"list({holder})[{taken.start}:{taken.stop}]"
         delete = functools.partial(_delete_entries, container, taken)
         return Cut(f"for key in {keys}: del {holder}[key]", effect, delete, is_code)
-    if is_a(container, deque) and taken.start and taken.stop == len(container):
+    if is_a(container, deque) and taken.start and taken.stop == deque.__len__(container):
         pop = f"[{holder}.pop() for _ in range({len(taken)})]"
         return Cut(pop, effect, lambda: [container.pop() and None for _ in taken], is_code)
     return Cut(f"{holder}.clear()", f"{holder} is empty", lambda: container.clear(), is_code)

@@ -18,7 +18,15 @@ from typing import Any
 from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.foreign import flags_of, mro_of
-from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
+from lowtide.probes.objects.identities import (
+    are_tracked,
+    identities,
+    lengths_of,
+    object_at,
+    objects_at,
+    referents,
+    types_of,
+)
 from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
 from lowtide.probes.references.interpreter_holders import exit_entries
@@ -92,10 +100,14 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
 
 def long_containers() -> dict[int, int]:
     """Return how long each container of many entries is, by its identity."""
-    read, _ = read_lengths()
-    kinds = [kind for kind in objects_at(each_once(read.kinds)) if any(base in CONTAINERS for base in mro_of(kind))]
-    is_long = (read.lengths >= MANY) & np.isin(read.kinds, [id(kind) for kind in kinds])
-    return dict(zip(read.ids[is_long].tolist(), read.lengths[is_long].tolist(), strict=True))
+    # Types are in cycles: none goes meanwhile.
+    with collector_paused():
+        read, _ = read_lengths()
+        places = np.flatnonzero(read.lengths >= MANY)
+        ids, kinds, lengths = (each[places].tolist() for each in (read.ids, read.kinds, read.lengths))
+        # A type is read as if it held its objects, and is no container itself.
+        is_container = {kind: bool(_manner_of(object_at(kind)) & ~HAS_ATTRIBUTES) for kind in set(kinds)}
+    return {item: length for item, kind, length in zip(ids, kinds, lengths, strict=True) if is_container[kind]}
 
 
 def _lengths(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:

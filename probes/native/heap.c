@@ -1051,8 +1051,9 @@ may_be_large(Py_ssize_t least, PyObject *value)
 }
 
 static int
-note_value(Values *found, PyObject *owner, PyObject *value)
+note_value(void *reading, PyObject *owner, PyObject *value)
 {
+    Values *found = reading;
     int64_t id = (int64_t)(uintptr_t)owner;
     if (table_find(&found->kinds, Py_TYPE(value)) != UNKNOWN)
         return may_be_large(found->least, value) && (array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0);
@@ -1061,11 +1062,11 @@ note_value(Values *found, PyObject *owner, PyObject *value)
     return table_add(&found->seen, value, 0) < 0 || array_push(&found->dicts, &value) < 0;
 }
 
+/* Does something for each thing that the collector is shown of an object. */
 static int
-note_values(Values *found, PyObject *owner)
+for_shown(Walk *walk, PyObject *owner, int (*each)(void *, PyObject *, PyObject *), void *reading)
 {
     static const Asked nothing = {0};
-    Walk *walk = &found->walk;
     int32_t place = noted_kind(walk, Py_TYPE(owner), &PyList_Type);
     if (place < 0 || note_shown(walk, owner, place, &nothing) < 0)
         return -1;
@@ -1074,7 +1075,7 @@ note_values(Values *found, PyObject *owner)
     for (size_t at = 0; at < walk->referents.count && !failed; at++) {
         if (at + AHEAD < walk->referents.count)
             PREFETCH(items[at + AHEAD]);
-        failed = note_value(found, owner, items[at]);
+        failed = each(reading, owner, items[at]);
     }
     walk->referents.count = 0;
     return failed ? no_memory() : 0;
@@ -1085,9 +1086,11 @@ read_values(PyObject *item, void *reading)
 {
     Values *found = reading;
     found->objects++;
-    int failed = note_values(found, item);
-    while (!failed && found->dicts.count > 0)
-        failed = note_values(found, ((PyObject **)found->dicts.items)[--found->dicts.count]);
+    int failed = for_shown(&found->walk, item, note_value, found);
+    while (!failed && found->dicts.count > 0) {
+        PyObject *dict = ((PyObject **)found->dicts.items)[--found->dicts.count];
+        failed = for_shown(&found->walk, dict, note_value, found);
+    }
     return failed;
 }
 
@@ -1132,47 +1135,33 @@ typedef struct {
 } Everything;
 
 static int
-meet(Everything *found, PyObject *item)
+meet(void *reading, PyObject *Py_UNUSED(owner), PyObject *item)
 {
+    Everything *found = reading;
     PyTypeObject *type = Py_TYPE(item);
     int is_known = table_find(&found->kinds, type) != UNKNOWN;
     if (found->of_types && !is_known && (table_add(&found->kinds, type, 0) < 0 || array_push(&found->met, &type) < 0))
-        return no_memory();
+        return -1;
     if (!found->of_types && is_known && may_be_large(found->least, item) && array_push(&found->met, &item) < 0)
-        return no_memory();
+        return -1;
     if (!(PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) || PyObject_GC_IsTracked(item) ||
         table_find(&found->seen, item) != UNKNOWN)
         return 0;
-    return table_add(&found->seen, item, 0) < 0 || array_push(&found->waiting, &item) < 0 ? no_memory() : 0;
-}
-
-static int
-meet_referents(Everything *found, PyObject *item)
-{
-    static const Asked nothing = {0};
-    Walk *walk = &found->walk;
-    int32_t place = noted_kind(walk, Py_TYPE(item), &PyList_Type);
-    if (place < 0 || note_shown(walk, item, place, &nothing) < 0)
-        return -1;
-    PyObject **items = (PyObject **)walk->referents.items;
-    int failed = 0;
-    for (size_t at = 0; at < walk->referents.count && !failed; at++) {
-        if (at + AHEAD < walk->referents.count)
-            PREFETCH(items[at + AHEAD]);
-        failed = meet(found, items[at]);
-    }
-    walk->referents.count = 0;
-    return failed;
+    return table_add(&found->seen, item, 0) < 0 || array_push(&found->waiting, &item) < 0;
 }
 
 static int
 meet_all(PyObject *item, void *reading)
 {
     Everything *found = reading;
-    int failed = meet(found, item) < 0 || meet_referents(found, item) < 0;
-    while (!failed && found->waiting.count > 0)
-        failed = meet_referents(found, ((PyObject **)found->waiting.items)[--found->waiting.count]) < 0;
-    return failed ? -1 : 0;
+    if (meet(found, NULL, item) != 0)
+        return no_memory();
+    int failed = for_shown(&found->walk, item, meet, found);
+    while (!failed && found->waiting.count > 0) {
+        PyObject *untracked = ((PyObject **)found->waiting.items)[--found->waiting.count];
+        failed = for_shown(&found->walk, untracked, meet, found);
+    }
+    return failed;
 }
 
 /* (The list is made last: it is young itself.) */
