@@ -119,7 +119,7 @@ class ShutdownJudgement:
     def begin(self, cycle: int) -> Snapshot:
         """Begin a life; return what there is before it."""
         self._lengths.append(long_containers())
-        # What the life before left free in the heap would hide as much of what this one keeps.
+        # What is free by now, as what judging the life before took, would hide as much of what this one keeps.
         trim_heap()
         start = self._reader.read(f"before cycle {cycle}")
         self._types = TypeCounts(f"before cycle {cycle}")

@@ -117,14 +117,13 @@ def test_what_stands_in_for_a_function_goes_unless_somebody_else_has_replaced_it
 
     class Derived(Base): ...
 
-    place = ModuleType("place")
-    place.kept, place.replaced = (lambda: "kept"), (lambda: "replaced")  # type: ignore[attr-defined]
+    place = SimpleNamespace(kept=lambda: "kept", replaced=lambda: "replaced")
     before = dict(vars(place))
     stand_ins = originals.StandIns()
     for where, name in ((place, "kept"), (place, "replaced"), (Derived, "read"), (place, "not there")):
         stand_ins.put(where, name, lambda original: lambda *arguments: f"ours, then {original(*arguments)}")
     assert (place.kept(), Derived().read(), Base().read()) == ("ours, then kept", "ours, then read", "read")
-    theirs = place.replaced = lambda: "theirs"  # type: ignore[attr-defined]
+    theirs = place.replaced = lambda: "theirs"
     stand_ins.restore()
     assert vars(place) == {**before, "replaced": theirs}
     assert "read" not in vars(Derived)

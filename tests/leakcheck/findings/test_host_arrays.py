@@ -365,6 +365,19 @@ def test_what_gives_it_back_is_the_remedy() -> None:
     assert len(returned) == 2
 
 
+def test_what_was_emptied_for_another_finding_is_not_said_to_be_wrong() -> None:
+    kept = KEPT["kept"] = set(pages(8000))
+    leaks = []
+    for first in (0, 1):
+        before = long_containers()
+        kept.update(bytes(4096 + 4 * number + first) for number in range(8000))
+        leaks.append(with_array_holder(host(sum(map(len, kept)) // (first + 1)), Context(old_lengths=before)))
+    first_told, second_told = tried(leaks)
+    assert second_told.remedy is not None
+    assert first_told.holder == second_told.holder == f"{__name__}.KEPT['kept']"
+    assert first_told.remedy is None
+
+
 @pytest.mark.parametrize("is_guess", [True, False])
 def test_a_guess_that_gives_nothing_back_is_dropped(is_guess: bool) -> None:
     KEPT["table"] = numbers(41 * MIB)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.judging.metrics import unaccounted_host_memory
+from lowtide.leakcheck.lives import shutdown_judgement
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
@@ -126,6 +127,31 @@ def test_a_life_answers_for_the_texts_that_it_keeps_not_for_what_it_has_freed(li
     assert (finding.resource, finding.holder) == ("host-memory", f"{__name__}.TEXTS")
     assert finding.bytes >= 2 * 600_000 * 200
     assert finding.advice == f"del {__name__}.TEXTS[600000:1800000]"
+
+
+class KeepsPieces(FreesPieces):
+    def create(self) -> None:
+        self.pieces = []
+
+    def shutdown(self) -> None:
+        KEPT.append([bytes(1000) for _ in range(60_000)])
+
+
+def test_what_is_free_before_a_life_hides_nothing_that_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def long_containers() -> dict[int, int]:
+        """Leave more free than the life keeps, below a piece that is in use, as judging a large heap does."""
+        pieces = [bytes(1000) for _ in range(90_000)]
+        pinned.append(pieces.pop())
+        return {}
+
+    pinned: list[bytes] = []
+    monkeypatch.setattr(shutdown_judgement, "long_containers", long_containers)
+    run = LifecycleRun(
+        "pieces", KeepsPieces, device="cpu", driver=NoDriver("a test"), cycles=2, script=("create", "infer", "shutdown")
+    )
+    (finding,) = [finding for finding in run.run().findings if finding.bytes]
+    assert finding.resource == "host-memory"
+    assert finding.bytes >= 55 * MIB
 
 
 @pytest.mark.parametrize(
