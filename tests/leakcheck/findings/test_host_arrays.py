@@ -312,6 +312,21 @@ def test_what_a_test_runner_notes_is_not_taken_from_it(request: pytest.FixtureRe
     notes.clear()
 
 
+def test_what_lies_in_what_was_there_before_is_told_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arrays, "_MOST_SAMPLED", 5)
+    # Of what the collector tracks, so that it has been tracked itself from the beginning.
+    table: dict[int, list[str]] = {-1: []}
+    KEPT["table"] = table
+
+    def fill() -> None:
+        for number in range(110):
+            table[number] = texts(number * COUNT, 400)
+
+    context = context_of(fill)
+    leak = with_array_holder(host(round(110 / COUNT * 400 * SIZE)), context)
+    assert leak.finding.holder == f"{__name__}.KEPT['table']"
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> None:
     before = long_containers()

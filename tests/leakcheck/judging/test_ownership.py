@@ -14,6 +14,7 @@ import pytest
 from lowtide.leakcheck.judging.owners import Owner, Ownership
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.makers import Makers
 
 DTYPE = "torch.get_default_dtype()"
 
@@ -223,6 +224,21 @@ def test_a_handler_that_was_there_before_all_tests_is_replaced_once() -> None:
     assert len(new(books, handlers(2), key="globals")) == 2
     books.begin("setup", handlers(2))
     assert new(books, handlers(3), key="globals") == set()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_who_made_a_descriptor_is_known_in_a_test_that_begins_while_it_is_open(is_open: bool) -> None:
+    makers = Makers()
+    books = Ownership(OwnSegments(), makers=makers)
+    makers.start()
+    number = os.memfd_create("made here")
+    try:
+        there = {f"{number} -> /memfd:made here": 1} if is_open else {}
+        books.begin("setup", Counters({"file-descriptors": there}, {}, {}))
+        assert (makers.of_descriptor(number) is not None) is is_open
+    finally:
+        os.close(number)
+        makers.stop()
 
 
 def test_an_object_of_the_same_name_in_the_place_of_one_that_an_earlier_test_left_is_no_change(
