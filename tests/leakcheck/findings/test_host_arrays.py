@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from lowtide.leakcheck.findings import host_arrays
 from lowtide.leakcheck.findings.host_arrays import held_again, with_array_holder, with_largest_containers
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.remedies import try_holders
