@@ -35,7 +35,7 @@ LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers' $(ALL))
 HEAPS := $(filter tests/probes/% tests/leakcheck/%,$(ALL))
 WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|from lowtide\.engine|import lowtide\.engine|check_run' $(HEAPS))
-WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.explaining|findings\.(host_arrays|turn_growth)' $(WITHOUT_TORCH))
+WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.explaining|findings\.(host_memory|turn_growth)' $(WITHOUT_TORCH))
 WALKS_WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
 # Inner runs load in processes of their own; those that take longest come first, or one worker waits for the other.
 RUNS_OF_ITS_OWN := $(filter tests/pytest_plugin/%,$(LOADING_MORE))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.leakcheck.findings.host_arrays import MOST, HeldArray, held_arrays
+from lowtide.leakcheck.findings.host_memory import MOST, HeldArray, held_arrays
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks
 from lowtide.leakcheck.findings.tensor_findings import frames, leaks_of
 from lowtide.leakcheck.judging.fingerprints import finding_of

@@ -25,7 +25,7 @@ from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
 from lowtide.leakcheck.findings.empty_pools import pool_holder
-from lowtide.leakcheck.findings.host_arrays import held_again
+from lowtide.leakcheck.findings.host_memory import held_again
 from lowtide.leakcheck.findings.item_findings import UNFROZEN, HeldMemory, ItemLeak, still_changed, with_followers
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.storage_watch import StorageWatch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lowtide.leakcheck.findings.growing_objects import ADVICE, Stretch, growth_in_heap, ids_of, is_worth_a_look
-from lowtide.leakcheck.findings.host_arrays import held_by_arrays
+from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.containers import ContainerCourses, Course
@@ -368,7 +368,7 @@ class TurnGrowth:
             return Grown(containers)
         found = growth_of_host_memory(grown, self._turns, module, self._seconds, option=self._option)
         # No container takes anything where one object becomes larger and larger, or gives way to a larger one.
-        holder = held_by_arrays(grown.bytes, Context(roots=tuple(self._roots()), living=True))
+        holder = memory_holder(grown.bytes, Context(roots=tuple(self._roots()), living=True))
         if holder is not None:
             found = with_holder(found, msgspec.structs.replace(holder[0], advice=ADVICE))
         elif recorded is not None:

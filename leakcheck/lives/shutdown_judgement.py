@@ -16,7 +16,7 @@ import msgspec
 from lowtide.leakcheck.findings.causes import BELONGING, with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, with_pools_to_let_go
 from lowtide.leakcheck.findings.heap_file import HeapFile
-from lowtide.leakcheck.findings.host_arrays import with_array_holder
+from lowtide.leakcheck.findings.host_memory import with_memory_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -343,7 +343,7 @@ def _with_holder(leak: ItemLeak, context: Context) -> Finding:
         return leak.finding
     # It stays the same leak as in the lives before, of which only the level is known.
     marks = {name: getattr(leak.finding, name) for name in ("fingerprint", "former_fingerprint")}
-    return msgspec.structs.replace(with_array_holder(leak, context).finding, **marks)
+    return msgspec.structs.replace(with_memory_holder(leak, context).finding, **marks)
 
 
 def _marked(leak: ItemLeak) -> Finding:

@@ -37,7 +37,7 @@ _modules = 0
 _OWN = "lowtide.leakcheck.processes.own_tensors"
 """What a process without torch does not import, unless somebody looks."""
 
-_EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
+_EXPLAINING = "lowtide.leakcheck.findings.host_memory"
 """What a process without suspicion does not import."""
 
 _CAUSES = "lowtide.leakcheck.findings.causes"
@@ -105,12 +105,12 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
         return _trim(importing)
     if isinstance(question, messages.ExplainHostMemory):
         with importing(_EXPLAINING):
-            from lowtide.leakcheck.findings.host_arrays import held_by_arrays
+            from lowtide.leakcheck.findings.host_memory import memory_holder
             from lowtide.leakcheck.findings.storage_holders import Context
 
         def holder() -> HolderFacts | None:
             # Which of this process's arrays are the memory that the other one has seen grow.
-            by_arrays = held_by_arrays(question.bytes, Context(living=True))
+            by_arrays = memory_holder(question.bytes, Context(living=True))
             return None if by_arrays is None else by_arrays[0]
 
         return apart(holder, HolderFacts | None)
@@ -239,7 +239,7 @@ def _trim(importing: Importing) -> int:
         _give_back_heap(trim_heap)
         before = _resident()
         with importing(_EXPLAINING):
-            from lowtide.leakcheck.findings import host_arrays, storage_holders  # noqa: F401 - asked for next
+            from lowtide.leakcheck.findings import host_memory, storage_holders  # noqa: F401 - asked for next
 
         _give_back_heap(trim_heap)
         imported += max(0, _resident() - before)

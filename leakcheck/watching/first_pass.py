@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lowtide.leakcheck.findings.host_arrays import with_largest_containers
+from lowtide.leakcheck.findings.host_memory import with_largest_containers
 from lowtide.leakcheck.findings.storage_watch import Collected
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL

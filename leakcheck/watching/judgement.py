@@ -14,7 +14,7 @@ from lowtide.leakcheck.findings import item_findings
 from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.heap_file import HeapFile
-from lowtide.leakcheck.findings.host_arrays import with_array_holder, with_native_holder
+from lowtide.leakcheck.findings.host_memory import with_memory_holder, with_native_holder
 from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import (
     DeferredRemedies,
@@ -362,7 +362,7 @@ class WatchJudge:
                 continue
             leak = self._item_leak(case, turn, finding, metric.key, own)
             named = [
-                with_array_holder(item_findings.with_fingerprint(part, context.module), context)
+                with_memory_holder(item_findings.with_fingerprint(part, context.module), context)
                 for part in with_pool_holders(leak, context)
             ]
             found += [

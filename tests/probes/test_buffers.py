@@ -15,8 +15,8 @@ import pytest
 import regex
 import torch
 
-from lowtide.probes import native
 from lowtide.probes.memory.buffers import large_buffers
+from tests.probes.in_both_ways import in_both_ways
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.nightly
@@ -28,12 +28,7 @@ class Kept:
     held: Any = None
 
 
-@pytest.fixture(autouse=True, params=["in C", "in Python"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "in Python":
-        monkeypatch.setattr(native, "owned_by_all", None)
-    elif native.owned_by_all is None:
-        pytest.skip("no compiler")
+_way = in_both_ways("owned_by_all")
 
 
 @pytest.fixture(autouse=True)

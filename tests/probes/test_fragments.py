@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from lowtide.leakcheck.findings import host_arrays
+from lowtide.leakcheck.findings import host_memory
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.host.fragments import Fragments, fragments
 from lowtide.reports.schema import Finding
@@ -75,10 +75,10 @@ def left(size: int) -> Finding:
 
 def test_a_finding_says_what_is_a_good_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     read = [Fragments(ARENAS, 60 * MIB, 1234), Fragments(HEAP, 2 * MIB, 7)]
-    monkeypatch.setattr(host_arrays, "fragments", lambda: read)
-    told = host_arrays.with_fragments(left(100 * MIB))
+    monkeypatch.setattr(host_memory, "fragments", lambda: read)
+    told = host_memory.with_fragments(left(100 * MIB))
     assert told.message == (
         "it did not come back; up to 60.0 MiB of Python's arenas are free between 1,234 blocks in use"
     )
     assert told.advice == "make what is to stay before what is temporary, so that it lies in memory of its own"
-    assert host_arrays.with_fragments(left(1000 * MIB)) == left(1000 * MIB)
+    assert host_memory.with_fragments(left(1000 * MIB)) == left(1000 * MIB)

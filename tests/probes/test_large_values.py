@@ -6,18 +6,11 @@ import gc
 import weakref
 
 import numpy as np
-import pytest
 
-from lowtide.probes import native
 from lowtide.probes.heap.large_values import LEAST, UNIT, read_values, size_of_value
+from tests.probes.in_both_ways import in_both_ways
 
-
-@pytest.fixture(autouse=True, params=["in C", "in Python"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "in Python":
-        monkeypatch.setattr(native, "values_of_all", None)
-    elif native.values_of_all is None:
-        pytest.skip("no compiler")
+_way = in_both_ways("values_of_all")
 
 
 class Holder:

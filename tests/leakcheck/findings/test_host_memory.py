@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.findings import host_arrays
-from lowtide.leakcheck.findings.host_arrays import held_again, with_array_holder, with_largest_containers
+from lowtide.leakcheck.findings import host_memory
+from lowtide.leakcheck.findings.host_memory import held_again, with_largest_containers, with_memory_holder
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.remedies import try_holders
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -58,7 +58,7 @@ def numbers(size: int) -> Any:
 
 def test_an_array_of_that_size_is_named_with_its_holder_and_how_to_let_go_of_it() -> None:
     KEPT["table"] = {"deep": numbers(41 * MIB)}
-    finding = with_array_holder(host(40 * MIB), Context()).finding
+    finding = with_memory_holder(host(40 * MIB), Context()).finding
     assert finding.holder == f"{__name__}.KEPT['table']['deep']"
     assert finding.message == (
         f"much did not come back; 41.0 MiB in a numpy.ndarray held by {__name__}.KEPT['table']['deep']"
@@ -73,27 +73,27 @@ def test_an_array_of_that_size_is_named_with_its_holder_and_how_to_let_go_of_it(
 
 def test_all_in_one_container_are_named_together() -> None:
     KEPT["parts"] = {name: numbers(UNIT) for name in "abcdefghij"}
-    finding = with_array_holder(host(10 * UNIT), Context()).finding
+    finding = with_memory_holder(host(10 * UNIT), Context()).finding
     assert "; 30.0 MiB in 10 numpy.ndarrays held by " in finding.message
     assert "KEPT['parts']" in (finding.holder or "")
 
 
 def test_the_last_of_a_list_are_named_where_the_first_were_there_before() -> None:
     LISTED.extend(numbers(UNIT) for _ in range(12))
-    finding = with_array_holder(host(4 * UNIT), Context()).finding
+    finding = with_memory_holder(host(4 * UNIT), Context()).finding
     assert "; 12.0 MiB in 4 numpy.ndarrays held by " in finding.message
     assert finding.holder == f"{__name__}.LISTED[11]"
 
 
 def test_of_several_of_that_size_in_a_list_the_last_is_named() -> None:
     LISTED.extend(numbers(41 * MIB) for _ in range(2))
-    assert with_array_holder(host(41 * MIB), Context()).finding.holder == f"{__name__}.LISTED[1]"
+    assert with_memory_holder(host(41 * MIB), Context()).finding.holder == f"{__name__}.LISTED[1]"
 
 
 @pytest.mark.parametrize("size", [30 * MIB, 60 * MIB, 1 << 30])
 def test_arrays_of_another_size_are_not_said_to_be_it(size: int) -> None:
     KEPT["table"] = numbers(41 * MIB)
-    assert with_array_holder(host(size), Context()).finding.holder is None
+    assert with_memory_holder(host(size), Context()).finding.holder is None
 
 
 class Server:
@@ -102,7 +102,7 @@ class Server:
 
 def test_two_leaks_are_named_where_they_are_all_that_there_is() -> None:
     Server.weights, KEPT["table"] = numbers(41 * MIB), numbers(59 * MIB)
-    finding = with_array_holder(host(102 * MIB), Context()).finding
+    finding = with_memory_holder(host(102 * MIB), Context()).finding
     Server.weights = None
     held = f"{__name__}.KEPT['table'], {__name__}.Server.weights"
     assert f"; 100.0 MiB in 2 numpy.ndarrays held by {held}" in finding.message
@@ -112,7 +112,7 @@ def test_two_leaks_are_named_where_they_are_all_that_there_is() -> None:
 
 def test_none_is_where_there_are_others() -> None:
     Server.weights, KEPT["table"], KEPT["more"] = (numbers(size * MIB) for size in (41, 59, 77))
-    finding = with_array_holder(host(100 * MIB), Context()).finding
+    finding = with_memory_holder(host(100 * MIB), Context()).finding
     Server.weights = None
     assert finding.holder is None
 
@@ -120,7 +120,7 @@ def test_none_is_where_there_are_others() -> None:
 def test_other_resources_are_left_as_they_are() -> None:
     KEPT["table"] = numbers(41 * MIB)
     leak = host(41 * MIB, "threads")
-    assert with_array_holder(leak, Context()) is leak
+    assert with_memory_holder(leak, Context()) is leak
 
 
 def test_what_nothing_of_the_program_holds_is_not_named() -> None:
@@ -129,22 +129,22 @@ def test_what_nothing_of_the_program_holds_is_not_named() -> None:
     address = id(lost.value)
     del lost
     try:
-        assert with_array_holder(host(43 * MIB), Context()).finding.holder is None
+        assert with_memory_holder(host(43 * MIB), Context()).finding.holder is None
     finally:
         ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
 
 
 def test_what_a_function_that_runs_has_is_its() -> None:
     local = numbers(43 * MIB)
-    holder = with_array_holder(host(43 * MIB), Context()).finding.holder or ""
-    assert holder.startswith("local 'local' of test_what_a_function_that_runs_has_is_its() in test_host_arrays.py:")
+    holder = with_memory_holder(host(43 * MIB), Context()).finding.holder or ""
+    assert holder.startswith("local 'local' of test_what_a_function_that_runs_has_is_its() in test_host_memory.py:")
     assert local.size
 
 
 def test_a_file_in_memory_is_named() -> None:
     KEPT["file"] = io.BytesIO()
     KEPT["file"].write(bytes(41 * MIB))
-    finding = with_array_holder(host(41 * MIB), Context()).finding
+    finding = with_memory_holder(host(41 * MIB), Context()).finding
     assert finding.message.endswith(f"; 41.0 MiB in a _io.BytesIO held by {__name__}.KEPT['file']")
 
 
@@ -237,14 +237,14 @@ def test_a_container_of_many_small_things_is_named_and_emptied(
 ) -> None:
     context = context_of(lambda: fill(engine, texts()))
     # With the containers' own.
-    leak = with_array_holder(host(round(SIZE * 1.15)), context)
+    leak = with_memory_holder(host(round(SIZE * 1.15)), context)
     assert leak.finding.holder == f"{__name__}.{holder}"
     assert leak.finding.advice == f"{__name__}.{change}"
     assert " entries of a " in leak.finding.message
     assert leak.held is not None
     (cut,) = held_again(leak.held, Context())
     cut.apply()
-    assert with_array_holder(host(round(SIZE * 1.15)), context).finding.holder is None
+    assert with_memory_holder(host(round(SIZE * 1.15)), context).finding.holder is None
 
 
 def test_what_was_in_a_container_before_stays_in_it(engine: Engine) -> None:
@@ -264,7 +264,7 @@ def test_what_was_in_a_container_before_stays_in_it(engine: Engine) -> None:
         ),
     ]:
         fill()
-        leak = with_array_holder(host(SIZE), Context(old_lengths=before))
+        leak = with_memory_holder(host(SIZE), Context(old_lengths=before))
         assert leak.finding.advice == change
         assert leak.held is not None
         (cut,) = held_again(leak.held, Context())
@@ -276,7 +276,7 @@ def test_an_index_of_what_another_container_has_is_named_too() -> None:
     before = long_containers()
     LISTED.extend(texts())
     KEPT["index"] = dict.fromkeys(LISTED)
-    advice = with_array_holder(host(SIZE), Context(old_lengths=before)).finding.advice
+    advice = with_memory_holder(host(SIZE), Context(old_lengths=before)).finding.advice
     assert set((advice or "").split("; ")) == {f"{__name__}.LISTED.clear()", f"{__name__}.KEPT['index'].clear()"}
 
 
@@ -284,7 +284,7 @@ def test_two_containers_are_named_where_they_are_all_that_there_is() -> None:
     before = long_containers()
     LISTED.extend(texts())
     KEPT["more"] = texts(COUNT, 2 * COUNT)
-    finding = with_array_holder(host(3 * SIZE), Context(old_lengths=before)).finding
+    finding = with_memory_holder(host(3 * SIZE), Context(old_lengths=before)).finding
     assert f"in 60,000 entries of 2 containers held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
 
 
@@ -292,14 +292,14 @@ def test_two_containers_are_named_where_they_are_all_that_there_is() -> None:
 def test_a_container_of_another_size_is_not_said_to_be_it(size: int) -> None:
     before = long_containers()
     LISTED.extend(texts())
-    assert with_array_holder(host(size), Context(old_lengths=before)).finding.holder is None
+    assert with_memory_holder(host(size), Context(old_lengths=before)).finding.holder is None
 
 
 def test_a_container_that_was_there_before_is_not() -> None:
     LISTED.extend(texts())
-    assert with_array_holder(host(SIZE), Context(old_lengths=long_containers())).finding.holder is None
+    assert with_memory_holder(host(SIZE), Context(old_lengths=long_containers())).finding.holder is None
     # Where nobody knows how long it was before, none is.
-    assert with_array_holder(host(SIZE), Context()).finding.holder is None
+    assert with_memory_holder(host(SIZE), Context()).finding.holder is None
 
 
 @pytest.mark.parametrize(
@@ -308,13 +308,13 @@ def test_a_container_that_was_there_before_is_not() -> None:
 def test_what_a_test_runner_notes_is_not_taken_from_it(request: pytest.FixtureRequest, make: Callable[[], Any]) -> None:
     notes = request.node.user_properties
     context = context_of(lambda: notes.append(("noted", make())))
-    leak = with_array_holder(host(round(SIZE * 1.15)), context)
+    leak = with_memory_holder(host(round(SIZE * 1.15)), context)
     assert leak.held is None or held_again(leak.held, Context(is_over=True)) == []
     notes.clear()
 
 
 def test_what_lies_in_what_was_there_before_is_told_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_arrays, "_MOST_SAMPLED", 5)
+    monkeypatch.setattr(host_memory, "_MOST_SAMPLED", 5)
     # Of what the collector tracks, so that it has been tracked itself from the beginning.
     table: dict[int, list[str]] = {-1: []}
     KEPT["table"] = table
@@ -324,7 +324,7 @@ def test_what_lies_in_what_was_there_before_is_told_by_that(monkeypatch: pytest.
             table[number] = texts(number * COUNT, 400)
 
     context = context_of(fill)
-    leak = with_array_holder(host(round(110 / COUNT * 400 * SIZE)), context)
+    leak = with_memory_holder(host(round(110 / COUNT * 400 * SIZE)), context)
     assert leak.finding.holder == f"{__name__}.KEPT['table']"
 
 
@@ -333,7 +333,7 @@ def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> N
     before = long_containers()
     LISTED.extend([text] for text in texts())
     born = frozenset(map(id, LISTED)) if is_new else frozenset()
-    finding = with_array_holder(host(SIZE + COUNT * 72), Context(born=born, old_lengths=before)).finding
+    finding = with_memory_holder(host(SIZE + COUNT * 72), Context(born=born, old_lengths=before)).finding
     assert (finding.holder == f"{__name__}.LISTED") is is_new
 
 
@@ -341,7 +341,7 @@ def test_what_all_entries_share_is_none_s_own() -> None:
     before, shared = long_containers(), [numbers(UNIT)]
     LISTED.extend([(shared, text) for text in texts()])
     assert (
-        with_array_holder(host(SIZE + COUNT * 64), Context(old_lengths=before)).finding.holder == f"{__name__}.LISTED"
+        with_memory_holder(host(SIZE + COUNT * 64), Context(old_lengths=before)).finding.holder == f"{__name__}.LISTED"
     )
 
 
@@ -370,10 +370,10 @@ def pages(count: int) -> list[bytes]:
 def test_what_gives_it_back_is_the_remedy() -> None:
     before = long_containers()
     LISTED.extend(pages(8000))
-    first = with_array_holder(host(8000 * 4096), Context(old_lengths=before))
+    first = with_memory_holder(host(8000 * 4096), Context(old_lengths=before))
     between = long_containers()
     LISTED.extend(pages(12000))
-    second = with_array_holder(host(12000 * 4096), Context(old_lengths=between))
+    second = with_memory_holder(host(12000 * 4096), Context(old_lengths=between))
     remedies = [finding.remedy for finding in tried([first, second])]
     assert LISTED == []
     returned = [remedy.returns_bytes for remedy in remedies if remedy is not None]
@@ -387,7 +387,7 @@ def test_what_was_emptied_for_another_finding_is_not_said_to_be_wrong() -> None:
     for first in (0, 1):
         before = long_containers()
         kept.update(bytes(4096 + 4 * number + first) for number in range(8000))
-        leaks.append(with_array_holder(host(sum(map(len, kept)) // (first + 1)), Context(old_lengths=before)))
+        leaks.append(with_memory_holder(host(sum(map(len, kept)) // (first + 1)), Context(old_lengths=before)))
     first_told, second_told = tried(leaks)
     assert second_told.remedy is not None
     assert first_told.holder == second_told.holder == f"{__name__}.KEPT['kept']"
@@ -397,7 +397,7 @@ def test_what_was_emptied_for_another_finding_is_not_said_to_be_wrong() -> None:
 @pytest.mark.parametrize("is_guess", [True, False])
 def test_a_guess_that_gives_nothing_back_is_dropped(is_guess: bool) -> None:
     KEPT["table"] = numbers(41 * MIB)
-    leak = with_array_holder(host(41 * MIB), Context())
+    leak = with_memory_holder(host(41 * MIB), Context())
     assert leak.held is not None
     # Something else is that memory.
     leak = replace(leak, finding=replace_bytes(leak.finding, 1 << 30))

@@ -109,7 +109,7 @@ class HeldArray:
         return self.explanation.advice or f"let go of {self.explanation.holder} in teardown"
 
 
-def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
+def with_memory_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """Say of host memory which arrays are as large, and who holds them; else what of it is free in the heaps.
 
     When they were made is known only of those that were there at an earlier look, since Python does not track them: the
@@ -189,7 +189,7 @@ def with_fragments(finding: Finding) -> Finding:
     return finding
 
 
-def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
+def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
     """Return who holds so many bytes: arrays, one or several in one place, or containers; None where none do."""
     found = _held_memory(size, context)
     return _said_of(found) if found else None
