@@ -21,7 +21,7 @@ from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
 from lowtide.leakcheck.explaining.library_objects import is_installed
 from lowtide.leakcheck.findings.growing_objects import RUNNERS, caches_by_table
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.kept_bytes import is_of_a_module, kept_by, own_size
+from lowtide.leakcheck.findings.kept_bytes import is_namespace, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, last_entries, long_containers, read_lengths
@@ -30,7 +30,7 @@ from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import is_a, type_name
-from lowtide.probes.originals import gc
+from lowtide.probes.originals import gc, sys
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, noted, restated, with_holder
@@ -300,8 +300,16 @@ def _held_containers(taken: Mapping[int, range], context: Context) -> list[HeldA
     return [
         replace(each, emptying=None) if any(hop.suspect for hop in each.explanation.path[:-1]) else each
         for each in held
-        if not _is_runner_s(each)
+        if not _is_runner_s(each) and not _is_imported(each, there[each.item], context)
     ]
+
+
+def _is_imported(held: HeldArray, container: Any, context: Context) -> bool:
+    """Return whether an import has filled a container: with a module's names, or as a table of a library that came."""
+    if is_a(container, dict) and is_namespace(container):
+        return True
+    root = held.explanation.path[0].edge
+    return id(sys.modules.get(root)) in (context.born or ()) and is_installed(root)
 
 
 def _emptied(
@@ -329,9 +337,11 @@ def _bytes_in(container: Any, taken: range, context: Context) -> int:
         kept = kept_by(entries, besides=(container,), most=_OBJECTS)
         if kept.objects < _OBJECTS or not entries:
             break
-    tracked = [item for entry in entries for item in entry if gc.is_tracked(item) and not is_of_a_module(item)]
-    new = [item for item in tracked if context.born is None or id(item) in context.born]
-    if not entries or len(new) * 2 < len(tracked):
+    tracked = [item for entry in entries for item in entry if gc.is_tracked(item)]
+    made = [item for item in tracked if not is_of_a_module(item)]
+    new = [item for item in made if context.born is None or id(item) in context.born]
+    # A table of modules, classes or functions is theirs who define these.
+    if not entries or len(new) * 2 < len(made) or len(made) * 2 < len(tracked):
         return 0
     return round((kept.bytes / len(entries) + own_size(container) / max(taken.stop, 1)) * len(taken))
 

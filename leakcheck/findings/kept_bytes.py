@@ -132,7 +132,7 @@ def is_of_a_module(item: Any) -> bool:
     return (kind is FunctionType or is_a(item, type)) and place_of_definition(item) is not None
 
 
-def _is_namespace(space: dict[str, Any]) -> bool:
+def is_namespace(space: dict[str, Any]) -> bool:
     """Return whether a module has its names in a dict."""
     name = dict.get(space, "__name__")
     home = sys.modules.get(name) if type(name) is str else None
@@ -141,7 +141,7 @@ def _is_namespace(space: dict[str, Any]) -> bool:
 
 def _referents(item: Any) -> Sequence[Any]:
     if type(item) is FunctionType:
-        return [each for each in gc.get_referents(item) if each is not item.__globals__ or not _is_namespace(each)]
+        return [each for each in gc.get_referents(item) if each is not item.__globals__ or not is_namespace(each)]
     array: Any = getattr(loaded("numpy"), "ndarray", None)
     if array is not None and is_a(item, array):
         # The collector is not shown what an array is a view of.

@@ -10,6 +10,7 @@ import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, ClassVar
 
 import msgspec
@@ -335,6 +336,42 @@ def test_of_what_the_collector_tracks_the_age_is_the_evidence(is_new: bool) -> N
     born = frozenset(map(id, LISTED)) if is_new else frozenset()
     finding = with_memory_holder(host(SIZE + COUNT * 72), Context(born=born, old_lengths=before)).finding
     assert (finding.holder == f"{__name__}.LISTED") is is_new
+
+
+@pytest.mark.parametrize(
+    ("name", "holder"),
+    [("torch.plugin_of_a_test", None), ("plugin_of_a_test", "plugin_of_a_test.TABLE")],
+)
+def test_tables_that_came_with_a_library_s_import_are_not_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, holder: str | None
+) -> None:
+    def load() -> None:
+        module = ModuleType(name)
+        module.__dict__["TABLE"] = dict(enumerate(texts()))
+        monkeypatch.setitem(sys.modules, name, module)
+
+    context = context_of(load)
+    assert with_memory_holder(host(round(SIZE * 1.15)), context).finding.holder == holder
+
+
+def test_the_names_of_a_module_are_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("plugin_of_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = {f"name_{number}": text for number, text in enumerate(texts())}
+    before = long_containers()
+    vars(module).update(names, listed=[])
+    assert with_memory_holder(host(round(SIZE * 1.3)), Context(old_lengths=before)).finding.holder is None
+
+
+def test_a_table_of_modules_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        for number in range(COUNT // 10):
+            part = ModuleType(f"plugin_of_a_test.{number}")
+            vars(part)["TEXT"] = f"{number:6}" * 500
+            KEPT[part.__name__] = part
+
+    context = context_of(load)
+    assert with_memory_holder(host(round(SIZE * 1.15)), context).finding.holder is None
 
 
 def test_what_all_entries_share_is_none_s_own() -> None:
