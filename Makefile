@@ -24,9 +24,10 @@ $(NIGHT): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/lowtide run --report build/demo
 
-# One thread each: the two processes' threads would mostly wait for each other. Bytecode is written even where nobody
-# wants it else: hundreds of inner runs load torch and the checker, which takes a fifth of the time without.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
+# One process more than the two cores that a checkout is tested on at least: many tests wait for processes of their own.
+# One thread each: their threads would mostly wait for each other. Bytecode is written even where nobody wants it else:
+# hundreds of inner runs load torch and the checker, which takes a fifth of the time without.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --leakcheck
 # Four groups, each in processes of its own, because what goes through the whole heap takes as long as that is large,
 # and each process imports all files of its group: torch makes it four times as large, a thousand tests by half. Torch's
 # compiler and transformers make it twice as large for all that is run after them, and so come last.

@@ -241,7 +241,7 @@ class TurnGrowth:
         self._gone_through += read.objects
         self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
-        self._are_worth = self._worth_a_look(wanted, found)
+        self._are_worth = self._worth_a_look(self._containers.candidates() if self._asked else wanted, found)
         self._note_types(found)
         self._read_values(turn)
         for identity in () if self._asked else candidates:
@@ -272,6 +272,7 @@ class TurnGrowth:
         return {
             identity: is_worth_a_look(courses[identity], container, tensors=self._counts_tensors, at_a_glance=True)
             for identity, container in there.items()
+            if identity in courses
         }
 
     def close(self) -> None:
