@@ -1,7 +1,7 @@
 """A finding about host memory: which objects of the program are that memory, and who holds them.
 
-Large arrays are told by their sizes, and a container of many small things by what its entries keep; what C code of a
-library has, and tells nobody, by what has come with the memory.
+Large arrays are told by their sizes, a container of many small things by what its entries keep, a tuple, a tree or a
+chain by what it leads to; what C code of a library has, and tells nobody, by what has come with the memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from lowtide.leakcheck.findings.kept_bytes import is_namespace, is_of_a_module, 
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, last_entries, long_containers, read_lengths
-from lowtide.probes.heap.holders import census_of, objects_of
+from lowtide.probes.heap.holders import census_of, objects_of, sharing_walk
+from lowtide.probes.heap.new_parts import largest_parts
 from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
-from lowtide.probes.memory.buffers import Buffer, large_buffers
+from lowtide.probes.memory.buffers import Buffer, large_buffers, tells_its_size
 from lowtide.probes.objects.foreign import is_a, type_name
+from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import gc, sys
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import first_of, format_bytes
@@ -73,6 +75,7 @@ class HeldArray:
         kind: what it is.
         explanation: who holds it.
         taken: which entries a container has taken; None for an array.
+        leads_on: whether the bytes are not its own, but of what it leads to.
         emptying: what takes these out again, where the container was there before; None for what goes itself.
     """
 
@@ -82,6 +85,7 @@ class HeldArray:
     explanation: Explanation
     taken: range | None = None
     emptying: Cut | None = None
+    leads_on: bool = False
 
     @property
     def container(self) -> Hashable:
@@ -121,7 +125,7 @@ def with_memory_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     found = _held_memory(leak.finding.bytes, context)
     if not found:
         return replace(leak, finding=with_fragments(leak.finding))
-    return _with_facts(leak, found, *_said_of(found), is_guess=found[0].taken is not None)
+    return _with_facts(leak, found, *_said_of(found), is_guess=found[0].taken is not None or found[0].leads_on)
 
 
 def _with_facts(
@@ -141,7 +145,7 @@ def with_native_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """
     if leak.key != "host-memory" or leak.explanation is not None or context.born is None:
         return leak
-    items = of_libraries(census_of(context.walk), context.born, lambda kind: True, of_any_age=False)
+    items = of_libraries(census_of(context.walk), context.born, lambda kind: not tells_its_size(kind), of_any_age=False)
     held = [each for _, each in held_arrays([Buffer(item, 0) for item in items], context) if not _is_library_s(each)]
     by_holder = {each.explanation.holder: each for each in reversed(held)}
     if not 0 < len(by_holder) <= _MOST_NAMED:
@@ -196,7 +200,7 @@ def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation
 
 
 def _held_memory(size: int, context: Context) -> Sequence[HeldArray]:
-    return _arrays(size, context) or _containers(size, context)
+    return _arrays(size, context) or _containers(size, context) or _new_parts(size, context)
 
 
 def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
@@ -205,6 +209,9 @@ def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
         entries = sum(len(each.taken) for each in found if each.taken is not None)
         of = f"a {first.kind}" if len(found) == 1 else f"{len(found)} containers"
         return _facts(f"; about {format_bytes(amount)} in {entries:,} entries of {of} held by ", found)
+    if first.leads_on:
+        objects = f"a {first.kind} leads" if len(found) == 1 else f"{len(found)} objects lead"
+        return _facts(f"; about {format_bytes(amount)} in what {objects} to, held by ", found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
     ways: dict[Hashable, HeldArray] = {}
     for each in found:
@@ -275,6 +282,30 @@ def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
     alone = [each for each in held if _is_near(each.bytes, wanted, _ABOUT)]
     # An index of what another one has, too, holds it as well.
     return alone[:_MOST_NAMED] or (held if _is_near(sum(each.bytes for each in held), wanted, _ABOUT) else ())
+
+
+def _new_parts(wanted: int, context: Context) -> Sequence[HeldArray]:
+    """Return who holds the objects that lead to about so many bytes of what is new; none if none do."""
+    if context.born is None:
+        return ()
+    with sharing_walk(context.walk) as walk, collector_paused():
+        parts = largest_parts(walk.graph(), context.born, least=int(wanted * _NEAR))[:_MOST_CONTAINERS]
+        buffers = [Buffer(part.item, part.bytes) for part in parts]
+        found = held_arrays(buffers, replace(context, walk=walk), besides=(parts, *parts))
+    known = {id(part.item) for part in parts if part.is_known}
+    held = [
+        replace(each, leads_on=True)
+        for buffer, each in found
+        if not _is_runner_s(each) and not _is_imported(each, buffer.item, context)
+    ]
+    # What may have been there before, only where nothing else is as large.
+    return _parts_of(wanted, [each for each in held if each.item in known], _ABOUT) or _parts_of(wanted, held, _NEAR)
+
+
+def _parts_of(wanted: int, held: Sequence[HeldArray], share: float) -> Sequence[HeldArray]:
+    """Return what is about so many bytes of things that have nothing in common: one of them, else all of them."""
+    nearest = sorted(held, key=lambda each: abs(each.bytes - wanted))[:1]
+    return next((some for some in (nearest, held) if _is_near(sum(each.bytes for each in some), wanted, share)), ())
 
 
 def _grown_containers(context: Context) -> list[HeldArray]:

@@ -109,7 +109,7 @@ def copy_heap(
             turns[node] = FIRST
             roots = [(node, "object", name, ""), *(root for root in roots if root[0] != node)]
     counts = np.diff(graph.offsets)
-    sizes = np.concatenate([_sizes(graph), storages.sizes])
+    sizes = np.concatenate([sizes_of(graph), storages.sizes])
     texts = (*labels.texts, "storage")
     # Those of tensors come behind their other edges.
     behind = graph.offsets[storages.holders + 1]
@@ -181,15 +181,18 @@ class _Storages:
         self.held: Indices = np.array([held for _, held in pairs], np.int32)
 
 
-def _sizes(graph: Graph) -> Ints:
+def sizes_of(graph: Graph) -> Ints:
     """Return the bytes of each object, as Python's own types count them; another's code has no say in it."""
     sizes = np.zeros(len(graph.objects), np.int64)
     for cls, nodes in graph.by_type():
-        measure = _measure_of(cls)
-        items = [graph.objects[node] for node in nodes.tolist()]
-        head = 16 if flags_of(cls) & _HAVE_GC else 0
-        sizes[nodes] = np.fromiter(map(measure, items), np.int64, len(items)) + head
+        sizes[nodes] = sizes_of_items(cls, [graph.objects[node] for node in nodes.tolist()])
     return sizes
+
+
+def sizes_of_items(cls: type, items: Sequence[object]) -> Ints:
+    """Return the bytes of some objects of one type."""
+    head = 16 if flags_of(cls) & _HAVE_GC else 0
+    return np.fromiter(map(_measure_of(cls), items), np.int64, len(items)) + head
 
 
 def _measure_of(cls: type) -> Callable[[Any], int]:

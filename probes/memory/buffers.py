@@ -75,6 +75,12 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
         return list(found.values())
 
 
+def tells_its_size(kind: type) -> bool:
+    """Return whether objects of a class own memory that is known here by its size."""
+    owners = {id(owner) for owner, _ in _kinds(LEAST)}
+    return not owners.isdisjoint(map(id, mro_of(kind)))
+
+
 def _add_untracked(found: dict[int, Buffer], held: list[object], kinds: _Kinds, least: int) -> None:
     """Add what the collector does not track of some objects, and what lies in that."""
     seen = np.zeros(0, np.int64)

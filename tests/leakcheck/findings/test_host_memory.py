@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_
 from lowtide.leakcheck.findings.remedies import try_holders
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.container_lengths import long_containers
+from lowtide.probes.heap.holders import sharing_walk
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20
@@ -390,6 +392,91 @@ def test_what_has_come_over_a_while_is_told_by_the_largest_containers() -> None:
     assert f"in 60,000 entries of 2 containers held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
     assert with_largest_containers(host(100 * SIZE).finding, taken).holder is None
     assert with_largest_containers(host(5 * SIZE).finding, {}).holder is None
+
+
+# What is no long container: a tuple, a tree, a chain.
+
+
+class Node:
+    def __init__(self, text: str, behind: Sequence[Node] = ()) -> None:
+        self.text = text
+        self.behind = [*behind]
+
+
+def as_tuple(items: Sequence[str]) -> Any:
+    return tuple(items)
+
+
+def as_tree(items: Sequence[str]) -> Any:
+    return Node(items[0], [as_tree(items[first::4]) for first in range(1, 5) if items[first::4]])
+
+
+def as_chain(items: Sequence[str]) -> Any:
+    return functools.reduce(lambda before, item: Node(item, [before]), items, Node(""))
+
+
+def as_dicts(items: Sequence[str]) -> Any:
+    return {f"a{row}": {f"b{at}": [*items[row * 90 + at :: 8100]] for at in range(90)} for row in range(90)}
+
+
+def as_closure(items: Sequence[str]) -> Any:
+    kept = tuple(items)
+    return lambda: kept
+
+
+SEVERAL = [
+    (as_tuple, "KEPT['engine'].kept", "a tuple leads"),
+    (as_tree, "KEPT['engine'].kept.behind", "a list leads"),
+    pytest.param(as_chain, "KEPT['engine'].kept.behind", "a list leads", marks=pytest.mark.nightly),
+    (as_dicts, "KEPT['engine'].kept", "a dict leads"),
+    (as_closure, "KEPT['engine'].kept, closure cell 'kept'", "a tuple leads"),
+]
+
+
+@pytest.mark.parametrize(("make", "holder", "what"), SEVERAL)
+def test_what_leads_to_much_that_is_new_is_named_and_let_go_of(
+    engine: Any, make: Callable[[Sequence[str]], Any], holder: str, what: str
+) -> None:
+    engine.kept = None
+    wanted = host(round(SIZE * 1.1))
+
+    def keep() -> None:
+        engine.kept = make(texts())
+        # A tuple of nothing that is tracked is found out when it runs.
+        gc.collect(0)
+
+    context = context_of(keep)
+    leak = with_memory_holder(wanted, context)
+    assert leak.finding.holder == f"{__name__}.{holder}"
+    assert f" in what {what} to, held by " in leak.finding.message
+    assert leak.held is not None
+    with sharing_walk() as walk:
+        cuts = held_again(leak.held, replace(context, is_over=True, walk=walk))
+    for cut in cuts:
+        cut.apply()
+    assert engine.kept is None
+
+
+def test_what_was_there_before_and_leads_to_as_much_is_not_named(engine: Any) -> None:
+    engine.kept = as_tree(texts())
+    context = context_of(lambda: None)
+    assert with_memory_holder(host(SIZE), context).finding.holder is None
+
+
+def test_of_several_that_are_as_large_what_is_known_to_be_new_is_named(engine: Any) -> None:
+    engine.kept = as_tuple(texts())
+    gc.collect(0)
+    context = context_of(lambda: KEPT.update(table=as_dicts(texts())))
+    assert with_memory_holder(host(SIZE), context).finding.holder == f"{__name__}.KEPT['table']"
+
+
+def test_several_are_named_where_together_they_are_all_that_there_is() -> None:
+    context = context_of(lambda: KEPT.update(tree=as_tree(texts()), other=as_tree(texts(COUNT))))
+    finding = with_memory_holder(host(2 * SIZE), context).finding
+    assert "in what 2 objects lead to, held by " in finding.message
+    assert {f"{__name__}.KEPT['{name}'].behind" for name in ("tree", "other")} <= {
+        *re.split("held by |, ", finding.message)
+    }
 
 
 # What is said to hold it is tried.
