@@ -29,7 +29,7 @@ from lowtide.probes.heap.holders import census_of, objects_of, sharing_walk
 from lowtide.probes.heap.new_parts import largest_parts
 from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
-from lowtide.probes.memory.buffers import Buffer, large_buffers, tells_its_size
+from lowtide.probes.memory.buffers import Buffer, large_buffers, large_storages, tells_its_size
 from lowtide.probes.objects.foreign import is_a, type_name
 from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import gc, sys
@@ -200,7 +200,8 @@ def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation
 
 
 def _held_memory(size: int, context: Context) -> Sequence[HeldArray]:
-    return _arrays(size, context) or _containers(size, context) or _new_parts(size, context)
+    found = _arrays(size, context) or _containers(size, context) or _new_parts(size, context)
+    return found or _arrays(size, context, dict(context.old_arrays))
 
 
 def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
@@ -233,9 +234,19 @@ def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanati
     return facts, explanation
 
 
-def _arrays(wanted: int, context: Context) -> Sequence[HeldArray]:
-    """Return the arrays that together are about so many bytes; none if no sum matches."""
-    buffers = [buffer for buffer in large_buffers() if (id(buffer.item), buffer.bytes) not in context.old_arrays]
+def _arrays(wanted: int, context: Context, before: Mapping[int, int] | None = None) -> Sequence[HeldArray]:
+    """Return the arrays that together are about so many bytes; none if no sum matches.
+
+    Where it is given how large some were before, by identity, only these count, by how much larger they are.
+    """
+    # New tensors are findings of their own.
+    born = context.born or ()
+    buffers = large_buffers() + [each for each in large_storages() if id(each.item) not in born]
+    buffers = [buffer for buffer in buffers if (id(buffer.item), buffer.bytes) not in context.old_arrays]
+    if before:
+        sizes = {id(buffer.item): before.get(id(buffer.item), buffer.bytes) for buffer in buffers}
+        buffers = [replace(buffer, bytes=buffer.bytes - sizes[id(buffer.item)]) for buffer in buffers]
+        buffers = [buffer for buffer in buffers if buffer.bytes > 0]
     buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
     held = [each for _, each in held_arrays(buffers, context)]

@@ -318,9 +318,10 @@ class SmallRetention:
 
 def _large_arrays() -> frozenset[tuple[int, int]]:
     # numpy, which only who has arrays or a card needs.
-    from lowtide.probes.memory.buffers import large_buffers
+    from lowtide.probes.memory.buffers import large_buffers, large_storages
 
-    return frozenset((id(each.item), each.bytes) for each in large_buffers(LEAST_KEPT))
+    found = [*large_buffers(LEAST_KEPT), *large_storages(LEAST_KEPT)]
+    return frozenset((id(each.item), each.bytes) for each in found)
 
 
 def _last_of(names: Sequence[str]) -> str:

@@ -15,10 +15,18 @@ from types import FunctionType
 from typing import Any
 
 from lowtide.probes import native
+from lowtide.probes.memory.tensors import keys_of_each, storage_classes, survey_storages
 from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
 from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused, lists_can_be_read, running_locals
+from lowtide.probes.objects.listed import (
+    Census,
+    all_instances,
+    all_objects,
+    collector_paused,
+    lists_can_be_read,
+    running_locals,
+)
 from lowtide.probes.objects.opened_in_c import defined_in_libraries
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, sys
@@ -73,6 +81,21 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
         for start in range(0, len(objects), _AT_A_TIME):
             _add_untracked(found, gc.get_referents(*objects[start : start + _AT_A_TIME]), kinds, least)
         return list(found.values())
+
+
+def large_storages(least: int = LEAST) -> list[Buffer]:
+    """Return a tensor, or storage, over each piece of host memory of at least so many bytes that torch has; drop soon.
+
+    An old tensor may have got new memory: by `resize_`, `set_`, or a new `data`.
+    """
+    tensors = all_instances(*storage_classes())
+    sizes = {each.key: each.bytes for each in survey_storages(tensors).storages if each.bytes >= least}
+    found: dict[tuple[str, int], Buffer] = {}
+    for tensor, keys in zip(tensors, keys_of_each(tensors) if sizes else (), strict=False):
+        for key in keys & sizes.keys():
+            if key[0] == "cpu":
+                found.setdefault(key, Buffer(tensor, sizes[key]))
+    return list(found.values())
 
 
 def tells_its_size(kind: type) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from lowtide.leakcheck.findings import host_memory
 from lowtide.leakcheck.findings.host_memory import held_again, with_largest_containers, with_memory_holder
@@ -25,6 +26,7 @@ from lowtide.leakcheck.findings.remedies import try_holders
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.container_lengths import long_containers
 from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.memory.buffers import large_buffers, large_storages
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20
@@ -142,6 +144,29 @@ def test_what_a_function_that_runs_has_is_its() -> None:
     holder = with_memory_holder(host(43 * MIB), Context()).finding.holder or ""
     assert holder.startswith("local 'local' of test_what_a_function_that_runs_has_is_its() in test_host_memory.py:")
     assert local.size
+
+
+@pytest.mark.parametrize(
+    ("size", "is_told"), [(11 * MIB, True), pytest.param(90 * MIB, False, marks=pytest.mark.nightly)]
+)
+def test_a_tensor_with_new_memory_is_named_and_one_that_is_new_is_not(size: int, is_told: bool) -> None:
+    KEPT["cache"], KEPT["new"] = torch.empty(1), torch.ones(11 * MIB // 4)
+    KEPT["cache"].resize_(11 * MIB // 4)
+    finding = with_memory_holder(host(size), Context(born=frozenset([id(KEPT["new"])]))).finding
+    assert finding.holder == (f"{__name__}.KEPT['cache']" if is_told else None)
+    if is_told:
+        assert finding.message.endswith(f"; 11.0 MiB in a torch.Tensor held by {__name__}.KEPT['cache']")
+    there = frozenset((id(each.item), each.bytes) for each in large_storages())
+    assert with_memory_holder(host(size), Context(old_arrays=there)).finding.holder is None
+
+
+def test_what_has_become_larger_is_named_by_how_much() -> None:
+    KEPT["text"] = bytearray(13 * MIB)
+    there = frozenset((id(each.item), each.bytes) for each in large_buffers())
+    KEPT["text"].extend(bytes(21 * MIB))
+    finding = with_memory_holder(host(21 * MIB), Context(old_arrays=there)).finding
+    assert finding.message.endswith(f"; 21.0 MiB in a bytearray held by {__name__}.KEPT['text']")
+    assert with_memory_holder(host(13 * MIB), Context(old_arrays=there)).finding.holder is None
 
 
 def test_a_file_in_memory_is_named() -> None:
@@ -472,7 +497,7 @@ def test_of_several_that_are_as_large_what_is_known_to_be_new_is_named(engine: A
 
 def test_several_are_named_where_together_they_are_all_that_there_is() -> None:
     context = context_of(lambda: KEPT.update(tree=as_tree(texts()), other=as_tree(texts(COUNT))))
-    finding = with_memory_holder(host(2 * SIZE), context).finding
+    finding = with_memory_holder(host(round(2.4 * SIZE)), context).finding
     assert "in what 2 objects lead to, held by " in finding.message
     assert {f"{__name__}.KEPT['{name}'].behind" for name in ("tree", "other")} <= {
         *re.split("held by |, ", finding.message)
