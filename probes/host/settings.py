@@ -5,6 +5,8 @@ What is a setting at all is here, too: those of torch, and what stands in the pl
 
 from __future__ import annotations
 
+import _locale
+import _tracemalloc
 import contextlib
 import copyreg
 import ctypes
@@ -161,8 +163,10 @@ def library_values() -> Values:
     """The settings of the standard library, where it is loaded, of numpy and of cupy."""
     return Values(
         Value("threading.stack_size()", _stack_size),
+        # Built into the interpreter: a test that imports what sets them has not imported them.
+        Value("locale.setlocale(locale.LC_ALL)", functools.partial(_locale.setlocale, _locale.LC_ALL)),
+        Value(TRACING, lambda: _tracemalloc.is_tracing() and TRACING not in checkers_own),
         libraries={
-            "locale": lambda module: [_locale(module)],
             "decimal": _decimal,
             "socket": lambda module: [Value("socket.getdefaulttimeout()", module.getdefaulttimeout)],
             "multiprocessing.context": lambda module: [
@@ -170,7 +174,6 @@ def library_values() -> Values:
             ],
             "numpy": _numpy,
             "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
-            "tracemalloc": lambda module: [Value(TRACING, lambda: module.is_tracing() and TRACING not in checkers_own)],
             # By its identity: to keep an allocator keeps its pool.
             "cupy.cuda.memory": lambda module: [_object("cupy.cuda.get_allocator()", module.get_allocator, identified)],
         },
@@ -202,13 +205,6 @@ def _cwd() -> str:
         return os.getcwd()
     except OSError:
         return "a folder that is gone"
-
-
-def _locale(module: Any) -> Value:
-    import _locale
-
-    category = int(module.LC_ALL)
-    return Value("locale.setlocale(locale.LC_ALL)", lambda: _locale.setlocale(category))
 
 
 def _decimal(module: Any) -> list[Value]:

@@ -51,6 +51,7 @@ from lowtide.leakcheck.resources.settings import (
 from lowtide.probes.host import replaced as replaced_attributes
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.counters import SettingReader
+from lowtide.probes.host.settings import library_values
 from tests.loaded_modules import load_instead
 
 # (No test of a card needs it.)
@@ -1031,3 +1032,17 @@ def test_without_what_is_written_in_c_the_most_used_modules_and_classes_are_read
         f"replaced {name}" for name in ("torch.Tensor.to", "torch.nn.Module.register_parameter", "time.time")
     }
     assert set(first.read()) == before
+
+
+def test_what_is_built_in_is_read_before_anybody_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("locale", "tracemalloc"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    values = library_values()
+    before = values.texts()
+    assert before["tracemalloc.is_tracing()"] == "False"
+    assert "locale.setlocale(locale.LC_ALL)" in before
+    tracemalloc.start(1)
+    after = values.texts()
+    tracemalloc.stop()
+    assert {name for name in after if after[name] != before[name]} == {"tracemalloc.is_tracing()"}
+    assert values.texts() == before
