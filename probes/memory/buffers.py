@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from lowtide.probes import native
-from lowtide.probes.memory.tensors import keys_of_each, storage_classes, survey_storages
+from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, storage_classes, survey_storages, torch_member
 from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
 from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
@@ -84,18 +84,31 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
 
 
 def large_storages(least: int = LEAST) -> list[Buffer]:
-    """Return a tensor, or storage, over each piece of host memory of at least so many bytes that torch has; drop soon.
+    """Return a tensor over each piece of host memory of at least so many bytes that torch has; drop soon.
 
     An old tensor may have got new memory: by `resize_`, `set_`, or a new `data`.
     """
-    tensors = all_instances(*storage_classes())
+    torch: Any = loaded("torch")
+    if torch is None or not storage_classes():
+        return []
+    with plain_tensors(torch):
+        # Most are small, which takes less time to ask than where they are.
+        tensors = [item for item in all_instances(torch.Tensor) if _bytes_of_storage(item) >= least]
     sizes = {each.key: each.bytes for each in survey_storages(tensors).storages if each.bytes >= least}
     found: dict[tuple[str, int], Buffer] = {}
-    for tensor, keys in zip(tensors, keys_of_each(tensors) if sizes else (), strict=False):
+    for tensor, keys in zip(tensors, keys_of_each(tensors), strict=True):
         for key in keys & sizes.keys():
             if key[0] == "cpu":
                 found.setdefault(key, Buffer(tensor, sizes[key]))
     return list(found.values())
+
+
+def _bytes_of_storage(tensor: Any) -> int:
+    try:
+        return int(torch_member(tensor, "untyped_storage")().nbytes())
+    except (RuntimeError, NotImplementedError):
+        # It has none that Python can reach.
+        return 0
 
 
 def tells_its_size(kind: type) -> bool:
