@@ -113,16 +113,22 @@ class HeldArray:
         return self.explanation.advice or f"let go of {self.explanation.holder} in teardown"
 
 
-def with_memory_holder(leak: ItemLeak, context: Context) -> ItemLeak:
+def with_memory_holder(leak: ItemLeak, context: Context, *, may_be_of_libraries: bool = False) -> ItemLeak:
     """Say of host memory which arrays are as large, and who holds them; else what of it is free in the heaps.
 
     When they were made is known only of those that were there at an earlier look, since Python does not track them: the
     evidence is their size, that of one alone, of all in one container, or of the last in a list. The message says no
     more than that they are there. The fingerprint becomes the former one where a holder is found.
+
+    Args:
+        leak: the leak.
+        context: what is known when it is explained.
+        may_be_of_libraries: whether a card's libraries may have taken it: what a first use of theirs builds of Python's
+            objects is then no evidence, and is not gone through.
     """
     if leak.key != "host-memory" or not leak.finding.bytes:
         return leak
-    found = _held_memory(leak.finding.bytes, context)
+    found = _held_memory(leak.finding.bytes, context, of_parts=not may_be_of_libraries)
     if not found:
         return replace(leak, finding=with_fragments(leak.finding))
     return _with_facts(leak, found, *_said_of(found), is_guess=found[0].taken is not None or found[0].leads_on)
@@ -199,8 +205,8 @@ def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation
     return _said_of(found) if found else None
 
 
-def _held_memory(size: int, context: Context) -> Sequence[HeldArray]:
-    found = _arrays(size, context) or _containers(size, context) or _new_parts(size, context)
+def _held_memory(size: int, context: Context, *, of_parts: bool = True) -> Sequence[HeldArray]:
+    found = _arrays(size, context) or _containers(size, context) or (_new_parts(size, context) if of_parts else ())
     return found or _arrays(size, context, dict(context.old_arrays))
 
 

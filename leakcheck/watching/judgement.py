@@ -361,16 +361,18 @@ class WatchJudge:
                 found += tensor_leaks(held, [step.rung for step in steps], explained, context)
                 continue
             leak = self._item_leak(case, turn, finding, metric.key, own)
+            # By the devices of now: a card's first use is what takes most.
+            of_libraries = may_be_of_libraries(leak.finding, self._watched.counters.read().devices)
             named = [
-                with_memory_holder(item_findings.with_fingerprint(part, context.module), context)
+                with_memory_holder(
+                    item_findings.with_fingerprint(part, context.module), context, may_be_of_libraries=of_libraries
+                )
                 for part in with_pool_holders(leak, context)
             ]
             found += [
                 with_native_holder(part, context)
                 for part in named
-                if part.explanation is not None
-                # By the devices of now: a card's first use is what takes most.
-                or not may_be_of_libraries(part.finding, self._watched.counters.read().devices)
+                if part.explanation is not None or not of_libraries
             ]
         with_free = iter(with_free_beside([leak for leak in found if isinstance(leak, TensorLeak)]))
         return [next(with_free) if isinstance(leak, TensorLeak) else leak for leak in found]
