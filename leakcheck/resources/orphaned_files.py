@@ -4,7 +4,8 @@ Of this process it is the files of Unix sockets that were bound and closed again
 what processes that have ended left, which cannot remove it any more.
 
 Of a process that this one kills, what it has open is looked at before.  One that ends by itself (that crashes, that the
-kernel kills for want of memory) is known by its agent; what was made while it lived and nobody has open is its own.
+kernel kills for want of memory) is known by its start, or its agent; what was made while it lived and nobody has open
+is its own.
 Nothing says who made such a file: where others may have, as another run of lowtide on this host, it is nobody's.
 """
 
@@ -106,7 +107,8 @@ class OrphanedFiles:
         tree: whose processes.
         segments: receives the names in /dev/shm that a killed process had.
         makers: knows the files to which this process has bound sockets.
-        began: gives the processes of the tree that have had an agent, with the time at which it began, in seconds.
+        began: gives the processes that were seen to start or have had an agent, with the time at which they began, in
+            seconds.
         alone: whether no other process of the same program runs beside this one and makes what nobody has open. Of
             other programs that lowtide watches meanwhile, and of unseen containers, it is noticed here.
     """
@@ -319,7 +321,7 @@ class OrphanedFiles:
         paths = {f"{folder}/{name}" for name in names if not name.startswith(_BASE_OF_PYTEST)}
         inside = {os.path.join(place, file) for path in paths for place, _, files in os.walk(path) for file in files}
         sockets = {path for path in paths | inside if self._was_made_in_a_life(path, stat.S_ISSOCK)}
-        return sockets - _living_sockets() if sockets else set()
+        return sockets - _living_sockets() - self._makers.bound_files() if sockets else set()
 
     def _was_made_in_a_life(self, path: str, is_of_kind: Callable[[int], bool] = lambda mode: True) -> bool:
         entry = _facts_of(path)

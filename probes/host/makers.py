@@ -8,11 +8,12 @@ import os as os_module
 import selectors
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+from lowtide.probes.host.process_files import began_at, stat
 from lowtide.probes.objects.described import is_library, is_of_site
 from lowtide.probes.objects.foreign import thread_ident, thread_key
 from lowtide.probes.originals import StandIns, contents, loaded, os, sys, threading, time, weakref
@@ -80,6 +81,7 @@ class Makers:
         self._starting: dict[int, Maker] = {}
         self._gave_way = 0.0
         self._processes: dict[int, Maker] = {}
+        self._began: dict[int, float] = {}
         self._descriptors: dict[int, Maker] = {}
         # By path, with the socket's descriptor; -1 where that is unknown.
         self._bound: dict[str, tuple[int, Maker]] = {}
@@ -99,9 +101,9 @@ class Makers:
         if self.originals:
             return
         self._after(threading.Thread, "start", lambda thread, result: self._note_thread(thread), self._note_starting)
-        self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
+        self._after(subprocess.Popen, "__init__", lambda child, result: self._note_process(child.pid, sys._getframe(2)))
         kind = multiprocessing.process.BaseProcess
-        self._after(kind, "start", lambda child, result: self._note(self._processes, child.pid))
+        self._after(kind, "start", lambda child, result: self._note_process(child.pid, sys._getframe(2)))
         self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         self._after(socket.socket, "bind", self._note_bound)
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
@@ -131,9 +133,9 @@ class Makers:
         """Who started a child process; None if that was not seen."""
         return self._processes.get(pid)
 
-    def processes(self) -> Collection[int]:
-        """The numbers of the child processes that were seen to start, ended or not."""
-        return self._processes.keys()
+    def processes(self) -> Mapping[int, float]:
+        """Return when the child processes that were seen to start began, ended ones too, in seconds since the epoch."""
+        return self._began
 
     def of_descriptor(self, number: int) -> Maker | None:
         """Who made what a descriptor is open on; None if that was not seen."""
@@ -240,7 +242,13 @@ class Makers:
             pid: the child's.
             frame: the one that called it.
         """
-        self._processes[pid] = self._maker(frame)
+        self._note_process(pid, frame)
+
+    def _note_process(self, pid: int | None, frame: FrameType) -> None:
+        if pid is not None:
+            self._processes[pid] = self._maker(frame)
+            process = stat(pid)
+            self._began[pid] = time.time() if process is None else began_at(process)
 
     def _forked(self, pid: int) -> Maker | None:
         """Who made a child by a fork that was not seen: the kernel lists it with its thread."""
@@ -279,10 +287,6 @@ class Makers:
         maker = self._starting[id(thread)]
         self._threads[thread_ident(thread)] = self._named[thread_key(thread)] = maker
         del self._starting[id(thread)]
-
-    def _note(self, where: dict[int, Maker], key: int | None) -> None:
-        if key is not None:
-            where[key] = self._maker(sys._getframe(3))
 
     def _forget_selector(self, closing: Any) -> None:
         self._descriptors.pop(closing.fileno(), None)

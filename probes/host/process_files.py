@@ -46,7 +46,8 @@ class ProcessStat:
     `faults` are the pages that it has touched for the first time, or written where it had them from its parent; 0 on a
     kernel that does not count them. `image` is where the program's code and stack begin, at addresses drawn when the
     program was started, and so the same in a process and its forks; empty where they may not be read. `is_fork`:
-    whether it runs no program of its own.
+    whether it runs no program of its own. `faults_of_ended` are those of its children that it has waited for: more
+    whenever one has ended.
     """
 
     pid: int
@@ -59,6 +60,7 @@ class ProcessStat:
     faults: int = 0
     image: tuple[int, ...] = ()
     is_fork: bool = False
+    faults_of_ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,14 @@ def stat(pid: int) -> ProcessStat | None:
     head, _, tail = text.rpartition(")")
     fields = tail.split()
     parent, group, session = map(int, fields[1:4])
-    faults = int(fields[7]) + int(fields[9])
+    faults, of_ended = int(fields[7]) + int(fields[9]), int(fields[8]) + int(fields[10])
     # The kernel says 0 or 1 to whom it does not say more.
     image = tuple(address for address in (int(fields[23]), int(fields[25])) if address > 1)
     is_fork = bool(int(fields[6]) & _FORKED)
     command = head.partition("(")[2]
-    return ProcessStat(pid, command, fields[0], parent, group, int(fields[19]), session, faults, image, is_fork)
+    return ProcessStat(
+        pid, command, fields[0], parent, group, int(fields[19]), session, faults, image, is_fork, of_ended
+    )
 
 
 def python_threads_seconds() -> dict[int, float] | None:

@@ -130,13 +130,14 @@ class ProcessTree:
 
     def _look_for_orphans(self, children: list[int]) -> dict[int, int]:
         for _ in range(_MOST_LISTS):
-            state = (*_ended_children(), *children)
+            state: tuple[object, ...] = (*_ended_children(), *children)
             if self._token and state != self._state:
                 family = self._family()
-                state = (*state, *family)
+                # A fork server's child, and any process's below ours, ends without us.
+                state = (*state, *family.items())
                 if state != self._state:
                     self._state = state
-                    self._orphans |= {process.pid: process.started for process in self._find_orphans(family)}
+                    self._orphans |= {process.pid: process.started for process in self._find_orphans(family.keys())}
                     self._seen = {pid: self._seen[pid] for pid in self._seen if pid in self._orphans or pid in family}
             alive = {pid: started for pid, started in self._orphans.items() if lives(pid, started)}
             if len(alive) == len(self._orphans):
@@ -159,24 +160,25 @@ class ProcessTree:
     def with_descendants(self, pids: Iterable[int]) -> set[int]:
         """Those of some processes that are of the tree, and what they have started."""
         family = self._family()
-        return self._from([pid for pid in pids if pid in family])
+        return set(self._from([pid for pid in pids if pid in family]))
 
-    def _family(self) -> set[int]:
+    def _family(self) -> dict[int, int]:
+        """Return all that are alive, each with what changes when a child of its own has ended."""
         return self._from([*child_processes(), *self._orphans])
 
-    def _from(self, waiting: list[int]) -> set[int]:
-        found: set[int] = set()
+    def _from(self, waiting: list[int]) -> dict[int, int]:
+        found: dict[int, int] = {}
         while waiting:
             pid = waiting.pop()
             process = stat(pid) if pid not in found else None
             if process is None or process.state == "Z":
                 continue
-            found.add(pid)
+            found[pid] = process.faults_of_ended
             self._seen[pid] = process.started
             waiting += children_of(pid)
         return found
 
-    def _find_orphans(self, family: set[int]) -> list[ProcessStat]:
+    def _find_orphans(self, family: Collection[int]) -> list[ProcessStat]:
         own = stat(os.getpid())
         started = self._started()
         found = {}

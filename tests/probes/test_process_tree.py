@@ -273,6 +273,20 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("kind", ["fork", "program"])
+def test_what_is_left_by_a_child_of_a_child_is_known_though_the_children_are_the_same(
+    tree: ProcessTree, kind: str
+) -> None:
+    # As below a fork server, which waits for the processes that it forks for this one.
+    with child(LEAVES_AN_ORPHAN) as process:
+        assert tree.orphans() == []
+        left = orphan_of(process, kind)
+        try:
+            assert tree.orphans() == [left]
+        finally:
+            os.kill(left, signal.SIGKILL)
+
+
 def orphan_of(process: subprocess.Popen[str], kind: str) -> int:
     """Has a process leave an orphan in this group; its identifier."""
     assert process.stdin is not None

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,36 @@ def test_what_a_child_leaves_that_ends_by_itself_is_found(
     ending: Callable[..., None], kinds: list[str], resources: list[str]
 ) -> None:
     assert left_by(lambda: ending(*kinds)) == resources
+
+
+def of_no_python(program: str) -> None:
+    subprocess.run(["sh", "-c", program], check=True)
+
+
+def of_a_fork_server(function: Callable[[], None]) -> None:
+    process = get_context("forkserver").Process(target=function)
+    process.start()
+    process.join()
+
+
+def makes_a_folder() -> None:
+    Path(tempfile.gettempdir(), f"lowtide_test_{os.getpid()}").mkdir()
+
+
+def makes_a_folder_and_removes_it() -> None:
+    makes_a_folder()
+    Path(tempfile.gettempdir(), f"lowtide_test_{os.getpid()}").rmdir()
+
+
+def test_what_a_child_that_is_no_python_leaves_at_its_end_is_found() -> None:
+    made = f"{tempfile.gettempdir()}/lowtide_test_$$"
+    assert left_by(lambda: of_no_python(f"mkdir {made}")) == ["temporary-files"]
+    assert left_by(lambda: of_no_python(f"mkdir {made}x; rmdir {made}x")) == []
+
+
+def test_what_a_child_of_a_fork_server_leaves_is_found() -> None:
+    assert left_by(lambda: of_a_fork_server(makes_a_folder)) == ["temporary-files"]
+    assert left_by(lambda: of_a_fork_server(makes_a_folder_and_removes_it)) == []
 
 
 @pytest.mark.parametrize("ends_before", [False, True])
