@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_
 from lowtide.leakcheck.explaining.library_objects import FINALIZER, advice_for_finalizer, advice_for_root, is_installed
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
-from lowtide.leakcheck.findings.running_threads import by_work, with_work
+from lowtide.leakcheck.findings.running_threads import by_work, most_work, with_work
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.resources import RESOURCES, resource_of
@@ -362,19 +363,27 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
 def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
     """Return who holds the threads or descriptors of this process that are new, where anything of the program does.
 
-    The kernel's numbers of those that are not are `known`.
+    The kernel's numbers of those that are not are `known`. Of threads it is said what most of them run.
     """
-    if key == "threads":
-        owners = {(key, thread_key(each)): each for each in threading.enumerate() if each.native_id not in known}
-    else:
+    if key != "threads":
         names = [f"{number} -> {target}" for number, target in numbered_descriptors(os.getpid()).items()]
         owners = _stand_ins({key: [name for name in names if int(name.partition(" ")[0]) not in known]}, Context())
-    return _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
+        return _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
+    new = [each for each in threading.enumerate() if each.native_id not in known]
+    if not new:
+        return None
+    causes = _causes_by_name({(key, thread_key(each)): each for each in new}, Context(living=True))
+    # That it runs keeps each of them: who else does may end it.
+    kept = {named: cause for named, cause in causes.items() if len(cause.path) > 1}
+    facts = _facts_of(kept, len(new)) or HolderFacts(note=Note(""), cause="thread", verdict=None, path=(), advice="")
+    text = f" {most_work(new)}{',' if facts.note.text else ''}{facts.note.text}"
+    return msgspec.structs.replace(facts, note=msgspec.structs.replace(facts.note, text=text))
 
 
 def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts | None:
     """Return who holds some of `count` things of one resource, by what is known of each; None where nobody does."""
-    ways = list({cause.holder: cause for cause in causes.values()}.values())
+    by_holder = {cause.holder: cause for cause in causes.values()}
+    ways = [by_holder[holder] for holder, _ in Counter(cause.holder for cause in causes.values()).most_common()]
     if not ways:
         return None
     path = _path_to_entries(ways) if len(ways) > 1 else ways[0].path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,7 +17,7 @@ from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import identity_of
-from lowtide.leakcheck.resources.resource import Change
+from lowtide.leakcheck.resources.resource import Change, without_numbers
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import (
@@ -82,6 +83,14 @@ def with_work(leak: ItemLeak, context: Context) -> ItemLeak:
         endings=tuple({ending.code: ending for ending in endings}.values()),
         through=frozenset[int]().union(*(each.through for each in told)),
     )
+
+
+def most_work(threads: Collection[threading.Thread]) -> str:
+    """Return what most of some threads are called, numbers aside, and run, as part of a sentence."""
+    ((name, runs), _), *others = Counter(
+        (without_numbers(thread_name(each)), _runs(each)) for each in threads
+    ).most_common()
+    return f"{'most' if others else 'all'} are called '{name}' and run {runs}"
 
 
 def _groups(names: Collection[str], context: Context) -> list[list[_Running]]:

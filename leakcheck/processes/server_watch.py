@@ -53,14 +53,16 @@ class Client(Protocol):
     Attributes:
         answered: how many requests have come to the end that they should.
         failed: how many have not.
-        failure: what went wrong with the first of these.
+        failure: what went wrong with most of these.
         is_needed: whether the watch waits until the server answers.
     """
 
     answered: int
     failed: int
-    failure: str
     is_needed: bool
+
+    @property
+    def failure(self) -> str: ...  # noqa: D102
 
     def silent_for(self) -> float | None: ...  # noqa: D102 - said where it is done, as below
 
@@ -273,7 +275,7 @@ class ServerWatch:
         if client is None or not (client.answered and client.failed) or self._has_come_to_its_end:
             return of_window
         asked = client.answered + client.failed
-        why = f"{client.failed} of {asked} failed, the first: {client.failure}"
+        why = f"{client.failed} of {asked} failed, most often: {client.failure}"
         return (*of_window, NotMeasured(what="requests that should have been answered", why=why))
 
 

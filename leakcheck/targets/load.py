@@ -73,17 +73,23 @@ class Load:
     Attributes:
         answered: how many requests were answered, or broken off by the client, those to be refused aside.
         failed: how many have not.
-        failure: what went wrong with the first of these.
+        failure: what went wrong with the first of the kind of these that is most frequent.
         is_needed: as given.
     """
 
     def __init__(self, url: str, clients: int, *, is_needed: bool) -> None:
         self._url, self._clients, self.is_needed = url.rstrip("/"), clients, is_needed
         self.answered = self.failed = 0
-        self.failure = ""
+        # By its kind, with how many there were and the first of them.
+        self._failures: dict[str, tuple[int, str]] = {}
         self._latest: float | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._ask_all()), name="lowtide-load", daemon=True)
+
+    @property
+    def failure(self) -> str:
+        """See the class; empty where none has failed."""
+        return max(self._failures.values(), default=(0, ""))[1]
 
     def __enter__(self) -> Load:
         self._thread.start()
@@ -124,7 +130,7 @@ class Load:
             asking.cancel()
             (ended,) = await asyncio.gather(asking, return_exceptions=True)
             if isinstance(ended, Exception):
-                self._fail(f"asking has ended: {type(ended).__name__}: {ended}")
+                self._fail("asking has ended", f"{type(ended).__name__}: {ended}")
 
     async def _ask_on(self, client: httpx.AsyncClient) -> None:
         while not await self._is_well(client):
@@ -153,7 +159,7 @@ class Load:
                 listed = (await client.get("/v1/models")).raise_for_status().json()["data"]
                 return [(str(each["id"]), int(each.get("max_model_len") or 2 * _LONGEST)) for each in listed]
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-                self._fail(f"GET /v1/models: {error}")
+                self._fail("GET /v1/models", str(error))
             await asyncio.sleep(_PAUSE_S)
 
     async def _ask_as(
@@ -164,7 +170,7 @@ class Load:
             try:
                 await self._ask(client, {"model": model, **kind.body}, kind)
             except httpx.HTTPError as error:
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(type(error).__name__, str(error))
                 await asyncio.sleep(_PAUSE_S)
 
     async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any], kind: _Kind) -> None:
@@ -183,13 +189,14 @@ class Load:
             self._note(counts=not kind.is_refused)
         else:
             wanted = "was not refused" if kind.is_refused else "was refused"
-            self._fail(f"a request {wanted}: {answer.status_code} {said.decode(errors='replace').strip()}")
+            self._fail(f"a request {wanted}", f"{answer.status_code} {said.decode(errors='replace').strip()}")
             await asyncio.sleep(_PAUSE_S)
 
     def _note(self, *, counts: bool = True) -> None:
         self.answered += counts
         self._latest = time.monotonic()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, kind: str, why: str) -> None:
         self.failed += 1
-        self.failure = self.failure or " ".join(why.split())
+        many, first = self._failures.get(kind, (0, " ".join(f"{kind}: {why}".split())))
+        self._failures[kind] = many + 1, first

@@ -259,9 +259,7 @@ class TreeTraces:
 
     def _new_sockets(self) -> Iterator[Path]:
         seen = {Path(path) for path in self._sockets}
-        fresh = set(_names_in(self._folder)) - self._files_before
-        # Those of agents go with whoever watches, or are nobody's to report once that one has been killed.
-        new = (self._folder / name for name in fresh if not name.startswith(FOLDER_PREFIX))
+        new = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
         for path in sorted(seen | set(_sockets_below(new))):
             if _is_socket(path) and self._was_made_since(path):
                 yield path
@@ -310,6 +308,9 @@ def _sockets_below(paths: Iterator[Path]) -> Iterator[Path]:
     while waiting and looked < _MOST_ENTRIES:
         path, depth = waiting.pop()
         looked += 1
+        # Those of agents go with whoever watches, or are nobody's to report once that one has been killed.
+        if path.name.startswith(FOLDER_PREFIX):
+            continue
         if _is_socket(path):
             yield path
         elif depth < _DEPTH and path.is_dir() and not path.is_symlink():

@@ -316,6 +316,14 @@ def test_the_load_asks_in_all_ways_and_counts(server: Path, port: int) -> None:
     assert load.answered <= counted <= load.answered + 3
 
 
+def test_of_the_requests_that_fail_the_most_frequent_kind_is_told() -> None:
+    load = Load("http://127.0.0.1:9", 1, is_needed=False)
+    load._fail("a request was not refused", "200 fine")
+    load._fail("a request was refused", "500 of\nnumber 1")
+    load._fail("a request was refused", "500 of\nnumber 2")
+    assert (load.failed, load.failure) == (3, "a request was refused: 500 of number 1")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "said"),

@@ -24,7 +24,7 @@ import pytest
 
 from lowtide.leakcheck.findings import causes as causes_of
 from lowtide.leakcheck.findings import tensor_findings
-from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, with_causes, with_holders
+from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, holder_of_new, with_causes, with_holders
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
@@ -433,3 +433,45 @@ def test_where_nothing_leaks_on_a_card_no_allocator_is_asked(monkeypatch: pytest
     monkeypatch.setattr(tensor_findings, "free_beside", None)
     leaks = [kept("unknown", (0x40,), device="cpu")]
     assert with_free_beside(leaks) == leaks
+
+
+@contextmanager
+def waiting_threads(count: int) -> Iterator[list[threading.Thread]]:
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, name=f"request-{number}") for number in range(count)]
+    for thread in threads:
+        thread.start()
+    yield threads
+    end.set()
+    for thread in threads:
+        thread.join()
+
+
+RUNNING: list[threading.Thread] = []
+
+
+@pytest.mark.parametrize(("kept", "said"), [(False, ""), (True, f", held by {__name__}.RUNNING")])
+def test_new_threads_are_told_by_what_they_run_and_not_as_their_own_holders(*, kept: bool, said: str) -> None:
+    known = {thread.native_id or 0 for thread in threading.enumerate()}
+    with waiting_threads(4) as threads:
+        RUNNING.extend(threads if kept else ())
+        threads.clear()
+        facts = holder_of_new("threads", known)
+        RUNNING.clear()
+    assert facts is not None
+    note = facts.note
+    assert (
+        f"{note.text}{note.holder}"
+        == f" all are called 'request-*' and run threading.Event.wait (threading.py:{LINE}){said}"
+    )
+    assert holder_of_new("threads", {*known, *(thread.native_id or 0 for thread in threading.enumerate())}) is None
+
+
+def test_of_several_holders_that_of_most_things_is_told_first() -> None:
+    held = [CommonCause(key=name, holder=name) for name in ("FIRST", "MANY", "MANY", "LAST")]
+    facts = causes_of._facts_of({("file-descriptors", str(number)): each for number, each in enumerate(held)}, 4)
+    assert facts is not None
+    assert (facts.note.text, facts.note.holder, facts.note.rest) == (" held by ", "MANY", ", FIRST, LAST")
+
+
+LINE = threading.Event.wait.__code__.co_firstlineno

@@ -204,7 +204,7 @@ def test_requests_that_fail_are_told_and_nothing_is_known_where_all_do() -> None
     some = watched([], seconds=12.0, client=Client(failed=3, failure="500 no"))
     (told,) = some.not_judged
     assert told.why.startswith("3 of ")
-    assert told.why.endswith(" failed, the first: 500 no")
+    assert told.why.endswith(" failed, most often: 500 no")
     none = watched([], seconds=12.0, client=Client(failed=3, failure="500 no", steps=[0, 0, 0, 0]))
     (missing,) = none.not_measured
     assert missing.why == "all 3 failed: 500 no"

@@ -27,7 +27,7 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes import tree_traces
-from lowtide.probes.processes.agents import Agents
+from lowtide.probes.processes.agents import FOLDER_PREFIX, Agents
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile, SharedMemoryReading, Undecided
 from lowtide.probes.processes.tree_traces import TreeTraces, gone_on_cards, sockets_of_agents
 from lowtide.reports.processes.stage_processes import ProcessName
@@ -183,6 +183,11 @@ def test_what_was_there_before_is_none(tree: ProcessTree, cards: Cards, tmp_path
     folder = tmp_path / "new"
     folder.mkdir()
     fresh, numbered = folder / "new.sock", tmp_path / f"core-{pid}.lock"
+    # An agent's of another run, wherever that has its temporary files.
+    of_an_agent = folder / f"{FOLDER_PREFIX}1-x" / "2.sock"
+    of_an_agent.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(of_an_agent))
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(fresh))
         # Somebody listens.
