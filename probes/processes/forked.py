@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
-from lowtide.probes.originals import gc, loaded, os, replace, signal, sys, time
+from lowtide.probes.objects.listed import all_instances
+from lowtide.probes.originals import gc, loaded, os, replace, signal, sys, threading, time, weakref
 
 LIMIT_S = 55.0
 """Seconds for the work; whoever asks an agent waits a little longer."""
@@ -41,6 +42,7 @@ def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
     """
     reading, writing = os.pipe()
     frames, threads = sys._current_frames(), dict(getattr(loaded("threading"), "_active", ()))
+    marks = _marks_of_locals()
     try:
         child = os.fork()
     except (OSError, RuntimeError) as error:
@@ -50,7 +52,7 @@ def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
     if not child:
         _work(work, writing, frames, threads)
     # The frames of other threads, and all that is in them.
-    del frames, threads
+    del frames, threads, marks
     os.close(writing)
     try:
         said = _said(reading, child, limit)
@@ -60,6 +62,16 @@ def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
     if said[:1] != b"=":
         raise ForkError(said[1:].decode(errors="replace") or "a fork of the process ended without an answer")
     return said[1:]
+
+
+def _marks_of_locals() -> list[Any]:
+    """Return what marks each thread in each `threading.local`.
+
+    Where that goes, as with all other threads in a fork, what the thread has there goes, too.
+    """
+    tables = [table for each in all_instances(threading.local) for table in gc.get_referents(each)]
+    references = [key for table in tables if type(table) is dict for key in list(table)]
+    return [reference() for reference in references if type(reference) is weakref.ref]
 
 
 def _said(reading: int, child: int, limit: float) -> bytes:

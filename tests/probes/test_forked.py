@@ -15,6 +15,7 @@ import pytest
 
 from lowtide.probes.heap.holders import trace
 from lowtide.probes.host.process_files import children_of
+from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc as original_gc
 from lowtide.probes.originals import sys as original_sys
 from lowtide.probes.processes.forked import ForkError, in_a_fork
@@ -41,6 +42,35 @@ def test_the_process_notices_nothing_of_a_walk_through_its_heap() -> None:
         assert in_a_fork(walk) == f"{__name__}.KEPT".encode()
         assert errors == []
     assert KEPT == []
+
+
+LOCAL = threading.local()
+
+
+def way_to_the_only_thing() -> bytes:
+    (thing,) = all_instances(Thing)
+    with trace([thing], ignore={id(sys._getframe())}) as found:
+        path = found.path(0)
+    return b"" if path is None else f"{path.root_name}{''.join(step.edge for step in path.steps)}".encode()
+
+
+def test_what_another_thread_has_in_a_local_of_threads_is_seen_and_let_go_of() -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def wait_with_a_thing() -> None:
+        LOCAL.thing = Thing()
+        started.set()
+        ended.wait()
+
+    thread = threading.Thread(target=wait_with_a_thing)
+    thread.start()
+    started.wait()
+    try:
+        assert in_a_fork(way_to_the_only_thing) == f"{__name__}.LOCAL.thing".encode()
+    finally:
+        ended.set()
+        thread.join()
+    assert all_instances(Thing) == []
 
 
 def test_frames_of_other_threads_are_seen_and_let_go_of() -> None:
