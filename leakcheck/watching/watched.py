@@ -138,7 +138,7 @@ class Watched:
             self.tree,
             self.segments,
             self.makers,
-            lambda: {**self.makers.processes(), **self.others.agents.began()},
+            lambda: {**self.makers.began, **self.others.agents.began()},
             alone=policy.driver,
         )
         self.ownership = Ownership(

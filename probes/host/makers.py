@@ -8,7 +8,7 @@ import os as os_module
 import selectors
 import socket
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -71,6 +71,9 @@ class Makers:
     """Notes, from `start` to `stop`, who makes threads, child processes, sockets and their files, pipes and the like.
 
     The functions of Python's library that make them are stood in for meanwhile.
+
+    Attributes:
+        began: when the child processes that were seen to start began, ended ones too, in seconds since the epoch.
     """
 
     def __init__(self) -> None:
@@ -81,7 +84,7 @@ class Makers:
         self._starting: dict[int, Maker] = {}
         self._gave_way = 0.0
         self._processes: dict[int, Maker] = {}
-        self._began: dict[int, float] = {}
+        self.began: dict[int, float] = {}
         self._descriptors: dict[int, Maker] = {}
         # By path, with the socket's descriptor; -1 where that is unknown.
         self._bound: dict[str, tuple[int, Maker]] = {}
@@ -133,9 +136,9 @@ class Makers:
         """Who started a child process; None if that was not seen."""
         return self._processes.get(pid)
 
-    def processes(self) -> Mapping[int, float]:
-        """Return when the child processes that were seen to start began, ended ones too, in seconds since the epoch."""
-        return self._began
+    def processes(self) -> Collection[int]:
+        """The numbers of the child processes that were seen to start, ended or not."""
+        return self.began.keys()
 
     def of_descriptor(self, number: int) -> Maker | None:
         """Who made what a descriptor is open on; None if that was not seen."""
@@ -248,7 +251,7 @@ class Makers:
         if pid is not None:
             self._processes[pid] = self._maker(frame)
             process = stat(pid)
-            self._began[pid] = time.time() if process is None else began_at(process)
+            self.began[pid] = time.time() if process is None else began_at(process)
 
     def _forked(self, pid: int) -> Maker | None:
         """Who made a child by a fork that was not seen: the kernel lists it with its thread."""

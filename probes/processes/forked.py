@@ -6,6 +6,7 @@ that nobody else should hold cannot be resized. The fork has the heap as it was,
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import select
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.originals import gc, loaded, os, replace, signal, sys, threading, time, weakref
+from lowtide.probes.originals import gc, loaded, os, replace, signal, sys, time, weakref
 
 LIMIT_S = 55.0
 """Seconds for the work; whoever asks an agent waits a little longer."""
@@ -69,7 +70,7 @@ def _marks_of_locals() -> list[Any]:
 
     Where that goes, as with all other threads in a fork, what the thread has there goes, too.
     """
-    tables = [table for each in all_instances(threading.local) for table in gc.get_referents(each)]
+    tables = [table for each in all_instances(_thread._local) for table in gc.get_referents(each)]
     references = [key for table in tables if type(table) is dict for key in list(table)]
     return [reference() for reference in references if type(reference) is weakref.ref]
 
