@@ -107,8 +107,7 @@ class OrphanedFiles:
         tree: whose processes.
         segments: receives the names in /dev/shm that a killed process had.
         makers: knows the files to which this process has bound sockets.
-        began: gives the processes that were seen to start or have had an agent, with the time at which they began, in
-            seconds.
+        began: gives the processes of the tree that have had an agent, with the time at which it began, in seconds.
         alone: whether no other process of the same program runs beside this one and makes what nobody has open. Of
             other programs that lowtide watches meanwhile, and of unseen containers, it is noticed here.
     """
@@ -309,11 +308,13 @@ class OrphanedFiles:
     def _note_ended(self) -> None:
         """Note those that have ended since `mark` without having been killed from here."""
         now = time.time()
-        for pid in self._ended_since() - self._lifetimes.keys():
-            self._lifetimes[pid] = (self._began()[pid], now)
+        for pid, began in self._ended_since().items():
+            self._lifetimes.setdefault(pid, (began, now))
 
-    def _ended_since(self) -> set[int]:
-        return {pid for pid in self._began() if pid not in self._ended_before and has_ended(pid)}
+    def _ended_since(self) -> dict[int, float]:
+        """Return when those began that were seen to start, or had an agent, and have ended since `mark`."""
+        known = {**self._makers.began, **self._began()}
+        return {pid: began for pid, began in known.items() if pid not in self._ended_before and has_ended(pid)}
 
     def _abandoned_sockets(self, names: Collection[str]) -> set[str]:
         """Return the paths of sockets that ended processes may have made, among some temporary files and in them."""

@@ -135,11 +135,7 @@ class Watched:
             tolerance=policy.tolerance,
         )
         self.orphaned_files = OrphanedFiles(
-            self.tree,
-            self.segments,
-            self.makers,
-            lambda: {**self.makers.began, **self.others.agents.began()},
-            alone=policy.driver,
+            self.tree, self.segments, self.makers, self.others.agents.began, alone=policy.driver
         )
         self.ownership = Ownership(
             self.segments,
