@@ -370,9 +370,7 @@ class WatchJudge:
                 for part in with_pool_holders(leak, context)
             ]
             found += [
-                with_native_holder(part, context)
-                for part in named
-                if part.explanation is not None or not of_libraries
+                with_native_holder(part, context) for part in named if part.explanation is not None or not of_libraries
             ]
         with_free = iter(with_free_beside([leak for leak in found if isinstance(leak, TensorLeak)]))
         return [next(with_free) if isinstance(leak, TensorLeak) else leak for leak in found]

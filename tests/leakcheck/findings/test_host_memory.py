@@ -439,9 +439,7 @@ SEVERAL = [
     (as_tree, "KEPT['engine'].kept.behind", "a list leads"),
     pytest.param(as_chain, "KEPT['engine'].kept.behind", "a list leads", marks=pytest.mark.nightly),
     pytest.param(as_dicts, "KEPT['engine'].kept", "a dict leads", marks=pytest.mark.nightly),
-    pytest.param(
-        as_closure, "KEPT['engine'].kept, closure cell 'kept'", "a tuple leads", marks=pytest.mark.nightly
-    ),
+    pytest.param(as_closure, "KEPT['engine'].kept, closure cell 'kept'", "a tuple leads", marks=pytest.mark.nightly),
 ]
 
 
