@@ -17,9 +17,15 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from lowtide.leakcheck.findings import host_memory
-from lowtide.leakcheck.findings.host_memory import held_again, with_largest_containers, with_memory_holder
+from lowtide.leakcheck.findings.host_memory import (
+    held_again,
+    with_largest_containers,
+    with_memory_holder,
+    with_native_holder,
+)
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.remedies import try_holders
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -159,6 +165,13 @@ def test_a_file_in_memory_is_named() -> None:
     KEPT["file"].write(bytes(41 * MIB))
     finding = with_memory_holder(host(41 * MIB), Context()).finding
     assert finding.message.endswith(f"; 41.0 MiB in a _io.BytesIO held by {__name__}.KEPT['file']")
+
+
+def test_what_tells_its_size_is_not_what_c_code_may_have() -> None:
+    context = context_of(lambda: KEPT.update(small=[numbers(UNIT)]))
+    assert with_native_holder(host(90 * MIB), context).finding.holder is None
+    context = context_of(lambda: KEPT.update(other=[zmq.Frame(b"small")]))
+    assert with_native_holder(host(90 * MIB), context).finding.holder == f"{__name__}.KEPT['other'][0]"
 
 
 # Many small things.
