@@ -393,6 +393,7 @@ def test_a_table_of_modules_is_not_named(monkeypatch: pytest.MonkeyPatch) -> Non
         for number in range(COUNT // 10):
             part = ModuleType(f"plugin_of_a_test.{number}")
             vars(part)["TEXT"] = f"{number:6}" * 500
+            monkeypatch.setitem(sys.modules, part.__name__, part)
             KEPT[part.__name__] = part
 
     context = context_of(load)
