@@ -199,6 +199,14 @@ def with_fragments(finding: Finding) -> Finding:
     return finding
 
 
+def bytes_of_new_arrays(context: Context) -> int:
+    """Return the bytes of the large arrays that were not there at an earlier look and that the program holds."""
+    buffers = [buffer for buffer in large_buffers() if (id(buffer.item), buffer.bytes) not in context.old_arrays]
+    buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:MOST]
+    held = [each for _, each in held_arrays(buffers, context)]
+    return sum(each.bytes for each in held if not _is_library_s(each) and not _is_runner_s(each))
+
+
 def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
     """Return who holds so many bytes: arrays, one or several in one place, or containers; None where none do."""
     found = _held_memory(size, context)

@@ -16,7 +16,7 @@ import msgspec
 from lowtide.leakcheck.findings.causes import BELONGING, with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, with_pools_to_let_go
 from lowtide.leakcheck.findings.heap_file import HeapFile
-from lowtide.leakcheck.findings.host_memory import with_memory_holder
+from lowtide.leakcheck.findings.host_memory import bytes_of_new_arrays, with_memory_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -39,6 +39,7 @@ from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.probes.heap.container_lengths import long_containers
 from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.memory.buffers import known_arrays
 from lowtide.probes.objects.described import program_modules
 from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.objects.listed import all_objects
@@ -53,6 +54,9 @@ _OF_PRIVATE_POOLS = "reserved "
 
 _OF_ALL_LIVES = frozenset(resource.rule.key for resource in LISTED)
 """What is judged since the first life began alone: one finding has what all have left, which one change may end."""
+
+_ALL_OF_LEVEL = 1.1
+"""By how much arrays may seem to be more than a level has risen by that they are part of."""
 
 _OF_GROUPS = ("driver", "file-descriptors", "pinned", "threads")
 """What a process group holds besides itself."""
@@ -105,6 +109,7 @@ class ShutdownJudgement:
         # What there was before each life that has begun, and what the first left.
         self._starts: list[LifeReading] = []
         self._lengths: list[Mapping[int, int]] = []
+        self._old_arrays: frozenset[tuple[int, int]] = frozenset()
         self._first_end: LifeReading | None = None
         self._types: TypeCounts | None = None
         # Whether a whole life has followed the first, which says how much of what that left was first use.
@@ -119,6 +124,8 @@ class ShutdownJudgement:
     def begin(self, cycle: int) -> Snapshot:
         """Begin a life; return what there is before it."""
         self._lengths.append(long_containers())
+        if cycle == 1:
+            self._old_arrays = known_arrays()
         # What is free by now, as what judging the life before took, would hide as much of what this one keeps.
         trim_heap()
         start = self._reader.read(f"before cycle {cycle}")
@@ -165,6 +172,7 @@ class ShutdownJudgement:
                 self._judged(start, actions, dataclasses.replace(context, old_lengths=start.lengths))
                 for start in self._baselines
             ]
+            of_arrays = self._arrays_of_all_lives(judgements, context) if is_last else []
         # What several lives have left together says nothing of this one.
         self._record.note_returns(judgements[0], cycle, explained)
         for judgement in judgements:
@@ -175,7 +183,7 @@ class ShutdownJudgement:
                 found = [finding for finding in found if finding.resource != "arena"]
             self._record.findings += found
             self._record.note_levels(judgement)
-        self._record.findings += of_tensors if is_last else ()
+        self._record.findings += [*of_tensors, *of_arrays] if is_last else ()
         self._judge_process()
         self.is_concluded = is_last
 
@@ -210,6 +218,26 @@ class ShutdownJudgement:
                 findings.append(self._concluded(leak, context) if self._is_last else _marked(leak))
                 metrics.append(metric)
         return dataclasses.replace(judgement, findings=tuple(findings), metrics=tuple(metrics))
+
+    def _arrays_of_all_lives(self, judgements: Sequence[Judgement], context: Context) -> list[Finding]:
+        """Return the finding on arrays that came in any life and stay, where the level tells nothing of them.
+
+        What libraries take in a first life may be as much, and each life may put its own in place of the last one's.
+        """
+        of_all = [finding for judgement in judgements for finding in judgement.findings]
+        metric = next((metric for metric in self._reader.metrics if metric.key == "host-memory"), None)
+        if metric is None or any(finding.resource == metric.resource for finding in of_all):
+            return []
+        context = dataclasses.replace(context, old_arrays=self._old_arrays)
+        # What of them is in files, shared, or under tensors is not in the level.
+        level = metric.above(self._starts[0], self._steps[-1].reading) or 0
+        size = bytes_of_new_arrays(context) if level > metric.tolerance else 0
+        if size > _ALL_OF_LEVEL * level:
+            return []
+        steps = [LadderStep(Rung.RAW, Reading(amounts={metric.key: size}), 0.0)]
+        judged = judge([metric], Reading(), steps, stage="shutdown", cycle=len(self._starts))
+        named = [with_memory_holder(ItemLeak(each, metric.key, {}, 0), context).finding for each in judged.findings]
+        return [finding for finding in named if finding.holder]
 
     def _concluded(self, leak: ItemLeak, context: Context) -> Finding:
         """Return a finding after the last life, with its holder; note it where what ends it is tried later."""

@@ -316,14 +316,6 @@ class SmallRetention:
         return with_largest_containers(finding, taken)
 
 
-def _large_arrays() -> frozenset[tuple[int, int]]:
-    # numpy, which only who has arrays or a card needs.
-    from lowtide.probes.memory.buffers import large_buffers, large_storages
-
-    found = [*large_buffers(LEAST_KEPT), *large_storages(LEAST_KEPT)]
-    return frozenset((id(each.item), each.bytes) for each in found)
-
-
 def _last_of(names: Sequence[str]) -> str:
     shown = ", ".join(names[-_SHOWN_TESTS:])
     return f"{len(names) - _SHOWN_TESTS} before and {shown}" if len(names) > _SHOWN_TESTS else shown
@@ -407,7 +399,10 @@ class KeptHostMemory:
         risen = (self.level_at_end or 0) - self._level_at_begin
         taken = self._note_lengths() if card_came or risen >= LEAST_KEPT else NOTHING
         if card_came or risen >= _LEAST_ARRAYS:
-            self.old_arrays = _large_arrays()
+            # numpy, which only who has arrays or a card needs.
+            from lowtide.probes.memory.buffers import known_arrays
+
+            self.old_arrays = known_arrays(LEAST_KEPT)
         if card_came or risen >= LEAST_KEPT:
             # What looking took would be given back in the next test.
             trim_heap()

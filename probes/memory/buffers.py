@@ -103,6 +103,11 @@ def large_storages(least: int = LEAST) -> list[Buffer]:
     return list(found.values())
 
 
+def known_arrays(least: int = LEAST) -> frozenset[tuple[int, int]]:
+    """Return the identity and bytes of all of these that there are, to tell later which have come, or become larger."""
+    return frozenset((id(each.item), each.bytes) for each in (*large_buffers(least), *large_storages(least)))
+
+
 def _bytes_of_storage(tensor: Any) -> int:
     try:
         return int(torch_member(tensor, "untyped_storage")().nbytes())

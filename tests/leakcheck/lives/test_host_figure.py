@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing import shared_memory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,7 +165,60 @@ def test_a_life_answers_once_for_shared_memory_that_it_keeps(life: type[MapsMemo
     )
     large = [finding for finding in run.run().findings if finding.bytes]
     assert {finding.resource for finding in large} == ({resource} if resource else set())
+    assert len(large) == 1 or resource != "host-memory"
     assert all(finding.bytes >= SIZE for finding in large)
+
+
+class KeepsAnArray(FreesPieces):
+    """Puts what it keeps in the place of the last life's, so that nothing adds up; the rest may be first use."""
+
+    size = 48 * MIB
+
+    def create(self) -> None:
+        self.pieces = [bytes(1000) for _ in range(40_000)]
+
+    def shutdown(self) -> None:
+        KEPT[:] = [self.array(), self.pieces]
+
+    def array(self) -> Any:
+        return np.ones(self.size // 8)
+
+
+class KeepsASmallOne(KeepsAnArray):
+    size = 16 * MIB
+
+
+class LetsGoOfIt(KeepsAnArray):
+    def array(self) -> Any:
+        return len(super().array())
+
+
+class KeepsATensorOfIt(KeepsAnArray):
+    def array(self) -> Any:
+        array = super().array()
+        return array, torch.from_numpy(array)
+
+
+@pytest.mark.parametrize("cycles", [1, 3])
+@pytest.mark.parametrize(
+    ("life", "resource"),
+    [(KeepsAnArray, "host-memory"), (KeepsASmallOne, ""), (LetsGoOfIt, ""), (KeepsATensorOfIt, "tensors")],
+)
+def test_an_array_is_told_though_it_may_have_come_with_a_first_use(
+    life: type[KeepsAnArray], resource: str, cycles: int
+) -> None:
+    old = np.ones(40 * MIB // 8)
+    run = LifecycleRun(
+        "array", life, device="cpu", driver=NoDriver("a test"), cycles=cycles, script=("create", "infer", "shutdown")
+    )
+    large = [finding for finding in run.run().findings if finding.bytes]
+    assert [finding.resource for finding in large] == ([resource] if resource else [])
+    if resource == "host-memory":
+        (finding,) = large
+        assert finding.bytes == 48 * MIB
+        assert finding.holder == f"{__name__}.KEPT[0]"
+        assert "48.0 MiB in a numpy.ndarray held by" in finding.message
+    assert len(old)
 
 
 def snapshot() -> Snapshot:
