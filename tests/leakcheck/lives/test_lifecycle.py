@@ -553,12 +553,25 @@ class KeepsHostMemory(SmallLife):
         KEPT.append(touched(40 * MIB))
 
 
-def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_cannot_tell() -> None:
-    _, (finding,) = found(KeepsHostMemory, cycles=2)
+class KeepsNativeMemory(SmallLife):
+    def create(self) -> None:
+        super().create()
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        ctypes.memset(libc.malloc(40 * MIB), 1, 40 * MIB)
+
+
+@pytest.mark.parametrize("cycles", [1, 2])
+def test_host_memory_beyond_the_tolerance_is_found(cycles: int) -> None:
+    _, (finding,) = found(KeepsHostMemory, cycles=cycles)
     assert (finding.resource, finding.device) == ("host-memory", "cpu")
     assert 32 * MIB < finding.bytes < 48 * MIB
-    KEPT.clear()
-    subject, findings = found(KeepsHostMemory)
+
+
+def test_of_host_memory_that_no_array_has_one_life_says_that_it_cannot_tell() -> None:
+    _, (finding,) = found(KeepsNativeMemory, cycles=2)
+    assert (finding.resource, finding.cause) == ("host-memory", "unknown")
+    subject, findings = found(KeepsNativeMemory)
     assert findings == ()
     assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
 
