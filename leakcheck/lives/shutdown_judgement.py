@@ -229,6 +229,9 @@ class ShutdownJudgement:
         if metric is None or any(finding.resource == metric.resource for finding in of_all):
             return []
         context = dataclasses.replace(context, old_arrays=self._old_arrays)
+        # What a run allows one life, nothing tells of all either.
+        allowed = max(metric.tolerance, self._tolerances.get(metric.key, 0))
+        metric = dataclasses.replace(metric, tolerance=allowed)
         # What of them is in files, shared, or under tensors is not in the level.
         level = metric.above(self._starts[0], self._steps[-1].reading) or 0
         size = bytes_of_new_arrays(context) if level > metric.tolerance else 0
