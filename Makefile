@@ -14,6 +14,8 @@ TORCH  := torch==2.13.0
 $(STAMP): pyproject.toml hatch_build.py $(wildcard probes/native/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lowtide needs Python 3.10 or newer, $(PYTHON) is %d.%d: run make PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
+	@# The pip that Python brings may be years old, and take four times as long to choose the versions.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]" "$(TORCH)"
 	@touch $@
 
@@ -24,10 +26,9 @@ $(NIGHT): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/lowtide run --report build/demo
 
-# One process more than the two cores that a checkout is tested on at least: many tests wait for processes of their own.
 # One thread each: their threads would mostly wait for each other. Bytecode is written even where nobody wants it else:
 # hundreds of inner runs load torch and the checker, which takes a fifth of the time without.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --leakcheck
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
 # Four groups, each in processes of its own, because what goes through the whole heap takes as long as that is large,
 # and each process imports all files of its group: torch makes it four times as large, a thousand tests by half. Torch's
 # compiler and transformers make it twice as large for all that is run after them, and so come last.
@@ -48,11 +49,13 @@ OTHERS := tests/pytest_plugin/test_leaks.py \
 # tests: `make test-all` runs them, every night. A file says of itself that it is one of them, or a test of itself alone.
 NIGHTLY := $(shell grep -lE '^(pytestmark = \[?|    )pytest\.mark\.nightly' $(ALL))
 
+# Two groups at a time: many tests wait for processes of their own, and at a group's end one process for the other's file.
 test: $(STAMP)
-	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS))
-	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(WALKS_WITH_TORCH))
-	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(OTHERS))
-	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$(ENGINE))
+	@echo "four groups of tests, two at a time; what each says is shown when it has ended"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line $(addprefix test-,OTHERS WALKS WALKS_WITH_TORCH ENGINE)
+
+test-%: $(STAMP)
+	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$($*))
 
 test-all: $(NIGHT) test
 	$(PYTEST) -m nightly $(shell grep -l 'pytest\.mark\.nightly' $(ALL))
