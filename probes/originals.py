@@ -180,11 +180,11 @@ def contents(path: str) -> bytes:
     """
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = b""
+        parts = []
         # The kernel may hand over what it makes up in parts.
         while part := os.read(number, _AT_A_TIME):
-            found += part
-        return found
+            parts.append(part)
+        return b"".join(parts)
     finally:
         os.close(number)
 

@@ -9,6 +9,7 @@ import ast
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import SOURCE_SUFFIXES
 from types import ModuleType
 from typing import Literal
 
@@ -297,7 +298,9 @@ def _tree(module: ModuleType) -> ast.Module | None:
 
 def _text(module: object) -> str | None:
     file = attribute(module, "__file__")
+    # An extension may have hundreds of MiB.
+    is_source = type(file) is str and file.endswith(tuple(SOURCE_SUFFIXES))
     try:
-        return contents(file).decode() if type(file) is str else None
+        return contents(file).decode() if is_source else None
     except (OSError, ValueError):
         return None

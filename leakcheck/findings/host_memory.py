@@ -50,6 +50,8 @@ _MOST_NAMED = 3
 
 _INDEX = re.compile(r"\[(\d+)\]$")
 
+_ENTRY = re.compile(r"\[.*\]$", re.DOTALL)
+
 _ABOUT = 0.3
 """By what share what the entries of a container keep may differ from it: a few of them are looked at."""
 
@@ -92,6 +94,11 @@ class HeldArray:
         """Return what is the same for all arrays that lie in one container."""
         path = self.explanation.path if self.taken is not None else self.explanation.path[:-1]
         return tuple(hop.edge for hop in path)
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Return the way to it, which is the same for all that lie alike in the entries of one container."""
+        return tuple(_ENTRY.sub("[]", hop.edge) for hop in self.explanation.path)
 
     @property
     def turn(self) -> int:
@@ -146,15 +153,18 @@ def _with_facts(
 def with_native_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """Say of host memory that is no array's which objects of libraries' C code have come with it, and who holds them.
 
-    How much these have is not known: the evidence is that nothing else of the kind came, so where they are many nothing
-    is said.
+    How much these have is not known: the evidence is that nothing else of the kind came, so where they are in many
+    places nothing is said. All in the entries of one container are in one place.
     """
     if leak.key != "host-memory" or leak.explanation is not None or context.born is None:
         return leak
     items = of_libraries(census_of(context.walk), context.born, lambda kind: not tells_its_size(kind), of_any_age=False)
     held = [each for _, each in held_arrays([Buffer(item, 0) for item in items], context) if not _is_library_s(each)]
+    places = {each.place for each in held}
+    # What is in another one of them goes with it.
+    held = [each for each in held if not any(each.place[:end] in places for end in range(1, len(each.place)))]
     by_holder = {each.explanation.holder: each for each in reversed(held)}
-    if not 0 < len(by_holder) <= _MOST_NAMED:
+    if not 0 < len({each.place for each in held}) <= _MOST_NAMED:
         return leak
     kinds = ", ".join(dict.fromkeys(each.kind for each in by_holder.values()))
     said = f"; it may be what C code of a library has for {kinds} held by "

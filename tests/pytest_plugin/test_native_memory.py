@@ -39,7 +39,7 @@ import ctypes
 
 import zmq
 
-KEPT = []
+KEPT, LISTED = [], []
 SIZE = 80 << 20
 
 
@@ -62,6 +62,10 @@ def test_kept_by_c():
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
     library.memset(ctypes.c_void_p(library.malloc(ctypes.c_size_t(SIZE))), 1, ctypes.c_size_t(SIZE))
+
+
+def test_many_kept_in_one_list():
+    LISTED.extend(Message() for _ in range(6))
 
 
 def test_many_kept():
@@ -186,6 +190,15 @@ def test_where_many_came_with_it_none_is(frames: InnerRun) -> None:
     finding = finding_of(frames, "test_many_kept")
     assert finding is not None
     assert (finding.resource, finding.holder) == ("host-memory", None)
+
+
+def test_many_in_one_container_are(frames: InnerRun) -> None:
+    finding = finding_of(frames, "test_many_kept_in_one_list")
+    assert finding is not None
+    assert finding.holder in {f"test_inner.LISTED[{index}].frame" for index in range(6)}
+    assert "for zmq.sugar.frame.Frame held by test_inner.LISTED[" in finding.message
+    assert "and 3 more" in finding.message
+    assert finding.remedy is not None
 
 
 def test_one_that_is_dropped_is_clean(frames: InnerRun) -> None:

@@ -214,6 +214,14 @@ def test_source_that_cannot_be_read_is_no_source(tmp_path: Path, how: str) -> No
     assert of_global(module, "X") == "unknown"
 
 
+def test_an_extension_is_not_read_which_may_have_hundreds_of_mib(tmp_path: Path) -> None:
+    module = without_source()
+    file = tmp_path / "_runtime.abi3.so"
+    file.write_text("X = None")
+    module.__file__ = str(file)
+    assert of_global(module, "X") == "unknown"
+
+
 @pytest.mark.parametrize("file", [None, 7, Path(__file__)])
 def test_a_file_that_is_no_text_is_no_source(file: object) -> None:
     module = without_source()
