@@ -119,8 +119,9 @@ def lines_again(finding: Finding, first: Sighting, subject: Subject) -> list[Det
         subject: whose finding it is.
     """
     where = "above" if first.subject.id == subject.id else f"in {first.subject.id}"
+    is_known = finding.cause != "unknown" or finding.holder or finding.allocated_at
     return [
-        DetailLine(f"the same cause as {where}"),
+        DetailLine(f"the same cause as {where}" if is_known else f"who holds it is not known, as {where}"),
         DetailLine(f"fingerprint {finding.fingerprint}", quiet=True),
     ]
 

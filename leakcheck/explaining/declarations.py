@@ -299,8 +299,9 @@ def _tree(module: ModuleType) -> ast.Module | None:
 def _text(module: object) -> str | None:
     file = attribute(module, "__file__")
     # An extension may have hundreds of MiB.
-    is_source = type(file) is str and file.endswith(tuple(SOURCE_SUFFIXES))
+    if type(file) is not str or not file.endswith(tuple(SOURCE_SUFFIXES)):
+        return None
     try:
-        return contents(file).decode() if is_source else None
+        return contents(file).decode()
     except (OSError, ValueError):
         return None

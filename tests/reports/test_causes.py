@@ -109,6 +109,14 @@ def test_each_case_of_junit_fails_with_its_own_amount() -> None:
     assert ["the same cause as in test_b[0]" in text for text in failures] == [False, True, True]
 
 
+def test_of_what_nobody_is_known_to_hold_the_cause_is_not_said_to_be_the_same() -> None:
+    unknown = {"cause": "unknown", "holder": None, "path": (), "allocated_at": ()}
+    sizes = [subject(kept(turn, **unknown), name=f"test_b[{turn}]") for turn in range(2)]
+    _, again = (each.text or "" for each in ElementTree.fromstring(render_junit(report(*sizes))).iter("failure"))
+    assert "who holds it is not known, as in test_b[0]" in again
+    assert "same cause" not in again
+
+
 def test_tries_of_a_test_are_one_subject_with_all_that_they_left() -> None:
     name = "test_a.py::test_b"
     clean = schema.Subject(id=name, outcome="clean", reason="a note")
