@@ -176,11 +176,14 @@ def held_again(memory: HeldMemory, context: Context) -> list[Cut]:
     emptied = {item: entries for item, entries in memory.items.items() if entries is not None}
     others = memory.items.keys() - emptied.keys()
     items = objects_of(others, context.walk) if others else []
-    items += of_libraries(census_of(context.walk), others, lambda kind: True, of_any_age=False) if others else []
     found = {id(item): Buffer(item, 0) for item in items}
+    # What the collector does not track.
     if found.keys() < others:
-        # What the collector does not track.
         found |= {id(buffer.item): buffer for buffer in large_buffers() if id(buffer.item) in others}
+    if found.keys() < others:
+        untracked = of_libraries(census_of(context.walk), (), lambda kind: True)
+        found |= {id(item): Buffer(item, 0) for item in untracked if id(item) in others}
+        untracked.clear()
     _, there = read_lengths(emptied) if emptied else (None, {})
     held = [each for _, each in held_arrays([*found.values()], context, besides=(items,))]
     held += _emptied(there, {}, emptied, context)
