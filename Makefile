@@ -49,12 +49,15 @@ OTHERS := tests/pytest_plugin/test_leaks.py \
 # tests: `make test-all` runs them, every night. A file says of itself that it is one of them, or a test of itself alone.
 NIGHTLY := $(shell grep -lE '^(pytestmark = \[?|    )pytest\.mark\.nightly' $(ALL))
 
+GROUPS := $(addprefix test-,OTHERS WALKS WALKS_WITH_TORCH ENGINE)
+.PHONY: $(GROUPS)
+
 # Two groups at a time: many tests wait for processes of their own, and at a group's end one process for the other's file.
 test: $(STAMP)
 	@echo "four groups of tests, two at a time; what each says is shown when it has ended"
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line $(addprefix test-,OTHERS WALKS WALKS_WITH_TORCH ENGINE)
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=line $(GROUPS)
 
-test-%: $(STAMP)
+$(GROUPS): test-%: $(STAMP)
 	$(PYTEST) -m 'not nightly' $(filter-out $(NIGHTLY),$($*))
 
 test-all: $(NIGHT) test

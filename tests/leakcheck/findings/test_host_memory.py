@@ -569,6 +569,17 @@ def replace_bytes(finding: Finding, size: int) -> Finding:
     return msgspec.structs.replace(finding, bytes=size)
 
 
+def test_an_object_of_c_code_in_another_one_goes_with_that() -> None:
+    context = context_of(lambda: KEPT.update(socket=zmq.Context().socket(zmq.PAIR)))
+    leak = with_native_holder(host(40 * MIB), context)
+    socket = KEPT.pop("socket")
+    socket.close()
+    socket.context.term()
+    assert f"has for zmq.sugar.socket.Socket held by {__name__}.KEPT['socket']" in leak.finding.message
+    assert leak.held is not None
+    assert len(leak.held.items) == 1
+
+
 def test_objects_of_c_code_that_the_collector_does_not_track_are_met_again() -> None:
     models = pytest.importorskip("tokenizers.models")
     LISTED.extend(models.WordLevel({"a": 0}, unk_token="a") for _ in range(4))
