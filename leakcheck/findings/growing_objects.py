@@ -26,7 +26,7 @@ from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
-from lowtide.probes.heap.holders import trace
+from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
 from lowtide.probes.heap.large_values import UNIT, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
@@ -143,10 +143,39 @@ def growth_in_heap(
     """
     types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
     of_types = {course.identity for course, _ in types}
-    found = _growing_containers([course for course in courses if course.identity not in of_types], there, stretch)
-    # What lies in a container that grows is judged with that.
-    found |= _growing_chains(types, {course.identity for course in courses}, stretch)
-    return _growing_values(values, stretch, found.keys()) | found
+    others = [course for course in courses if course.identity not in of_types]
+    with sharing_walk() as walk:
+        heap = _Heap(walk, stretch.roots, [there, types])
+        found = _growing_containers(others, there, stretch, heap)
+        # What lies in a container that grows is judged with that.
+        found |= _growing_chains(types, {course.identity for course in courses}, stretch, heap)
+        return _growing_values(values, stretch, found.keys(), heap) | found
+
+
+@dataclass(frozen=True)
+class _Heap:
+    """One walk over the heap for all that grows.
+
+    Attributes:
+        walk: the walk.
+        roots: as of a `Stretch`.
+        own: what holds the objects here, and is on no path to them.
+    """
+
+    walk: SharedWalk
+    roots: Sequence[tuple[str, object]]
+    own: list[object]
+
+    @property
+    def ignored(self) -> set[int]:
+        """Return the identities of what no path leads through."""
+        return {id(self.own), *map(id, self.own)}
+
+    def explained(self, targets: Sequence[object], *, are_roots_known: bool = True) -> list[Explanation]:
+        """Return who holds each of some objects."""
+        self.own.append(targets)
+        roots = self.roots if are_roots_known else ()
+        return explain(targets, ignore=self.ignored, roots=roots, living=True, walk=self.walk)
 
 
 def ids_of(classes: Iterable[type]) -> dict[int, Ints]:
@@ -236,9 +265,9 @@ def _is_plain(cls: type) -> bool:
 
 
 def _growing_containers(
-    courses: Sequence[Course], containers: Mapping[int, Any], stretch: Stretch
+    courses: Sequence[Course], containers: Mapping[int, Any], stretch: Stretch, heap: _Heap
 ) -> dict[int, Finding]:
-    """Return a finding on each container that grows and that the program holds, by identity, by one walk."""
+    """Return a finding on each container that grows and that the program holds, by identity."""
     there = ((course, containers[course.identity]) for course in courses if course.identity in containers)
     wanted = [(course, item) for course, item in there if is_worth_a_look(course, item, tensors=stretch.tensors)]
     wanted = _of_new_things(wanted, stretch.fixed)
@@ -249,11 +278,11 @@ def _growing_containers(
     wanted = [(course, table) for course, table in wanted if id(table) not in bounded]
     # Of a cache's table no expression is known.
     targets = [caches.get(id(container), _held_in(container)) for _, container in wanted]
-    ignore = {id(targets), id(containers), id(wanted), id(caches), *map(id, wanted)}
-    explained = explain(targets, ignore=ignore, roots=stretch.roots, living=True)
+    heap.own.extend((wanted, caches, *wanted))
+    explained = heap.explained(targets)
     if any(map(_is_of_a_functions_module, explained)):
         # A function that somebody is given does not make its module's globals theirs.
-        others = explain(targets, ignore=ignore | {id(explained)}, living=True)
+        others = heap.explained(targets, are_roots_known=False)
         pairs = zip(explained, others, strict=True)
         explained = [other if _is_of_a_functions_module(each) and other.path else each for each, other in pairs]
     held = [
@@ -306,7 +335,7 @@ def _of_new_things(wanted: list[tuple[Course, Any]], fixed: Collection[int]) -> 
     # A list that has gone since may have left its place to one of these.
     own = {id(sampled), *map(id, taken.values())}
     others = [table for identity, table in tables.items() if identity not in own]
-    there = {id(item) for table in others for item in _things_in(table) if id(item) in wanted_ids}
+    there = set[int]().union(*(wanted_ids.intersection(map(id, _things_in(table))) for table in others))
     return [
         (course, container)
         for course, container in wanted
@@ -537,7 +566,7 @@ class _Chained(NamedTuple):
 
 
 def _growing_chains(
-    types: Sequence[tuple[Course, type]], told: Collection[int], stretch: Stretch
+    types: Sequence[tuple[Course, type]], told: Collection[int], stretch: Stretch, heap: _Heap
 ) -> dict[int, Finding]:
     """Return a finding on each chain of objects of types that grow, by the type's identity.
 
@@ -547,21 +576,19 @@ def _growing_chains(
     tried = [item for each in came for item in each.tried]
     if not tried:
         return {}
-    passed = {id(tried), id(came)}
+    heap.own.extend((tried, came))
     for each in came:
-        passed |= {id(each), id(each.objects), id(each.new), id(each.tried)}
-    with trace(tried, ignore=passed, roots=stretch.roots, thorough=True) as traces:
+        heap.own.extend((each, each.objects, each.new, each.tried))
+    with trace(tried, ignore=heap.ignored, roots=heap.roots, thorough=True, walk=heap.walk) as traces:
         ways = iter([traces.way(place) for place in range(len(tried))])
     ways_of = [[_way_of(item, next(ways), each) for item in each.tried] for each in came]
     near = [each.objects[way.near] for each, own in zip(came, ways_of, strict=True) for way in own]
-    # Not by the same walk, which knows nothing of this list.
-    explained = iter(explain(near, ignore={*passed, id(near)}, roots=stretch.roots, living=True))
+    explained = iter(heap.explained(near))
     known = [(each, [(next(explained), way) for way in own]) for each, own in zip(came, ways_of, strict=True)]
-    passed.add(id(near))
     found: dict[int, Finding] = {}
     # Of a chain of two kinds of objects both grow: the one that is held is told.
     for each, of_each in sorted(known, key=lambda of: min((len(way.before) for _, way in of[1]), default=0)):
-        answer = _of_chain(each, of_each, stretch, told, passed)
+        answer = _of_chain(each, of_each, stretch, told, heap)
         if answer is not None:
             found[each.course.identity], through = answer
             told = {*told, *through}
@@ -584,7 +611,7 @@ def _of_chain(
     explained: Sequence[tuple[Explanation, _Way]],
     stretch: Stretch,
     told: Collection[int],
-    passed: Collection[int],
+    heap: _Heap,
 ) -> tuple[Finding, frozenset[int]] | None:
     """Return the finding on new objects of a type that lie behind each other, and what is on the ways to them."""
     course, cls, objects, new, _ = came
@@ -603,9 +630,8 @@ def _of_chain(
         return None
     through = frozenset[int]().union(*(one.through for one in chained))
     entries = [(item,) for item in _spread([item for item in new if id(item) in through], _SIZED)]
-    first = [objects[longest.members[0]]]
-    passed = {*passed, id(first), id(entries)}
-    (holder,) = explain(first, ignore=passed, roots=stretch.roots, living=True)
+    heap.own.append(entries)
+    (holder,) = heap.explained([objects[longest.members[0]]])
     if not holder.path or not _is_of_program(holder, entries, stretch):
         return None
     each = _bytes_of_new(came, entries, stretch)
@@ -665,7 +691,9 @@ def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
     return _Chained(tuple(edges[: places[0] + 1]), tuple(links), way.like[first:], way.through)
 
 
-def _growing_values(courses: Sequence[Course], stretch: Stretch, told: Collection[int]) -> dict[int, Finding]:
+def _growing_values(
+    courses: Sequence[Course], stretch: Stretch, told: Collection[int], heap: _Heap
+) -> dict[int, Finding]:
     """Return a finding on each value that grows and that the program holds, by the identity of who refers to it.
 
     What containers take that grow is told by them.
@@ -676,8 +704,8 @@ def _growing_values(courses: Sequence[Course], stretch: Stretch, told: Collectio
     _, values = read_values({course.identity for course in courses})
     there = [course for course in courses if course.identity in values]
     wanted = [values[course.identity] for course in there]
-    passed = {id(values), id(wanted), id(there)}
-    explained = explain(wanted, ignore=passed, roots=stretch.roots, living=True) if wanted else []
+    heap.own.extend((values, there))
+    explained = heap.explained(wanted) if wanted else []
     found = {}
     for course, value, explanation in zip(there, wanted, explained, strict=True):
         if size_of_value(value) < _MOST_PART * course.items * UNIT:

@@ -16,7 +16,7 @@ from lowtide.leakcheck.findings.growing_objects import ADVICE, Stretch, growth_i
 from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
-from lowtide.leakcheck.growth.containers import ContainerCourses, Course
+from lowtide.leakcheck.growth.containers import CANDIDATE, ContainerCourses, Course
 from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import trim_heap
@@ -183,8 +183,6 @@ class TurnGrowth:
         self._readings = 0
         self._is_unread = False
         self._turn = 0
-        # Of the containers that had grown before the last reading, by identity.
-        self._are_worth: dict[int, bool] = {}
         self._earlier: dict[int, Ints] = {}
         # How much single values have had of whoever refers to them, and what malloc had given out at the first reading.
         self._values = ContainerCourses()
@@ -235,19 +233,19 @@ class TurnGrowth:
         if not self._asked and self._costs_too_much:
             self._is_unread = True
             return
-        # Of those that come to be candidates by this reading it is known then, too, without another one.
-        wanted = {course.identity: course for course in self._containers.risen()} if self._asked else candidates
+        # The objects of a type that grows are known from where it was met first.
+        wanted = {course.identity for course in self._containers.risen()} if self._asked else candidates.keys()
         read, found = read_lengths(wanted)
         self._gone_through += read.objects
         self._largest = max(self._largest, read.objects)
         self._containers.note(turn, read)
-        self._are_worth = self._worth_a_look(self._containers.candidates() if self._asked else wanted, found)
         self._note_types(found)
         self._read_values(turn)
-        for identity in () if self._asked else candidates:
-            if not self._are_worth.get(identity, True):
-                self._containers.drop(identity)
-        if self._asked:
+        if not self._asked:
+            for identity, is_worth in self._worth_a_look(candidates, found).items():
+                if not is_worth:
+                    self._containers.drop(identity)
+        else:
             # What the reading has taken and freed would be in the next level.
             trim_heap()
 
@@ -380,10 +378,10 @@ class TurnGrowth:
         """Return how many more turns of a stretch may tell whether anything grows; 0 where that is known."""
         self._catch_up()
         courses = {course.identity: course for course in self._containers.undecided(self._turn)}
-        unknown = {each: course for each, course in courses.items() if each not in self._are_worth}
-        there = read_lengths(unknown)[1] if unknown else {}
-        are_worth = self._are_worth | self._worth_a_look(unknown, there)
-        spans = [course.span for each, course in courses.items() if are_worth.get(each)]
+        # Where nobody has asked, each reading has dropped what was a candidate before it and is worth no look.
+        unseen = {each: course for each, course in courses.items() if self._asked or len(course.turns) == CANDIDATE}
+        are_worth = self._worth_a_look(unseen, read_lengths(unseen)[1]) if unseen else {}
+        spans = [course.span for each, course in courses.items() if each not in unseen or are_worth.get(each)]
         levels = self._levels.get(stretch)
         return max([*spans, 0 if levels is None else levels.undecided()])
 

@@ -17,6 +17,9 @@ from lowtide.probes.original_numpy import np
 FEWEST_READINGS = 5
 """Readings between which it must have grown each time."""
 
+CANDIDATE = 3
+"""Readings after which one that has grown between them is a candidate."""
+
 _EACH_TURN = 0.9
 """Things that a container must take in a turn: in the one or other turn nothing may happen."""
 
@@ -106,7 +109,7 @@ class ContainerCourses:
 
     def candidates(self) -> dict[int, Course]:
         """Return those that have done so between three readings or more, by identity."""
-        return {identity: course for identity, course in self._courses.items() if len(course.turns) > 2}
+        return {identity: course for identity, course in self._courses.items() if len(course.turns) >= CANDIDATE}
 
     def risen(self) -> list[Course]:
         """Return those that have taken something in every turn until the last reading, of however few."""
