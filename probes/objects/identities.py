@@ -208,7 +208,7 @@ class Identities(Collection[int]):
     def __contains__(self, identity: object) -> bool:
         if type(identity) is not int or not len(self._ids):
             return False
-        place = int(np.searchsorted(self._ids, identity))
+        place = int(self._ids.searchsorted(identity))
         return place < len(self._ids) and int(self._ids[place]) == identity
 
     def holds(self, ids: Ints) -> npt.NDArray[np.bool_]:

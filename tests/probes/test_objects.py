@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, all_objects, collector_paused, frame_locals
+from lowtide.probes.objects.identities import Identities, identities
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects, collector_paused, frame_locals
 from tests.waiting import HANG_S
 
 
@@ -141,6 +143,16 @@ def test_locals_that_the_function_itself_asked_for_are_left_as_they_are() -> Non
     mine = locals()
     frame_locals(sys._getframe())
     assert mine["marker"] is marker
+
+
+@pytest.mark.parametrize("make", [lambda ids: set(ids.tolist()), Identities], ids=["set", "array"])
+def test_a_census_of_some_of_its_objects_has_these_alone(make: Callable[[Any], Collection[int]]) -> None:
+    objects: list[object] = [set(), [], set(), {}]
+    ids = identities(objects[1:3])
+    census = Census(objects)
+    some = census.among(make(ids))
+    assert [id(item) for item in some.instances_of(object)] == ids.tolist()
+    assert (set(some.types()), census.among(()).types()) == ({list, set}, [])
 
 
 def test_a_modules_namespace_is_never_emptied() -> None:
