@@ -477,8 +477,10 @@ def of_library(context: Context) -> Any:
 
     new = of_libraries(census, born, is_wanted, of_any_age=False) + with_handles(census, born, is_wanted)
     found = _first_held(new, context)
-    # What may be older than the leak comes only where nothing of it is new.
-    return found if found is not None else _first_held(of_libraries(census, born, is_wanted), context)
+    # What may be older than the leak comes only where nothing of it is new. (By then the walk may be another one.)
+    if found is None:
+        found = _first_held(of_libraries(census_of(context.walk), born, is_wanted), context)
+    return found
 
 
 def _first_held(found: Sequence[Any], context: Context) -> Any:

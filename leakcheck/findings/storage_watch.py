@@ -86,14 +86,17 @@ def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
 
     found: dict[Key, list[Any]] = {}
     reference: Any = reductions.StorageWeakRef
+    # Not asked of the storages themselves: that of a compiler's stand-in answers with a warning.
+    keys = keys_of_each(items)
     with plain_tensors(torch):
-        for item in items:
+        for item, own in zip(items, keys, strict=True):
+            if len(own) != 1:
+                continue
             try:
                 storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
-                key = (str(storage.device), storage.data_ptr())
-            except RuntimeError:  # an opaque layout, or an empty shell: there is no storage to watch
+                found.setdefault(next(iter(own)), []).append(reference(storage))
+            except RuntimeError:  # an opaque layout: there is no storage to watch
                 continue
-            found.setdefault(key, []).append(reference(storage))
     return found
 
 

@@ -18,18 +18,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lmdb
 import msgspec
 import numpy as np
 import pytest
 
 from lowtide.leakcheck.findings import causes as causes_of
 from lowtide.leakcheck.findings import tensor_findings
-from lowtide.leakcheck.findings.causes import CommonCause, Leak, by_cause, holder_of_new, with_causes, with_holders
+from lowtide.leakcheck.findings.causes import (
+    CommonCause,
+    Leak,
+    by_cause,
+    holder_of_new,
+    of_library,
+    with_causes,
+    with_holders,
+)
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.resources.files import SharedMemory
+from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import thread_key
 from lowtide.reports.schema import Finding, Hop, ResourceName
@@ -475,3 +485,21 @@ def test_of_several_holders_that_of_most_things_is_told_first() -> None:
 
 
 LINE = threading.Event.wait.__code__.co_firstlineno
+
+
+def test_an_object_of_a_library_is_looked_for_again_though_the_walk_was_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def first_holders(context: Context, found: list[object]) -> list[None]:
+        """Need the walk made again, as for what is in none, and find no holder."""
+        context.walk.close()
+        asked.append(found)
+        return [None] * len(found)
+
+    monkeypatch.setattr(Context, "first_holders", first_holders)
+    with lmdb.open(str(tmp_path)) as environment:
+        kept = [environment]
+        assert of_library(Context(born={id(kept)}, walk=SharedWalk())) is None
+    assert [kept[0] in found for found in asked] == [True, True]

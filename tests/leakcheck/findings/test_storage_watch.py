@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.leakcheck.findings.storage_watch import Collected
+from lowtide.leakcheck.findings.storage_watch import Collected, StorageWatch
+from lowtide.probes.memory.tensors import keys_of_each
 
 MIB = 1 << 20
 
@@ -49,3 +52,17 @@ def test_what_is_less_than_a_limit_is_not_looked_at() -> None:
     kept = Request(1)
     assert Collected.before([kept.table], 2 * MIB) is None
     assert Collected.before([kept.table], MIB) is not None
+
+
+def test_a_compilers_stand_in_is_not_asked_for_its_storage() -> None:
+    real = torch.zeros(MIB)
+    with FakeTensorMode():
+        fake = torch.zeros(MIB)
+    keys = [key for of_each in keys_of_each([real, fake]) for key in of_each]
+    with warnings.catch_warnings():
+        # Torch warns who asks one, and it would be the program's warning.
+        warnings.simplefilter("error")
+        watch = StorageWatch(keys, [fake, fake.untyped_storage(), real])
+    assert (len(keys), watch.all_gone) == (1, False)
+    del real
+    assert watch.all_gone
