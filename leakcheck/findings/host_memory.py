@@ -59,7 +59,7 @@ _MOST_CONTAINERS = 64
 
 _MOST_SAMPLED = 500
 
-_SAMPLES = (64, 4)
+_SAMPLE, _FEWER = 64, 4
 """Entries that are looked at; fewer where they lead to more objects than these:"""
 
 _OBJECTS = 100_000
@@ -306,8 +306,8 @@ def with_largest_containers(finding: Finding, taken: Mapping[int, int]) -> Findi
     there = long_containers() if taken else {}
     ranges = {item: range(max(there[item] - count, 0), there[item]) for item, count in taken.items() if item in there}
     # What was taken is new.
-    held = _held_containers(ranges, Context(living=True))
-    largest = [each for each in held if finding.bytes * _NEAR <= each.bytes <= finding.bytes * (1 + _ABOUT)]
+    held = _held_containers(ranges, Context(living=True), finding.bytes * _NEAR)
+    largest = [each for each in held if each.bytes <= finding.bytes * (1 + _ABOUT)]
     if not largest:
         return finding
     facts, _ = _said_of(largest[:_MOST_NAMED])
@@ -316,7 +316,7 @@ def with_largest_containers(finding: Finding, taken: Mapping[int, int]) -> Findi
 
 def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
     """Return the containers whose new entries keep about so many bytes, each alone or all together; none if none do."""
-    held = [each for each in _grown_containers(context) if each.bytes >= _NEAR * wanted]
+    held = _grown_containers(context, _NEAR * wanted)
     alone = [each for each in held if _is_near(each.bytes, wanted, _ABOUT)]
     # An index of what another one has, too, holds it as well.
     return alone[:_MOST_NAMED] or (held if _is_near(sum(each.bytes for each in held), wanted, _ABOUT) else ())
@@ -346,8 +346,11 @@ def _parts_of(wanted: int, held: Sequence[HeldArray], share: float) -> Sequence[
     return next((some for some in (nearest, held) if _is_near(sum(each.bytes for each in some), wanted, share)), ())
 
 
-def _grown_containers(context: Context) -> list[HeldArray]:
-    """Return who holds the containers that have taken many entries, the largest first; none if age is not known."""
+def _grown_containers(context: Context, least: float) -> list[HeldArray]:
+    """Return who holds the containers that have taken many entries, the largest first; none if age is not known.
+
+    Of those whose new entries keep so many bytes at least.
+    """
     before = context.old_lengths
     if not before:
         return []
@@ -356,14 +359,17 @@ def _grown_containers(context: Context) -> list[HeldArray]:
     grown = [(item, entries) for item, entries in taken.items() if len(entries) >= MANY]
     # What is new itself may lie in one of the others.
     grown.sort(key=lambda each: (each[0] in born, -len(each[1])))
-    return _held_containers(dict(grown[:_MOST_SAMPLED]), context)
+    return _held_containers(dict(grown[:_MOST_SAMPLED]), context, least)
 
 
-def _held_containers(taken: Mapping[int, range], context: Context) -> list[HeldArray]:
-    """Return who holds some containers, by identity those entries that they have taken, the largest first."""
+def _held_containers(taken: Mapping[int, range], context: Context, least: float) -> list[HeldArray]:
+    """Return who holds some containers, by identity those entries that they have taken, the largest first.
+
+    Of those whose entries keep so many bytes at least.
+    """
     _, there = read_lengths(taken) if taken else (None, {})
     sizes = {identity: _bytes_in(item, taken[identity], context) for identity, item in there.items()}
-    largest = sorted((identity for identity, size in sizes.items() if size), key=lambda each: -sizes[each])
+    largest = [identity for identity, size in sorted(sizes.items(), key=lambda each: -each[1]) if size > least]
     held = _emptied({each: there[each] for each in largest[:_MOST_CONTAINERS]}, sizes, taken, context)
     # What goes with a holder is not emptied, and what a test runner notes is its own.
     return [
@@ -401,18 +407,29 @@ def _emptied(
 
 def _bytes_in(container: Any, taken: range, context: Context) -> int:
     """Return about how much some of a container's entries keep; 0 where most may have been there before."""
-    for most in _SAMPLES:
-        entries = last_entries(container, len(taken), -(-len(taken) // most))
+    entries = _some_of(container, taken, _SAMPLE)
+    if not _are_new(entries, context):
+        return 0
+    kept = kept_by(entries, besides=(container,), most=_OBJECTS)
+    if kept.objects >= _OBJECTS:
+        entries = _some_of(container, taken, _FEWER)
         kept = kept_by(entries, besides=(container,), most=_OBJECTS)
-        if kept.objects < _OBJECTS or not entries:
-            break
+    return round((kept.bytes / len(entries) + own_size(container) / max(taken.stop, 1)) * len(taken))
+
+
+def _some_of(container: Any, taken: range, most: int) -> list[tuple[Any, ...]]:
+    return last_entries(container, len(taken), -(-len(taken) // most))
+
+
+def _are_new(entries: Sequence[tuple[Any, ...]], context: Context) -> bool:
+    """Return whether most of what is in some entries was made since; a table of modules, classes or functions is not.
+
+    Those are theirs who define these.
+    """
     tracked = [item for entry in entries for item in entry if gc.is_tracked(item)]
     made = [item for item in tracked if not is_of_a_module(item)]
     new = [item for item in made if context.born is None or id(item) in context.born]
-    # A table of modules, classes or functions is theirs who define these.
-    if not entries or len(new) * 2 < len(made) or len(made) * 2 < len(tracked):
-        return 0
-    return round((kept.bytes / len(entries) + own_size(container) / max(taken.stop, 1)) * len(taken))
+    return bool(entries) and len(new) * 2 >= len(made) and len(made) * 2 >= len(tracked)
 
 
 def _emptying(container: Any, taken: range, code: str, holder: str) -> Cut:
