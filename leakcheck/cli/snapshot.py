@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Compared, Survivors
     from lowtide.leakcheck.snapshots.allocator_snapshot import By as ComparedBy
-    from lowtide.leakcheck.snapshots.blocks_and_events import Segment
+    from lowtide.leakcheck.snapshots.blocks_and_events import Reserved, Segment
 
 _MOST_FRAMES = 4
 """Of a stack that is shown below the tables."""
@@ -98,27 +98,20 @@ def _shown(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> Itera
 def pools_table(read: AllocatorSnapshot) -> FigureTable:
     """Show how free memory lies in the pools of each card."""
     pools = read.pools
-    figures = {
-        "segments": [str(pool.segments) for pool in pools],
-        "reserved": [_mib(pool.reserved) for pool in pools],
-        "in use": [_mib(pool.used) for pool in pools],
-        "free": [_mib(pool.free) for pool in pools],
-        "largest free block": [_mib(pool.largest_free) for pool in pools],
-        "empty_cache() gives back": [_mib(pool.returnable) for pool in pools],
-        "fragmentation": [f"{pool.fragmentation:.0%}" for pool in pools],
-    }
     return FigureTable(
         title=f"{read.name}: pools (MiB)",
-        labels=(
-            Column("device", tuple(pool.device for pool in pools)),
-            Column("pool", tuple(_pool(pool.id) for pool in pools)),
+        labels=_places(pools),
+        figures=(
+            Column("segments", tuple(str(pool.segments) for pool in pools)),
+            *_figures("reserved", pools),
+            Column("empty_cache() gives back", tuple(_mib(pool.returnable) for pool in pools)),
+            _fragmentation(pools),
         ),
-        figures=tuple(Column(name, tuple(cells)) for name, cells in figures.items()),
         notes=tuple(
-            f"the file contradicts itself: of {pool.device} it says that {_mib(pool.said)} MiB are in use, "
+            f"the file contradicts itself: of cuda:{pool.device} it says that {_mib(pool.said)} MiB are in use, "
             f"and its blocks are {_mib(pool.used)}"
             for pool in pools
-            if pool.said != pool.used
+            if pool.said is not None and pool.said != pool.used
         ),
     )
 
@@ -129,23 +122,32 @@ def segments_table(segments: Sequence[Segment], top: int) -> Iterator[FigureTabl
     if not with_free:
         return
     shown = with_free[:top]
-    figures = {
-        "size": [_mib(each.size) for each in shown],
-        "in use": [_mib(each.used) for each in shown],
-        "free": [_mib(each.free) for each in shown],
-        "largest free block": [_mib(each.largest_free) for each in shown],
-        "fragmentation": [f"{each.fragmentation:.0%}" for each in shown],
-    }
+    addresses = tuple(f"{each.address:#x}{', expandable' * each.expandable}" for each in shown)
     yield FigureTable(
         title="Segments with the most free bytes (MiB)",
-        labels=(
-            Column("device", tuple(f"cuda:{each.device}" for each in shown)),
-            Column("pool", tuple(_pool(each.pool) for each in shown)),
-            Column("segment", tuple(f"{each.address:#x}{', expandable' * each.expandable}" for each in shown)),
-        ),
-        figures=tuple(Column(name, tuple(cells)) for name, cells in figures.items()),
+        labels=(*_places(shown), Column("segment", addresses)),
+        figures=(*_figures("size", shown), _fragmentation(shown)),
         notes=_more(len(with_free), len(shown)),
     )
+
+
+def _places(shown: Sequence[Reserved]) -> tuple[Column, ...]:
+    pools = ("default" if each.pool == (0, 0) else str(each.pool) for each in shown)
+    return Column("device", tuple(f"cuda:{each.device}" for each in shown)), Column("pool", tuple(pools))
+
+
+def _figures(size: str, shown: Sequence[Reserved]) -> tuple[Column, ...]:
+    figures = {
+        size: [each.size for each in shown],
+        "in use": [each.used for each in shown],
+        "free": [each.free for each in shown],
+        "largest free block": [each.largest_free for each in shown],
+    }
+    return tuple(Column(name, tuple(map(_mib, sizes))) for name, sizes in figures.items())
+
+
+def _fragmentation(shown: Sequence[Reserved]) -> Column:
+    return Column("fragmentation", tuple(f"{each.fragmentation:.0%}" for each in shown))
 
 
 def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
@@ -250,10 +252,6 @@ def _trend(compared: Compared) -> str:
 
 def _more(count: int, shown: int) -> tuple[str, ...]:
     return (f"{count - shown} more: --top {count}",) if count > shown else ()
-
-
-def _pool(number: tuple[int, int]) -> str:
-    return "default" if number == (0, 0) else str(number)
 
 
 def _stage(survivors: Survivors) -> str:

@@ -32,6 +32,7 @@ from lowtide.leakcheck.snapshots.blocks_and_events import (
     Annotation,
     Blocks,
     Events,
+    Reserved,
     Segment,
     SnapshotSums,
     StageTimeline,
@@ -328,40 +329,11 @@ def _told_apart(survivors: Survivors, stacks: Collection[tuple[StackFrame, ...]]
     return survivors.text if not place else f"{survivors.text} < {frame_text(telling[place])}"
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The segments of one pool on one device; bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool(Reserved):
+    """The segments of one pool on one device, and how many it has taken from the driver."""
 
-    Attributes:
-        device: `cuda:0`.
-        id: (0, 0) for the default one; others are of CUDA graphs and `MemPool`s.
-        segments: how many it has taken from the driver.
-        reserved: in them.
-        used: of these, in blocks that are in use or wait for a stream.
-        said: what the file says that is in use, beside its blocks: another figure, where it contradicts itself.
-        largest_free: the largest block that is free.
-        returnable: what `empty_cache()` gives back, unless a CUDA graph or a `MemPool` still has the pool: segments
-            without any block in use, and free pages of expandable ones.
-    """
-
-    device: str
-    id: tuple[int, int]
     segments: int
-    reserved: int
-    used: int
-    said: int
-    largest_free: int
-    returnable: int
-
-    @property
-    def free(self) -> int:
-        """Bytes that are reserved and not in use."""
-        return self.reserved - self.used
-
-    @property
-    def fragmentation(self) -> float:
-        """The part of the free bytes that are not in the largest free block: from 0 to 1."""
-        return 1 - self.largest_free / self.free if self.free else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,10 +447,10 @@ def _pools(segments: Iterable[Segment]) -> Iterator[Pool]:
         by_pool.setdefault((segment.device, segment.pool), []).append(segment)
     for (device, number), each in sorted(by_pool.items()):
         yield Pool(
-            device=f"cuda:{device}",
-            id=number,
+            device=device,
+            pool=number,
             segments=len(each),
-            reserved=sum(segment.size for segment in each),
+            size=sum(segment.size for segment in each),
             used=sum(segment.used for segment in each),
             said=sum(segment.used if segment.said is None else segment.said for segment in each),
             largest_free=max(segment.largest_free for segment in each),

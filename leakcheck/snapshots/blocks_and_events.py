@@ -133,26 +133,23 @@ _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
 """Bytes that torch maps into an expandable segment at once, of small and of large blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A segment that the allocator has taken from the driver, or a range that is mapped in an expandable one; bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Memory that the allocator has taken from the driver; bytes.
 
     Attributes:
         device: index of the card.
         pool: (0, 0) for the default one; others are of CUDA graphs and `MemPool`s.
-        address: where it begins.
-        expandable: whether it can grow at its end, and give back pages in its middle.
         size: of all of it.
         used: of this, in blocks that are in use or wait for a stream.
         largest_free: the largest block that is free.
-        returnable: what `empty_cache()` gives back, if the pool is the default one.
+        returnable: what `empty_cache()` gives back, unless a CUDA graph or a `MemPool` still has the pool: segments
+            without any block in use, and free pages of expandable ones.
         said: what the file says that is in use, beside the blocks that it lists; None where it does not.
     """
 
     device: int
     pool: tuple[int, int]
-    address: int
-    expandable: bool
     size: int
     used: int
     largest_free: int
@@ -168,6 +165,14 @@ class Segment:
     def fragmentation(self) -> float:
         """The part of the free bytes that are not in the largest free block: from 0 to 1."""
         return 1 - self.largest_free / self.free if self.free else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment(Reserved):
+    """A segment, or a range that is mapped in an expandable one, which can grow at its end and give back pages."""
+
+    address: int
+    expandable: bool
 
 
 @dataclass(slots=True)

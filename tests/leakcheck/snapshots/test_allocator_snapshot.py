@@ -137,10 +137,10 @@ def test_free_memory_is_told_by_pool(tmp_path: Path) -> None:
         path=tmp_path / "a.pickle",
     )
     default, graphs = snapshot.pools
-    sizes = (default.reserved, default.used, default.free, default.largest_free, default.returnable)
+    sizes = (default.size, default.used, default.free, default.largest_free, default.returnable)
     assert [size // MIB for size in sizes] == [20, 4, 16, 10, 10]
     assert default.fragmentation == pytest.approx(6 / 16)
-    assert (graphs.id, graphs.segments, graphs.fragmentation) == ((0, 5), 1, 0.0)
+    assert (graphs.pool, graphs.segments, graphs.fragmentation) == ((0, 5), 1, 0.0)
 
 
 def test_free_memory_is_told_by_segment(tmp_path: Path) -> None:

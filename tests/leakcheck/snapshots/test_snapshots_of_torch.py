@@ -110,7 +110,7 @@ def test_free_memory_between_blocks_in_use_is_fragmented(tmp_path: Path) -> None
     torch.cuda.empty_cache()
     (pool,) = dumped(tmp_path / "apart.pickle").pools
     # Blocks of 32 MiB have segments of their own, which are given back.
-    assert (pool.id, pool.free, pool.returnable) == ((0, 0), 0, 0)
+    assert (pool.pool, pool.free, pool.returnable) == ((0, 0), 0, 0)
     # Six of 3 MiB lie in one of 20 MiB, of which the rest is free, too.
     small = [on_card(3) for _ in range(6)]
     del small[::2]
@@ -118,7 +118,7 @@ def test_free_memory_between_blocks_in_use_is_fragmented(tmp_path: Path) -> None
     (pool,) = snapshot.pools
     assert (pool.free, pool.largest_free, pool.returnable) == (11 * MIB, 3 * MIB, 0)
     assert pool.fragmentation == pytest.approx(8 / 11)
-    assert (pool.reserved, pool.used) == (torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+    assert (pool.size, pool.used) == (torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
     (segment,) = [each for each in snapshot.segments if each.free]
     assert segment.free == pool.free
     del kept, small
