@@ -12,7 +12,7 @@ import msgspec
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import fingerprint, whereabouts
 from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.heap.holders import SharedWalk, instances_in
@@ -103,9 +103,7 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     changes = {
         "bytes": size,
         # That of the default pool's finding, also in a life in which nothing of that pool is reported.
-        "fingerprint": fingerprint(
-            resource=finding.resource, device=finding.device, stage=finding.stage, suspects=("", finding.cause)
-        ),
+        "fingerprint": fingerprint(**whereabouts(finding), suspects=("", finding.cause)),
         "former_fingerprint": pools.fingerprint,
         "holder": ALLOCATOR_HOLDER,
         "remedy": Remedy(action=action, returns_bytes=returned),

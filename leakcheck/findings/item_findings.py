@@ -11,7 +11,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.growth.series import KeptSteps
 from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.filled_caches import CachedItem
-from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint, fingerprint_of_items, whereabouts
 from lowtide.leakcheck.judging.judge import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER, release
 from lowtide.leakcheck.resources import resource_of
@@ -169,9 +169,7 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
         leak.key,
         # Which segments of a pool are empty says nothing where it is known who holds the pool.
         () if leak.key == FROZEN or holders else [change.setting for change in leak.changes] or leak.names,
-        resource=leak.finding.resource,
-        device=leak.finding.device,
-        stage=leak.finding.stage,
+        **whereabouts(leak.finding),
         suspects=(leak.finding.cause, *holders),
         allocated_in=allocating_function(_stack(leak.finding)),
         module="" if holders else module,
@@ -225,19 +223,15 @@ def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
     """Return a finding about blocks of a workspace's size that turned out to be something else."""
     size = sum(names.values())
     blocks = [name.replace("workspace", "block", 1) for name in names]
+    facts = {**whereabouts(leak.finding), "resource": "tensors", "suspects": ("native",)}
     mark = fingerprint_of_items(
         f"native {leak.finding.device}",
         blocks,
-        resource="tensors",
-        device=leak.finding.device,
-        stage=leak.finding.stage,
-        suspects=("native",),
         allocated_in=allocating_function(_stack(leak.finding)),
         module=leak.module,
+        **facts,
     )
-    former = fingerprint(
-        resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",), by_phase=True
-    )
+    former = fingerprint(**facts, by_phase=True)
     return restated(
         leak.finding,
         {
@@ -334,17 +328,16 @@ def _growth_of(stage: str, resource: ResourceName, grown: Items, turns: int) -> 
     unit = "mappings of shared memory" if known is None or known.rule.unit == "bytes" else known.rule.unit
     names = sorted(grown)
     told = listed(resource, names) or ""
-    return Finding(
-        resource=resource,
-        cause="unknown",
+    return finding_of(
+        resource,
         bytes=sum(grown.values()) if resource == _MAPPED else 0,
         count=len(names),
         device="cpu" if resource == _MAPPED else "",
         stage=stage,
         message=f"{format_amount(len(names), unit)} more, which {turns} calls of {stage} in a row have left: {told}",
-        fingerprint=fingerprint_of_items(
-            resource, names, resource=resource, device="", stage=stage, suspects=("growth", stage)
-        ),
+        suspects=("growth", stage),
+        known_by={"device": ""},
+        items=names,
         holder=told or None,
         trend="growth",
         advice=f"close in {stage} what it has opened",

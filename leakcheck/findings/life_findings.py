@@ -21,7 +21,7 @@ from lowtide.leakcheck.findings.storage_holders import (
     marked_as_frozen,
 )
 from lowtide.leakcheck.findings.storage_watch import Collected
-from lowtide.leakcheck.findings.tensor_findings import TensorLeak, leaks_of, tensor_leaks
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak, leaks_at_rungs, leaks_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, is_tensor, read_heap, tensors_over, thaw, within
@@ -128,8 +128,12 @@ class LeftoverTensors:
 
     def read(self, rung: Rung) -> None:
         """Take down what is left after a rung."""
+        self._rows[rung] = self._held()
+
+    def _held(self) -> tuple[HeldStorage, ...]:
+        """Return what is there now and no import has made."""
         held = read_heap(self._births, Claims(()), (), self._seen).held
-        self._rows[rung] = tuple(storage for storage in held if not storage.stage.startswith(_IMPORT))
+        return tuple(storage for storage in held if not storage.stage.startswith(_IMPORT))
 
     @property
     def left(self) -> frozenset[Key]:
@@ -151,7 +155,7 @@ class LeftoverTensors:
         """Say of what a life that is not the last left on some devices who holds it, and changes nothing."""
         if not devices:
             return []
-        leaks = self._left_now(self.context(engine), cycle, lambda held: held.key[0] in devices)
+        leaks = self._leaks_of(cycle, lambda held: held.key[0] in devices, self.context(engine))
         self._earlier.update((leak.finding.fingerprint, leak.finding) for leak in leaks)
         return [leak.finding for leak in leaks]
 
@@ -211,17 +215,17 @@ class LeftoverTensors:
     ) -> list[TensorLeak]:
         """Explain what is there now while an engine lives, in no pool: what lies in these is judged by them."""
         is_pooled = within([*pools, *announced_pools()])
-        return self._left_now(
-            replace(self.context(engine), living=True), cycle, lambda held: where(held) and not is_pooled(held.key[1])
-        )
+        context = replace(self.context(engine), living=True)
+        return self._leaks_of(cycle, lambda held: where(held) and not is_pooled(held.key[1]), context)
 
-    def _left_now(self, context: Context, cycle: int | None, where: Callable[[HeldStorage], bool]) -> list[TensorLeak]:
-        """Explain what is there now of one life or of all, and let go of the reading."""
-        self.read(Rung.RAW)
-        self._rows = {rung: tuple(filter(where, row)) for rung, row in self._rows.items()}
-        leaks = self._leaks(context, {held.key[0] for row in self._rows.values() for held in row}, only=cycle)
-        self._rows = {}
-        return leaks
+    def _leaks_of(self, cycle: int | None, where: Callable[[HeldStorage], bool], context: Context) -> list[TensorLeak]:
+        """Explain what is there now of one life or of all."""
+        held = [self._by_life(each) for each in self._held() if where(each)]
+        return leaks_of([each for each in held if cycle in (None, each.turn)], context)
+
+    def _by_life(self, held: HeldStorage) -> HeldStorage:
+        """Return a storage with its life as the turn in which it appeared."""
+        return replace(held, turn=self._turn_of(held).cycle)
 
     def _turn_of(self, held: HeldStorage) -> _Turn:
         """When a storage appeared; before the first stage is its life's beginning."""
@@ -236,7 +240,13 @@ class LeftoverTensors:
         context = self.context(engine, lives=cycle)
         at_first, *thawed = self._rows.values()
         hidden = {held.key[0] for row in thawed for held in at_first if held not in row}
-        findings = prove(self._leaks(context, {*devices, *hidden}), context)
+        wanted = {*devices, *hidden}
+        rows = {
+            rung: [self._by_life(held) for held in row if held.key[0] in wanted] for rung, row in self._rows.items()
+        }
+        explained = explain_storages({held.key for held in [*rows.values()][-1]}, context)
+        leaks = leaks_at_rungs(rows, marked_as_frozen(explained, self._behind_frozen), context)
+        findings = prove(leaks, context)
         now = {finding.fingerprint for finding in findings}
         # What an earlier life left and a later one gave back does not add up.
         findings += [
@@ -246,28 +256,6 @@ class LeftoverTensors:
         ]
         actions = dict.fromkeys(finding.remedy.action for finding in findings if finding.changed and finding.remedy)
         return findings, tuple(actions)
-
-    def _leaks(self, context: Context, devices: Collection[str], only: int | None = None) -> list[TensorLeak]:
-        """Explain what was read of some devices, of one life or of all."""
-        rows = [
-            [
-                replace(held, turn=cycle)
-                for held in row
-                for cycle in [self._turn_of(held).cycle]
-                if held.key[0] in devices and only in (None, cycle)
-            ]
-            for row in self._rows.values()
-        ]
-        if not rows or not rows[0]:
-            return []
-        explained = marked_as_frozen(explain_storages({held.key for held in rows[-1]}, context), self._behind_frozen)
-        leaks: list[TensorLeak] = []
-        for device in sorted({held.key[0] for held in rows[0]}):
-            of_device: Sequence[Sequence[HeldStorage]] = [
-                [held for held in row if held.key[0] == device] for row in rows
-            ]
-            leaks += tensor_leaks(of_device, list(self._rows), explained, context)
-        return leaks
 
     def context(self, engine: object, lives: int = 1) -> Context:
         """Return what is known around what so many lives have left, while an engine is held, shut down or asleep."""

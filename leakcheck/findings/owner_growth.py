@@ -16,7 +16,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Stacks, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, LevelKey
-from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint_of_items
+from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import listed
 from lowtide.leakcheck.judging.owners import Claims, Count, Key, Owner
 from lowtide.probes.heap.caches import read_caches
@@ -223,23 +223,16 @@ def _of_items(owner: Owner, resource: ResourceName, now: Counters, context: Cont
     holder = listed(resource, names)
     said = f"{steps.said(amount)} under {owner.name}"
     notes = (Note(f", {amount(total)} in all"), *([Note(": ", holder)] if holder else []))
-    finding = StatedFinding(
-        resource=resource,
+    finding = finding_of(
+        resource,
         cause="thread" if resource == "threads" else "unknown",
-        bytes=0,
         count=total,
         device="",
         stage=f"tests with {owner.name}",
         statement=Statement(amount=said, came=None, notes=notes),
-        fingerprint=fingerprint_of_items(
-            resource,
-            names,
-            resource=resource,
-            device="",
-            stage=f"tests with {owner.name}",
-            suspects=("growth",),
-            module=owner.where,
-        ),
+        suspects=("growth",),
+        known_by={"module": owner.where},
+        items=names,
         holder=holder,
         advice=ADVICE,
         trend="growth",

@@ -13,7 +13,7 @@ import msgspec
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Explained, common_holder, explain_storages
 from lowtide.leakcheck.growth.series import trend_of
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import fingerprint, whereabouts
 from lowtide.leakcheck.judging.ladder import MEANINGS
 from lowtide.leakcheck.judging.owners import held_in_all
 from lowtide.leakcheck.judging.storages import HeldStorage, Key, storage_keys
@@ -68,10 +68,17 @@ class TensorLeak:
 
 def leaks_of(held: Sequence[HeldStorage], context: Context) -> list[TensorLeak]:
     """Return the findings for storages that are there, on any device: who holds them, the largest of a device first."""
-    explained = explain_storages({storage.key for storage in held}, context)
+    return leaks_at_rungs({Rung.RAW: held}, explain_storages({storage.key for storage in held}, context), context)
+
+
+def leaks_at_rungs(
+    held: Mapping[Rung, Sequence[HeldStorage]], explained: Explained, context: Context
+) -> list[TensorLeak]:
+    """Return the same for storages that are left at the first of some rungs, by what is left at each."""
     found: list[TensorLeak] = []
-    for device in sorted({storage.key[0] for storage in held}):
-        found += tensor_leaks([[each for each in held if each.key[0] == device]], [Rung.RAW], explained, context)
+    for device in sorted({storage.key[0] for row in held.values() for storage in row}):
+        rows = [[storage for storage in row if storage.key[0] == device] for row in held.values()]
+        found += tensor_leaks(rows, list(held), explained, context)
     return found
 
 
@@ -140,7 +147,7 @@ def with_stage(finding: Finding, stage: str) -> Finding:
     if finding.stage == stage:
         return msgspec.structs.replace(finding, former_fingerprint=finding.former_fingerprint or finding.fingerprint)
     parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
-    former = fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts, by_phase=True)
+    former = fingerprint(**whereabouts(finding) | {"stage": stage}, suspects=parts, by_phase=True)
     return restated(finding, {"stage": stage, "former_fingerprint": former}, is_since=True)
 
 

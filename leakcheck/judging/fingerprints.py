@@ -120,12 +120,14 @@ def finding_of(
     bytes: int = 0,  # noqa: A002 - as a finding calls it
     count: int = 1,
     known_by: Mapping[str, str] = _NOTHING_ELSE,
+    items: Iterable[str] | None = None,
     **more: Any,
 ) -> Finding:
     """Return a finding with the fingerprint that its suspects make with its resource, device and stage.
 
-    What else makes that fingerprint, or makes it in place of these, is in `known_by`, as of `fingerprint`. All further
-    facts are the finding's own: a `message`, or the `statement` of which that is made.
+    What else makes that fingerprint, or makes it in place of these, is in `known_by`, as of `fingerprint`; of things
+    that are counted it is their `items`, as of `fingerprint_of_items`. All further facts are the finding's own: a
+    `message`, or the `statement` of which that is made.
     """
     marks: dict[str, Any] = {"resource": resource, "device": device, "stage": stage, "suspects": suspects, **known_by}
     kind = StatedFinding if "statement" in more else Finding
@@ -136,9 +138,14 @@ def finding_of(
         count=count,
         device=device,
         stage=stage,
-        fingerprint=fingerprint(**marks),
+        fingerprint=fingerprint(**marks) if items is None else fingerprint_of_items(resource, items, **marks),
         **more,
     )
+
+
+def whereabouts(finding: Finding) -> dict[str, Any]:
+    """Return what of a finding makes its fingerprint, beside its suspects, as of `fingerprint`."""
+    return {"resource": finding.resource, "device": finding.device, "stage": finding.stage}
 
 
 def fingerprint_of_items(

@@ -286,14 +286,8 @@ RELEASE_SLACK = 8 * MIB
 """Bytes by which a driver's figure for a process may move by itself."""
 
 
-@dataclass(frozen=True)
-class Late:
-    """What came back while it was waited for.
-
-    Attributes:
-        bytes: as the driver counts them.
-        seconds: from the first look to the one that saw them gone.
-    """
+class Late(NamedTuple):
+    """What came back while it was waited for: bytes, as the driver counts them, and in how many seconds."""
 
     bytes: int
     seconds: float

@@ -33,6 +33,7 @@ from lowtide.leakcheck.lives.script import (
     asked,
     failure_of,
     simplest,
+    surviving,
     told,
     varied,
 )
@@ -431,9 +432,7 @@ class CheckedLife:
         # An engine without arenas has no more than before the sleep.
         self._raise(self._slept.more_awake("wake", self._context))
         if self.model.phase == "running":
-            lost = self._preserved_state.after_wake(
-                "wake", told(self._target, "preserved"), told(self._target, "graph_buffers")
-            )
+            lost = self._preserved_state.after_wake("wake", *surviving(self._target))
             self._raise([*lost, *self._lives.processes.engine.after_wake("wake")])
             self._preserved_state.mark()
 
@@ -554,9 +553,7 @@ class CheckedLife:
             lives.of_libraries = max(lives.of_libraries, self._outside() - driver_before)
             target.wake(None)
             note("running")
-            self._preserved_state.after_wake(
-                "wake", told(self._target, "preserved"), told(self._target, "graph_buffers")
-            )
+            self._preserved_state.after_wake("wake", *surviving(self._target))
         target.shutdown()
         if max(host.values()) - host_before > _SMALLEST_LEVEL:
             # What it did not give back is not to be excused in the lives that follow.
@@ -642,11 +639,7 @@ class CheckedLife:
             self._check_pages(name)
             self._check_ledger(name)
         if self.model.phase == "running":
-            self._raise(
-                self._preserved_state.dangling(
-                    name, told(self._target, "preserved"), told(self._target, "graph_buffers")
-                )
-            )
+            self._raise(self._preserved_state.dangling(name, *surviving(self._target)))
 
     def _check_ledger(self, name: str) -> None:
         """Check that what no arena, pool or segment accounts for does not grow beyond what libraries need."""

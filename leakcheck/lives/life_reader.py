@@ -17,7 +17,7 @@ from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, LadderStep, Late, SettlePolicy, climb, wait_for_release
+from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, LadderStep, SettlePolicy, climb, wait_for_release
 from lowtide.leakcheck.judging.metrics import Metric, Reading, as_counted, reading_of, shutdown_metrics
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.rules import rule_of
@@ -39,7 +39,7 @@ from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.processes.shared_memory_files import read_shared_memory
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools
-from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.schema import Finding, NotMeasured, Return
 from lowtide.reports.statement import Statement
 
 _NAMED = ("threads", "file-descriptors", "shared-memory", "temporary-files")
@@ -275,14 +275,29 @@ class LifeReader(LivedProcess):
             ),
         )
 
-    def wait_for_driver(self, before: Snapshot) -> Late | None:
-        """Wait until the driver counts as much less as the arenas dropped since `before`, or does not move any more."""
+    def wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> list[Return]:
+        """Wait until the driver counts as much less as the arenas dropped since `before`, or does not move any more.
+
+        Return what of that came late, in this stage of this life.
+        """
         held = before.driver_bytes(self.device) if self.cards else None
         if held is None:
-            return None
+            return []
         arenas = [pool for pool in announced_pools() if pool.kind == "arena" and pool.device == self.device]
         dropped = before.arena_mapped(device=self.device) - sum(pool.mapped for pool in arenas)
-        return wait_for_release(self.driver_bytes, held, dropped, DRIVER_PATIENCE)
+        late = wait_for_release(self.driver_bytes, held, dropped, DRIVER_PATIENCE)
+        if late is None:
+            return []
+        came = Return(
+            resource="driver",
+            device=self.device,
+            stage=stage,
+            cycle=cycle,
+            bytes=late.bytes,
+            rung=Rung.SETTLE.value,
+            seconds=late.seconds,
+        )
+        return [came]
 
     def explained(self, finding: Finding, names: Collection[str]) -> Finding:
         """Complete a finding about what a shutdown left outside of this process by what it holds and what ends it.

@@ -36,6 +36,7 @@ from lowtide.leakcheck.lives.script import (
     parsed,
     parts_of,
     simplest,
+    surviving,
     told,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
@@ -52,13 +53,10 @@ from lowtide.probes.originals import gc, time
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import UPDATE, listening
 from lowtide.reports.outcomes import largest_of_each
-from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
+from lowtide.reports.schema import Finding, NotMeasured, Subject
 
 if TYPE_CHECKING:
     import torch
-
-    from lowtide.probes.device.driver import Driver
-
 
 MORE_UPDATES = 3
 """Updates at the end of the last life by which growth is judged, besides those of the script."""
@@ -259,7 +257,7 @@ class LifecycleRun:
             engine = getattr(life, "engine", life)
             self._reader.look()
             if name.startswith("sleep"):
-                self._wait_for_driver(name, cycle, before)
+                self._record.returns += self._reader.wait_for_driver(name, cycle, before)
             after = self._reader.snapshot(f"cycle {cycle}, after {name}")
             # What a level 1 sleep, and the wake from it, have to move.
             moved = 0
@@ -293,7 +291,7 @@ class LifecycleRun:
                 self._record.findings += slept.more_awake(name, functools.partial(self._leftovers.context, engine))
                 self._record.findings += self._processes.more_awake(name)
                 lost = self._processes.after_wake(name)
-                lost += self._preserved_state.after_wake(name, told(life, "preserved"), told(life, "graph_buffers"))
+                lost += self._preserved_state.after_wake(name, *surviving(life))
                 self._record.findings += lost
                 if lost:
                     # What it would compute with is not there: it could read anywhere.
@@ -479,22 +477,6 @@ class LifecycleRun:
         done, total = (cycle - 1) * stages + turn, self.cycles * stages
         stage = (*self.script, JUDGEMENT)[turn]
         self.listener(Event(cycle, self.cycles, stage, done, total, record.sizes(), record.latest_stages))
-
-    def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
-        """Note what the driver gives back late of what a sleep has given up."""
-        late = self._reader.wait_for_driver(before)
-        if late is not None:
-            self._record.returns.append(
-                Return(
-                    resource="driver",
-                    device=self.device,
-                    stage=stage,
-                    cycle=cycle,
-                    bytes=late.bytes,
-                    rung=Rung.SETTLE.value,
-                    seconds=late.seconds,
-                )
-            )
 
 
 class SentWeights:

@@ -86,6 +86,11 @@ def told(engine: object, name: str) -> Mapping[str, Any]:
     return asked(engine, name) or {}
 
 
+def surviving(engine: object) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the tensors whose contents must survive a sleep, and the places that captured graphs read, by name."""
+    return told(engine, "preserved"), told(engine, "graph_buffers")
+
+
 def parts_of(error: BaseException) -> list[BaseException]:
     """Return the errors in a group and in those within it; the error itself where it is none."""
     if isinstance(error, BaseExceptionGroup):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +20,7 @@ from lowtide.leakcheck.findings.host_memory import bytes_of_new_arrays, with_mem
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context
-from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items, whereabouts
 from lowtide.leakcheck.judging.judge import (
     Excess,
     Judgement,
@@ -382,7 +382,7 @@ def _marked(leak: ItemLeak) -> Finding:
     finding = leak.finding
     if leak.key not in _OF_ALL_LIVES:
         return finding
-    facts: dict[str, Any] = {"resource": finding.resource, "device": "", "stage": finding.stage}
+    facts = whereabouts(finding)
     mark = fingerprint_of_items(leak.key, leak.names, **facts, suspects=(finding.cause,))
     former = fingerprint(**facts, suspects=(finding.cause,))
     return msgspec.structs.replace(finding, fingerprint=mark, former_fingerprint=former if former != mark else "")

@@ -6,6 +6,7 @@ It is done in several processes at the same time, each of which lives one life a
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -57,36 +58,20 @@ class SweptCall:
 
 @dataclass(frozen=True)
 class Swept:
-    """What came of failing the fault points of one kind in one stage.
+    """What came of failing fault points of one kind in one stage: one of them in a life, or all.
 
     Attributes:
         points: how many there are.
         raised: in how many of them the call failed; in the others it did without what failed.
         findings: what was wrong, of the first point at which anything was.
         life: the life in which it was; empty if all was well.
-        not_measured: what could not be judged.
+        not_measured: what could not be judged, in earlier lives of the same process, too.
     """
 
     stage: str
     kind: Kind
     points: int
-    raised: int
-    findings: tuple[Finding, ...] = ()
-    life: tuple[Call, ...] = ()
-    not_measured: tuple[NotMeasured, ...] = ()
-
-
-@dataclass(frozen=True)
-class SweptLife:
-    """What came of one life of a sweep, in which a stage passed so many points of a kind, and failed (`raised`) or not.
-
-    Attributes:
-        life: the life, if anything was wrong.
-        not_measured: what could not be judged in it, or in earlier ones of its process.
-    """
-
-    points: int
-    raised: bool = False
+    raised: int = 0
     findings: tuple[Finding, ...] = ()
     life: tuple[Call, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
@@ -121,9 +106,10 @@ def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[SweptC
     return found
 
 
-def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
+def live(lives: Lives, stage: SweptCall, fault: Fault) -> Swept:
     """Live a life in which one point of a stage fails, or in which they are counted."""
     life = CheckedLife(lives)
+    swept = functools.partial(Swept, stage.name, fault.kind)
     points = 0
     try:
         for call in stage.before:
@@ -132,7 +118,7 @@ def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
         points = life.points
         if fault.at is None:
             life.close()
-            return SweptLife(points, not_measured=lives.unmeasured)
+            return swept(points, not_measured=lives.unmeasured)
         if not succeeded:
             life.make(stage.call)
         if life.model.phase == "closed":
@@ -140,8 +126,8 @@ def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
         _to_the_end(life)
     except LifeError as error:
         life.abandon()
-        return SweptLife(points, False, error.findings, tuple(life.calls), lives.unmeasured)
-    return SweptLife(points, not succeeded, not_measured=lives.unmeasured)
+        return swept(points, 0, error.findings, tuple(life.calls), lives.unmeasured)
+    return swept(points, int(not succeeded), not_measured=lives.unmeasured)
 
 
 def _to_the_end(life: CheckedLife) -> None:
@@ -246,9 +232,9 @@ class _Points:
     index: int
     stage: SweptCall
     kind: Kind
-    counted: SweptLife | None = None
+    counted: Swept | None = None
     seconds: float = 0.0
-    lived: dict[int, SweptLife] = field(default_factory=dict)
+    lived: dict[int, Swept] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -271,7 +257,7 @@ class _Points:
         unmeasured = dict.fromkeys(
             each for lived in (self.counted, *self.lived.values()) for each in lived.not_measured
         )
-        return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life, tuple(unmeasured))
+        return replace(bad, points=self.counted.points, raised=raised, not_measured=tuple(unmeasured))
 
 
 class _Question(NamedTuple):
@@ -307,7 +293,7 @@ class _Workers:
             self._all.append(found)
         return found
 
-    def answers(self, device: str) -> list[tuple[_Question, SweptLife]]:
+    def answers(self, device: str) -> list[tuple[_Question, Swept]]:
         """Wait a moment for those that answer or have ended; return what was asked, and what came of it."""
         found = []
         ready = wait([worker.connection for worker in self._all], _LOOK_S)
@@ -375,7 +361,7 @@ class _Worker:
         # A moment more, in which it writes down where it stands.
         return self._is_loaded and limit is not None and self.seconds > limit + _LOOK_S
 
-    def answer(self, device: str) -> SweptLife | None:
+    def answer(self, device: str) -> Swept | None:
         """Return what came of the life that it was asked for; None as long as it was only loading.
 
         Raises:
@@ -393,7 +379,7 @@ class _Worker:
             self._is_loaded = True
             self._asked = time.monotonic()
             return None
-        assert isinstance(said, SweptLife)
+        assert isinstance(said, Swept)
         self.question = None
         return said
 
@@ -411,7 +397,7 @@ class _Worker:
             # One that was killed, or died, has left the folder of its agents.
             remove_folders_of_the_dead()
 
-    def _died(self, device: str) -> SweptLife:
+    def _died(self, device: str) -> Swept:
         ended = _how_it_ended(self._process.wait())
         question = self.question
         if not self._is_loaded or question is None or question.at is None:
@@ -419,7 +405,7 @@ class _Worker:
             raise TargetError(f"a process of the sweep ended by itself {at}, where nothing was made to fail: {ended}")
         return _failed(question, device, "ended", f"the process ended by itself ({ended})")
 
-    def _hung(self, device: str) -> SweptLife:
+    def _hung(self, device: str) -> Swept:
         question = self.question
         assert question is not None
         children = psutil.Process(self._process.pid).children(recursive=True)
@@ -440,7 +426,7 @@ def where_it_stood(stacks: str) -> str:
     return f"it stood in {', called by '.join(calls)}" if calls else "it did not say where it stood"
 
 
-def _failed(question: _Question, device: str, how: str, said: str) -> SweptLife:
+def _failed(question: _Question, device: str, how: str, said: str) -> Swept:
     stage, kind = question.points.stage, question.points.kind
     finding = finding_of(
         "state",
@@ -449,7 +435,8 @@ def _failed(question: _Question, device: str, how: str, said: str) -> SweptLife:
         message=f"{kind} number {question.at} failed in {stage.name}, and {said}",
         suspects=(how, kind),
     )
-    return SweptLife(0, False, (finding,), (*stage.before, replace(stage.call, fault=Fault(kind, question.at))))
+    failed = replace(stage.call, fault=Fault(kind, question.at))
+    return Swept(stage.name, kind, 0, 0, (finding,), (*stage.before, failed))
 
 
 def _how_it_ended(code: int) -> str:

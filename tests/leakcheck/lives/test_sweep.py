@@ -20,7 +20,7 @@ import torch
 from lowtide.leakcheck.lives import sweep as module
 from lowtide.leakcheck.lives import witness
 from lowtide.leakcheck.lives.script import Call, Fault
-from lowtide.leakcheck.lives.sweep import Swept, SweptCall, SweptLife, shared_sweep
+from lowtide.leakcheck.lives.sweep import Swept, SweptCall, shared_sweep
 from lowtide.leakcheck.targets.target import TargetError, TargetSource
 from tests.leakcheck.lives.test_checked_life import NOT_USED, ElsewhereOnCard
 from tests.leakcheck.lives.test_witness import Bare
@@ -199,7 +199,7 @@ def test_a_life_that_does_not_end_is_reported_with_where_it_stood(
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.0, 300.0), (30.0, 300.0), (31.0, 310.0)])
 def test_a_life_may_take_ten_times_as_long_as_without_a_fault(seconds: float, limit: float) -> None:
-    points = module._Points(0, SweptCall("create", (), Call("create")), "map", SweptLife(3), seconds)
+    points = module._Points(0, SweptCall("create", (), Call("create")), "map", Swept("create", "map", 3), seconds)
     assert module._Question(points, 2).limit == limit
     # How long it takes without one nobody knows.
     assert module._Question(points, None).limit is None
@@ -251,13 +251,13 @@ def test_points_behind_one_that_is_not_survived_are_not_failed() -> None:
     finding = witness._finding("state", "create", "cpu", "it says something else", [], 1)
     points = module._Points(0, SweptCall("create", (), Call("create")), "map")
     assert not points.is_done
-    points.counted = SweptLife(5)
-    points.lived[3] = SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 3)),))
-    points.lived[0] = SweptLife(5, True)
+    points.counted = Swept("create", "map", 5)
+    points.lived[3] = Swept("create", "map", 5, 0, (finding,), (Call("create", {}, Fault("map", 3)),))
+    points.lived[0] = Swept("create", "map", 5, 1)
     # Another process was faster: an earlier one is not survived either.
     assert [module._Question(points, at).is_of_use for at in (1, 2, 3, 4)] == [True, True, False, False]
     assert not points.is_done
-    points.lived[1] = SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 1)),))
+    points.lived[1] = Swept("create", "map", 5, 0, (finding,), (Call("create", {}, Fault("map", 1)),))
     assert not module._Question(points, 2).is_of_use
     assert points.is_done
     assert points.swept() == Swept("create", "map", 5, 1, (finding,), (Call("create", {}, Fault("map", 1)),))
