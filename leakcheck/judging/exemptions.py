@@ -13,7 +13,7 @@ from typing import Any
 from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import command_line as _command_line
-from lowtide.probes.host.process_files import open_files, stat
+from lowtide.probes.host.process_files import numbered_descriptors, stat
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_ident, thread_key
 from lowtide.probes.originals import contents, gc, loaded, os, sys, threading
 from lowtide.reports.schema import ResourceName
@@ -69,7 +69,9 @@ def _runs(*modules: str) -> Callable[[Names], Names]:
 
 def _serves_multiprocessing(pid: str) -> bool:
     """Return whether a process is one of the two; what the fork server has forked has its command line, too."""
-    if int(pid) in _held_by_multiprocessing("_pid", "_forkserver_pid"):
+    tracker = getattr(loaded("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    server = getattr(loaded("multiprocessing.forkserver"), "_forkserver", None)
+    if int(pid) in (getattr(tracker, "_pid", None), getattr(server, "_forkserver_pid", None)):
         # One that was forked just now may not have its command line yet.
         return True
     command = _command_line(int(pid))
@@ -109,6 +111,8 @@ def _number(name: str) -> int:
     return int(name.partition(" ")[0])
 
 
+_STREAMS = (0, 1, 2)
+
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
 """Where libraries are installed."""
 
@@ -118,60 +122,20 @@ def _is_torchs_own(name: str) -> bool:
     return held.startswith("torch.") and cache.startswith("torch.")
 
 
-def _compile_worker_pipes(names: Names) -> Names:
-    """Return the files of torch's pools of compile workers, and the other ends of their pipes, open here too."""
-    files = [vars(pool).get(key) for pool in _compile_pools() for key in ("write_pipe", "read_pipe", "log_file")]
-    numbers = {file.fileno() for file in files if file is not None and not file.closed}
-    targets = {_target(name) for name in names if _number(name) in numbers}
-    return {name for name in names if _target(name) in targets}
+def _given_to_those_that_stay(names: Names) -> Names:
+    """Return the pipes that child processes which stay have open as well, and what they have as streams of their own.
 
-
-def _compile_pools() -> list[Any]:
-    """Return the pools of compile workers that torch keeps, from its own registries; nothing starts one."""
-    workers: Any = loaded("torch._inductor.compile_worker.subproc_pool")
-    if workers is None:
-        return []
-    compiler: Any = loaded("torch._inductor.async_compile")
-    in_process: Any = loaded("torch._inductor.compile_fx_subproc")
-    kept: list[Any] = list(getattr(compiler, "_pool_set", ()))
-    for owner in (getattr(compiler, "AsyncCompile", None), getattr(in_process, "_SubprocessFxCompile", None)):
-        kept += _cached(getattr(owner, "process_pool", None))
-    return [pool for pool in kept if issubclass(type(pool), workers.SubprocPool)]
-
-
-def _cached(cache: object) -> list[Any]:
-    """Return what an `lru_cache` of a function without arguments holds; it is not called."""
-    referents = gc.get_referents(cache)
-    # An unbounded one keeps its results in a dict.
-    return [*referents, *(value for held in referents if type(held) is dict for value in held.values())]
-
-
-def _pipes_to(command: str) -> Callable[[Names], Names]:
-    """Return the descriptors that are pipes that a child process of that name has open as well."""
-
-    def among(names: Names) -> Names:
-        pipes = {name for name in names if _target(name).startswith("pipe:")}
-        if not pipes:
-            return pipes
-        theirs: set[str] = set()
-        for pid in child_processes():
-            if command in _command_line(pid):
-                theirs |= open_files(pid)
-        return {name for name in pipes if _target(name) in theirs}
-
-    return among
-
-
-def _multiprocessing_pipes(names: Names) -> Names:
-    owned = _held_by_multiprocessing("_fd", "_forkserver_fd", "_forkserver_alive_fd")
-    return {name for name in names if _number(name) in owned}
-
-
-def _held_by_multiprocessing(*attributes: str) -> set[Any]:
-    """Return what multiprocessing's resource tracker and fork server have in some attributes, where they have them."""
-    tracker = getattr(loaded("multiprocessing.resource_tracker"), "_resource_tracker", None)
-    server = getattr(loaded("multiprocessing.forkserver"), "_forkserver", None)
-    return {getattr(held, name, None) for held in (tracker, server) for name in attributes} - {None}
+    What they have inherited as standard streams may be anybody's.
+    """
+    left = {name for name in names if _target(name).startswith(("pipe:", "/"))}
+    given: set[str] = set()
+    inherited = numbered_descriptors(os.getpid()) if left else {}
+    for pid in exempt("processes", set(map(str, child_processes()))) if left else ():
+        for number, target in numbered_descriptors(int(pid)).items():
+            is_stream = number in _STREAMS
+            if target != inherited.get(number) if is_stream else target.startswith("pipe:"):
+                given.add(target)
+    return {name for name in left if _target(name) in given}
 
 
 def _threads_of(*modules: str) -> Callable[[Names], Names]:
@@ -330,9 +294,9 @@ EXEMPTIONS: tuple[Exemption, ...] = (
     ),
     Exemption(
         "file-descriptors",
-        "the pipes to multiprocessing's resource tracker and fork server",
-        "they live as long as those two do",
-        _multiprocessing_pipes,
+        "the pipes to child processes that stay, and what these write to",
+        "they live as long as those do: multiprocessing's tracker, torch's compile workers, and their like",
+        _given_to_those_that_stay,
     ),
     Exemption(
         "file-descriptors",
@@ -354,21 +318,9 @@ EXEMPTIONS: tuple[Exemption, ...] = (
     ),
     Exemption(
         "file-descriptors",
-        "the pipes to torch.compile's compile workers",
-        "they live as long as the pool does",
-        _compile_worker_pipes,
-    ),
-    Exemption(
-        "file-descriptors",
-        "the pipes to torch's addr2line",
-        "they live as long as those processes do",
-        _pipes_to("addr2line"),
-    ),
-    Exemption(
-        "file-descriptors",
         "the standard streams",
         "a test runner that captures output points them elsewhere and back",
-        _each(lambda name: _number(name) in (0, 1, 2)),
+        _each(lambda name: _number(name) in _STREAMS),
     ),
     Exemption(
         "file-descriptors",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -100,11 +100,34 @@ def test_an_exemption_is_for_its_resource_only() -> None:
     assert not is_exempt("shared-memory", "0 -> /dev/null")
 
 
-def test_the_pipe_of_the_resource_tracker_is_exempt() -> None:
+def named(*numbers: int) -> set[str]:
+    return {f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}" for number in numbers}
+
+
+def test_the_pipe_of_the_resource_tracker_is_exempt_and_no_other_one() -> None:
     resource_tracker.ensure_running()
-    number = resource_tracker.getfd()
-    assert is_exempt("file-descriptors", f"{number} -> pipe:[1]")
-    assert not is_exempt("file-descriptors", f"{number + 1000} -> pipe:[1]")
+    numbers = os.pipe()
+    try:
+        own = named(resource_tracker.getfd())
+        assert exempt("file-descriptors", own | named(*numbers)) == own
+    finally:
+        for number in numbers:
+            os.close(number)
+
+
+def test_what_the_resource_tracker_has_inherited_as_a_stream_is_not_exempt() -> None:
+    resource_tracker.ensure_running()
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    streams = {number: str(Path(f"/proc/{tracker}/fd/{number}").readlink()) for number in (0, 1, 2)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(exemptions, "child_processes", lambda: [tracker])
+        own = exemptions.numbered_descriptors(os.getpid())
+        patched.setattr(
+            exemptions,
+            "numbered_descriptors",
+            lambda pid: {**own, **streams} if pid == os.getpid() else dict(streams),
+        )
+        assert not exempt("file-descriptors", {f"77 -> {target}" for target in streams.values()})
 
 
 def test_the_resource_tracker_is_exempt_and_another_child_is_not() -> None:
@@ -242,67 +265,45 @@ def test_a_thread_that_ended_meanwhile_is_exempt() -> None:
 
 
 class SubprocPool:
-    """As torch's: it keeps its own ends of two pipes as files, and leaves the other two open as well."""
+    """As torch's: two pipes to a process, both ends of each open here, too, and a file that it writes to."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str) -> None:
         self.numbers = [*os.pipe(), *os.pipe()]
-        self.write_pipe = os.fdopen(self.numbers[1], "wb")
-        self.read_pipe = os.fdopen(self.numbers[2], "rb")
+        self._log = Path(os.devnull).open("w")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)", script],
+            pass_fds=(self.numbers[0], self.numbers[3]),
+            stdout=self._log,
+            stderr=self._log,
+        )
 
     def names(self) -> set[str]:
-        return {f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}" for number in self.numbers}
+        return named(*self.numbers, self._log.fileno())
 
     def close(self) -> None:
-        self.write_pipe.close()
-        self.read_pipe.close()
-        os.close(self.numbers[0])
-        os.close(self.numbers[3])
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+        for number in self.numbers:
+            os.close(number)
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What stands for `torch._inductor.async_compile`, with no pool yet."""
-    compiler = SimpleNamespace(AsyncCompile=None, _pool_set=set())
-    workers = SimpleNamespace(SubprocPool=SubprocPool)
-    monkeypatch.setitem(sys.modules, "torch._inductor.compile_worker.subproc_pool", workers)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)  # type: ignore[arg-type]
-    return compiler
-
-
-@pytest.fixture
-def compile_pool() -> Iterator[SubprocPool]:
-    pool = SubprocPool()
-    yield pool
-    pool.close()
-
-
-def test_both_ends_of_the_pipes_to_compile_workers_are_exempt_and_no_other_pipe(
-    compiler: SimpleNamespace, compile_pool: SubprocPool
-) -> None:
-    another = SubprocPool()
+def test_all_that_compile_workers_were_given_is_exempt_and_nothing_of_another_process() -> None:
+    pool, another = SubprocPool("torch/_inductor/compile_worker/__main__.py"), SubprocPool("worker.py")
     try:
-        assert not exempt("file-descriptors", compile_pool.names())
-        compiler._pool_set.add(compile_pool)
-        assert exempt("file-descriptors", compile_pool.names() | another.names()) == compile_pool.names()
+        assert exempt("file-descriptors", pool.names() | another.names()) >= pool.names()
+        pipes = {name for name in another.names() if "pipe:" in name}
+        assert len(pipes) == 4
+        assert not exempt("file-descriptors", pipes)
     finally:
+        pool.close()
         another.close()
 
 
-@pytest.mark.parametrize("wrap", [functools.lru_cache(1), functools.cache])
-def test_a_pool_of_compile_workers_is_found_in_a_cache_too(
-    compiler: SimpleNamespace, compile_pool: SubprocPool, wrap: Callable[[Any], Any]
-) -> None:
-    compiler.AsyncCompile = SimpleNamespace(process_pool=wrap(lambda: compile_pool))
-    assert not exempt("file-descriptors", compile_pool.names())
-    compiler.AsyncCompile.process_pool()
-    assert exempt("file-descriptors", compile_pool.names()) == compile_pool.names()
-
-
 def test_what_is_asked_of_many_items_is_read_once_and_never_from_the_whole_heap(
-    compiler: SimpleNamespace, compile_pool: SubprocPool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    compiler._pool_set.add(compile_pool)
     with monkeypatch.context() as patched:
         patched.setattr(originals.gc, "get_objects", lambda *args: asked.append("the heap"))
         patched.setattr(originals.os, "listdir", lambda folder: asked.append("all processes") or [])
