@@ -313,16 +313,13 @@ def _attribute(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     else:
         namespace = link.carrier if type(link.carrier) is dict else instance_dict(link.owner)
         setter, deleter = object.__setattr__, object.__delattr__
-    if of_class:
-        bound = names.bound(declarations.of_class_attribute, link.owner, name)
-        if bound == "absent" and names.is_bound_elsewhere(name):
-            bound = "other"
-    elif type(link.owner) is FunctionType:
+    if type(link.owner) is FunctionType:
         module = link.owner.__module__
         home = sys.modules.get(module) if type(module) is str else None
         bound = "unknown" if home is None else names.bound(declarations.of_attribute, home, name)
     else:
-        bound = names.bound(declarations.of_instance_attribute, type(link.owner), name)
+        declared = declarations.of_class_attribute if of_class else declarations.of_instance_attribute
+        bound = names.bound(declared, link.owner if of_class else type(link.owner), name)
         if bound == "absent" and names.is_bound_elsewhere(name):
             bound = "other"
     if bound == "absent" and namespace is not None and names.is_new(namespace, name):

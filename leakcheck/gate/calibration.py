@@ -55,32 +55,6 @@ class CalibrationError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class NullLives:
-    """What whole lives of the reference engine show with nothing planted.
-
-    Attributes:
-        lives: for each life, by the metric's key, how far the metric was above its baseline; None where that could not
-            be read. Metrics that libraries move in a first life are not in the first.
-        table: the table's tolerances in bytes, by the same keys; what is not counted in bytes is not in it.
-        problem: what did not come back; "" where everything did.
-    """
-
-    lives: tuple[Mapping[str, int | None], ...]
-    table: Mapping[str, int]
-    problem: str = ""
-
-    @property
-    def noise(self) -> dict[str, Noise]:
-        """The noise of each metric that all lives but the first have."""
-        found = {}
-        for key, tolerance in self.table.items():
-            above = [value for life in self.lives[1:] if (value := life.get(key)) is not None]
-            if above and len(above) == len(self.lives) - 1:
-                found[key] = Noise(key, tuple(above), tolerance)
-        return found
-
-
-@dataclass(frozen=True)
 class Noise:
     """One metric in lives without a leak, in bytes.
 
@@ -209,12 +183,11 @@ def calibrate(device: str) -> Calibration:
     from lowtide.leakcheck.gate.planted_leaks import PLANTED
 
     try:
-        null = live_null_lives(device, NULL_LIVES)
+        noise, problem = live_null_lives(device, NULL_LIVES)
     except CalibrationError as error:
         return Calibration(device, {}, (), str(error))
-    noise = null.noise
-    if null.problem:
-        return Calibration(device, noise, (), f"nothing was planted, and the lives were not clean: {null.problem}")
+    if problem:
+        return Calibration(device, noise, (), f"nothing was planted, and the lives were not clean: {problem}")
     tolerances = Calibration(device, noise, ()).tolerances
     sights = []
     for kind in PLANTED:
@@ -233,14 +206,25 @@ def calibrate(device: str) -> Calibration:
     return Calibration(device, noise, tuple(sights))
 
 
-def live_null_lives(device: str, lives: int) -> NullLives:
-    """Live whole lives with nothing planted, in a process of its own.
+def live_null_lives(device: str, lives: int) -> tuple[dict[str, Noise], str]:
+    """Live whole lives with nothing planted, in a process of its own; return their noise, and what did not come back.
 
     Raises:
         CalibrationError: that process ended otherwise.
     """
     written = _in_own_process("write_null_lives", device, lives)
-    return NullLives(tuple(written["lives"]), written["tolerances"], written["problem"])
+    return noise_of(written["lives"], written["tolerances"]), written["problem"]
+
+
+def noise_of(lives: Sequence[Mapping[str, int | None]], table: Mapping[str, int]) -> dict[str, Noise]:
+    """Return the noise of each metric that all lives but the first have: libraries move some metrics in that one.
+
+    Args:
+        lives: for each, by the metric's key, how far it was above its baseline; None where that could not be read.
+        table: the table's tolerances in bytes, by the same keys; what is not counted in bytes is not in it.
+    """
+    above = {key: tuple(value for life in lives[1:] if (value := life.get(key)) is not None) for key in table}
+    return {key: Noise(key, of, table[key]) for key, of in above.items() if of and len(of) == len(lives) - 1}
 
 
 class _Table(msgspec.Struct):

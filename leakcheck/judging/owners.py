@@ -548,12 +548,15 @@ class Ownership:
         """Return the owner entered last, with what it took."""
         owner, first, bound = self._entered.pop()
         owner.take(now, self.live, self._opened[first:])
-        self._take_lines(owner)
         self._take_sockets(owner, self._makers.bound_files() - bound)
+        self._settle(owner)
+        return owner
+
+    def _settle(self, owner: Owner) -> None:
+        self._take_lines(owner)
         owner.has_settled = True
         self.live.append(owner)
         self._opened.append(owner)
-        return owner
 
     def take_of_thread(self, owner: Owner, baseline: Counters, before: Counters, now: Counters) -> None:
         """Count as the owner's what a thread of the program has set and made beside the test.
@@ -574,10 +577,7 @@ class Ownership:
         for key in owner.items.keys() - {"globals"}:
             makers = {item: self._makers.of_item(key, item) for item in owner.items[key]}
             owner.items[key] = {item for item, maker in makers.items() if maker is not None and maker.thread == name}
-        self._take_lines(owner)
-        owner.has_settled = True
-        self.live.append(owner)
-        self._opened.append(owner)
+        self._settle(owner)
 
     def over(self, now: Counters) -> None:
         """Note that the test is over: what other threads make from here on is not its."""

@@ -47,7 +47,6 @@ from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.target import (
     CALLS,
-    LifecycleTarget,
     TargetError,
     TargetFactory,
     Unjudged,
@@ -273,7 +272,7 @@ class Lives:
                 # What does not end is there when the next one begins, and so is none of that one's.
                 with suppress(Exception):
                     change.apply()
-        self.watch.forget_settings()
+        self.ownership.forget_settings()
         if frozen_by_program(gc.get_freeze_count()) > self._frozen:
             gc.unfreeze()
             gc.collect()
@@ -313,6 +312,7 @@ class CheckedLife:
     in it (`fault=Fault("map", 0)`) may have failed.  `close` ends the life, and judges what it left.
 
     Attributes:
+        target: what is driven.
         model: what it must be in.
         calls: those that were made.
         points: of the last call with a fault, how many fault points it passed.
@@ -322,7 +322,7 @@ class CheckedLife:
         lives.interrupts.raise_if_heard()
         self._lives = lives
         self._capabilities = lives.capabilities
-        self._target: Any = make_target(lives.factory)
+        self.target: Any = make_target(lives.factory)
         self._device = self._capabilities.device
         self._preserved_state = PreservedState(self._device)
         self._pages_at_work: dict[str, int] = {}
@@ -336,11 +336,6 @@ class CheckedLife:
         self._host_at_first = 0
         self.points = 0
         self._open()
-
-    @property
-    def target(self) -> LifecycleTarget:
-        """What is driven."""
-        return self._target  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         """Return what makes the call of that name: with its arguments, and with `fault`, what is to fail in it."""
@@ -379,7 +374,7 @@ class CheckedLife:
         if call.name == "sleep" and self.model.phase == "running":
             level = call.arguments["level"]
             if level in self._capabilities.preserving_levels and self.model.keeps(level):
-                self._preserved_state.before_sleep(told(self._target, "preserved"))
+                self._preserved_state.before_sleep(told(self.target, "preserved"))
                 self._lives.processes.engine.before_sleep()
         if call.name in ("sleep", "wake") and not self._pages_at_work:
             self._slept.begin(call.name)
@@ -408,7 +403,7 @@ class CheckedLife:
         elif call.name == "wake":
             self._woke(arguments.get("tags"))
         elif call.name == "reset_prefix_cache" and not (result or model.unfinished):
-            held = contract.held_by_nobody(asked(self._target, "kv_usage"))
+            held = contract.held_by_nobody(asked(self.target, "kv_usage"))
             self._raise(contract.after_idle(call.name, self._device, held, None))
         elif call.name == "reload":
             model.version = 0
@@ -432,7 +427,7 @@ class CheckedLife:
         # An engine without arenas has no more than before the sleep.
         self._raise(self._slept.more_awake("wake", self._context))
         if self.model.phase == "running":
-            lost = self._preserved_state.after_wake("wake", *surviving(self._target))
+            lost = self._preserved_state.after_wake("wake", *surviving(self.target))
             self._raise([*lost, *self._lives.processes.engine.after_wake("wake")])
             self._preserved_state.mark()
 
@@ -450,7 +445,7 @@ class CheckedLife:
 
     def _shut_down_again(self) -> None:
         try:
-            self._target.shutdown()
+            self.target.shutdown()
         except Exception as error:  # noqa: BLE001 - any engine may raise anything
             self._raise([contract.failed_teardown("shutdown", error)])
         self.model.shut_down()
@@ -471,7 +466,7 @@ class CheckedLife:
         known = CALLS[name].arguments
         given = self.model.given(Call(name, {key: value for key, value in right.items() if key in known}))
         try:
-            getattr(self._target, name)(*given)
+            getattr(self.target, name)(*given)
         except expected:
             self._unchanged(f"{name}, which was refused,", before)
         except Exception as error:  # noqa: BLE001 - any engine may raise anything
@@ -496,19 +491,19 @@ class CheckedLife:
         """End a life that has failed: nothing is judged any more."""
         # It has failed already, with something that says more.
         with suppress(Exception):
-            self._target.shutdown()
+            self.target.shutdown()
         # What it left in memory is there when the next one begins, and so is none of that one's.
-        self._target = None
+        self.target = None
         self._lives.put_back()
 
     def warm_up(self) -> None:
         """Go through all calls once, unjudged, so that what libraries keep from their first use is there."""
         self._preserved_state.warm_up({})
         # The first dispatch mode of a process makes what torch keeps for all of them.
-        with injecting_into(self._target, Injection("allocation")):
+        with injecting_into(self.target, Injection("allocation")):
             self._levels_of(simplest(self._capabilities))
         plain, *others = varied(self._capabilities)
-        if asked(self._target, "pages") is not None:
+        if asked(self.target, "pages") is not None:
             # What a setting takes, it takes in another process, which starts anew with each engine.
             others = []
         levels = self._levels_of(plain)
@@ -520,7 +515,7 @@ class CheckedLife:
         Returns:
             Bytes of host memory in no pool that the engine had at most and gave back, by phase: `running`, `asleep`.
         """
-        able, lives, target = self._capabilities, self._lives, Unjudged(self._target)
+        able, lives, target = self._capabilities, self._lives, Unjudged(self.target)
         host: dict[str, int] = {}
 
         def note(phase: str) -> None:
@@ -531,7 +526,7 @@ class CheckedLife:
         driver_before, host_before = self._outside(), self._host_outside()
         target.create(config)
         note("running")
-        self._preserved_state.before_sleep(told(self._target, "preserved"))
+        self._preserved_state.before_sleep(told(self.target, "preserved"))
         target.infer(list(able.prompt_lengths), able.max_tokens)
         note("running")
         if able.unfinished:
@@ -553,7 +548,7 @@ class CheckedLife:
             lives.of_libraries = max(lives.of_libraries, self._outside() - driver_before)
             target.wake(None)
             note("running")
-            self._preserved_state.after_wake("wake", *surviving(self._target))
+            self._preserved_state.after_wake("wake", *surviving(self.target))
         target.shutdown()
         if max(host.values()) - host_before > _SMALLEST_LEVEL:
             # What it did not give back is not to be excused in the lives that follow.
@@ -575,7 +570,7 @@ class CheckedLife:
     def _made(self, call: Call, succeeded: Callable[[Any], None]) -> bool:
         """Make a call, and check what must hold after every one; return whether it succeeded."""
         name, fault, situation = call.name, call.fault, self.model.situation
-        perform = functools.partial(getattr(self._target, name), *self.model.given(call))
+        perform = functools.partial(getattr(self.target, name), *self.model.given(call))
         self.calls.append(call)
         if self._lives.explain:
             # Since when: asked of one life only, because noting it costs as much as many a call.
@@ -585,7 +580,7 @@ class CheckedLife:
         injection = None if fault is None else Injection(fault.kind, fault.at)
         failed = False
         try:
-            with nullcontext() if injection is None else injecting_into(self._target, injection):
+            with nullcontext() if injection is None else injecting_into(self.target, injection):
                 result = perform()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (injection is None or injection.raised is None):
@@ -639,7 +634,7 @@ class CheckedLife:
             self._check_pages(name)
             self._check_ledger(name)
         if self.model.phase == "running":
-            self._raise(self._preserved_state.dangling(name, *surviving(self._target)))
+            self._raise(self._preserved_state.dangling(name, *surviving(self.target)))
 
     def _check_ledger(self, name: str) -> None:
         """Check that what no arena, pool or segment accounts for does not grow beyond what libraries need."""
@@ -693,14 +688,14 @@ class CheckedLife:
                 self._fail_arena(tag, now.get(tag, 0), then, f"{what} {format_bytes(then)} before", "not-restored")
 
     def _check_state(self, name: str) -> None:
-        state = asked(self._target, "state")
+        state = asked(self.target, "state")
         # An engine that could not be made is as new as one that was never asked for.
         same = {self.model.phase, "new"} if self.model.phase == "closed" else {self.model.phase}
         if state is not None and state not in same:
             self._fail("state", f"the engine says that it is {state} after {name}; it must be {self.model.phase}")
 
     def _check_kv_blocks(self, name: str) -> None:
-        usage = asked(self._target, "kv_usage")
+        usage = asked(self.target, "kv_usage")
         if usage is None:
             return
         if usage.available + usage.evictable != usage.total - usage.held:
@@ -741,7 +736,7 @@ class CheckedLife:
         self._raise(found)
 
     def _context(self) -> Context:
-        return Context(roots=[(ENGINE, getattr(self._target, "engine", self._target))], living=True)
+        return Context(roots=[(ENGINE, getattr(self.target, "engine", self.target))], living=True)
 
     def _host_outside(self) -> int:
         """Return the bytes of the process's own host memory beyond announced pools and what imported modules took."""
@@ -779,7 +774,7 @@ class CheckedLife:
 
     def _pages(self) -> dict[str, int]:
         """Return the bytes with pages behind them, by arena tag, of this life's engines."""
-        elsewhere: Mapping[str, int] | None = asked(self._target, "pages")
+        elsewhere: Mapping[str, int] | None = asked(self.target, "pages")
         if elsewhere is not None:
             return dict(elsewhere)
         found: dict[str, int] = {}
@@ -792,7 +787,7 @@ class CheckedLife:
     def _weights(self) -> Mapping[str, Any]:
         """Return what the engine has, where it says it and has its weights."""
         has_weights = self.model.phase == "running" or "weights" in self.model.awake
-        return told(self._target, "weights") if has_weights else {}
+        return told(self.target, "weights") if has_weights else {}
 
     def _fail(
         self,

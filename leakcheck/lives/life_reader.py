@@ -21,7 +21,7 @@ from lowtide.leakcheck.judging.ladder import DRIVER_PATIENCE, LadderStep, Settle
 from lowtide.leakcheck.judging.metrics import Metric, Reading, as_counted, reading_of, shutdown_metrics
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.judging.rules import rule_of
-from lowtide.leakcheck.lives.tenant import BareContexts
+from lowtide.leakcheck.lives.tenant import bare_context
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.resources import LISTED
@@ -144,14 +144,21 @@ class LifeReader(LivedProcess):
         self.left_running: set[int] = set()
         self.makers, self.unseen = watched.makers, watched.others.unmeasured
         if self.cards:
-            contexts = BareContexts(watched.ask_driver, ended=lambda pid: self.unseen.is_reported([pid]))
-            self.processes.context = contexts.size
+            self.processes.context = self._bare_context
         self.processes.passed_over = self.left_running
         self._library_items = LibraryItems(self.makers)
         # By resource, what libraries have from their first use, with the life.
         self._first_use: dict[str, dict[str, int]] = {}
         self.used_before: dict[str, set[int]] = {}
         self.once_so_far: tuple[NotMeasured, ...] = ()
+        # By card, as far as it was asked for; no `lru_cache`, which the ladder would clear.
+        self._contexts: dict[str, int | None] = {}
+
+    def _bare_context(self, device: str) -> int | None:
+        if device not in self._contexts:
+            ended = self.unseen.is_reported
+            self._contexts[device] = bare_context(device, self.watched.ask_driver, lambda pid: ended([pid]))
+        return self._contexts[device]
 
     def start(self) -> None:
         """Begin to notice."""

@@ -124,42 +124,32 @@ def freed_between(before: Snapshot, after: Snapshot, device: str) -> int | None:
     return None if held is None or holds is None else held - holds
 
 
-@dataclass
-class BareContexts:
-    """Measures it on each card, once, with a process of its own.
+def bare_context(
+    device: str,
+    driver: Callable[[], Driver],
+    ended: Callable[[int], object] = lambda pid: None,
+    command: Sequence[str] = _PROGRAM,
+) -> int | None:
+    """Measure it with a process of its own; return None where the card has no room or the driver does not say.
 
-    Attributes:
+    Args:
+        device: the card, as `cuda:0`.
         driver: gives whom to ask.
-        kind: of the cards: `cuda` or `hip`.
-        ended: hears of each process that was started for it, once it has ended.
+        ended: hears of the process that was started for it, once it has ended.
         command: the program that makes a context, without its arguments.
     """
-
-    driver: Callable[[], Driver]
-    kind: str = field(default_factory=kind_of_cards)
-    ended: Callable[[int], object] = lambda pid: None
-    command: Sequence[str] = _PROGRAM
-    _sizes: dict[str, int | None] = field(default_factory=dict)
-
-    def size(self, device: str) -> int | None:
-        """Return the bytes on a card, as `cuda:0`; None where it has no room for it or the driver does not say."""
-        if device not in self._sizes:
-            self._sizes[device] = self._measure(device)
-        return self._sizes[device]
-
-    def _measure(self, device: str) -> int | None:
-        arguments = [*self.command, self.kind, device.partition(":")[2] or "0"]
-        try:
-            with subprocess.Popen(
-                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            ) as process:
-                assert process.stdout is not None
-                ready = process.stdout.readline()
-                size = by_process(read_card_holders(self.driver())).get(process.pid, {}).get(device) if ready else None
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=CONTEXT_LIMIT_S)
-                process.kill()
-            self.ended(process.pid)
-        except (OSError, DriverError):
-            return None
-        return size
+    arguments = [*command, kind_of_cards(), device.partition(":")[2] or "0"]
+    try:
+        with subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            size = by_process(read_card_holders(driver())).get(process.pid, {}).get(device) if ready else None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=CONTEXT_LIMIT_S)
+            process.kill()
+        ended(process.pid)
+    except (OSError, DriverError):
+        return None
+    return size

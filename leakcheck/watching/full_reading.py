@@ -326,6 +326,7 @@ class OwnersInUse:
         tolerance: bytes that the test of now may leave.
         any_used: whether it has used any owner, or one is ending.
         renewals: what the last tests left under owners, which the next ones may put others in the place of.
+        grown: what has grown under each owner that is ending, by its label.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -334,19 +335,14 @@ class OwnersInUse:
         self.any_used = False
         self.renewals = Renewals(watched.births)
         self._users: dict[int, Owner] = {}
-        self._grown: dict[str, list[Finding]] = {}
+        self.grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
-
-    @property
-    def grown(self) -> Mapping[str, Sequence[Finding]]:
-        """Return what has grown under each owner that is ending, by its label."""
-        return self._grown
 
     def forget(self) -> None:
         """Let go of what was found: the test was judged, or another one begins."""
         self.any_used = False
         self._users.clear()
-        self._grown.clear()
+        self.grown.clear()
         self._passed.clear()
 
     def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
@@ -375,14 +371,14 @@ class OwnersInUse:
         note_growth([owner], claims, frozenset(), now, self._watched.ownership.baseline)
         # What it reached is not to be found there as a holder.
         del claims
-        self._grown[owner.label] = growth_of(owner, self._watched.stacks.stacks_at, now, self._watched.makers.of_item)
+        self.grown[owner.label] = growth_of(owner, self._watched.stacks.stacks_at, now, self._watched.makers.of_item)
         self._report([owner])
 
     def add(self, owner: Owner, grown: Sequence[Finding]) -> None:
         """Add to what has grown under an owner that is about to end."""
         if grown:
             self.any_used = True
-            self._grown.setdefault(owner.label, []).extend(grown)
+            self.grown.setdefault(owner.label, []).extend(grown)
 
     def note(self, claims: Claims, heap: HeapReading, born: Sequence[Newborn], now: Counters) -> None:
         """Write down what lies under the owners that the test used, or under which it left something."""
@@ -422,8 +418,8 @@ class OwnersInUse:
     def with_growth(self, verdict: Verdict) -> Verdict:
         """Return the verdict with what has grown under the owners that ended, or past the limit."""
         of_owners = {
-            label: (*found, *rest_of(self._grown.get(label, ()), found))
-            for label in {**verdict.of_owners, **self._grown}
+            label: (*found, *rest_of(self.grown.get(label, ()), found))
+            for label in {**verdict.of_owners, **self.grown}
             for found in [verdict.of_owners.get(label, ())]
         }
         findings = (*verdict.findings, *self._passed)

@@ -217,10 +217,6 @@ class Watch:
             leaks = leaks_of(held, context)
         return [(leak.finding, leak.sizes_by(turns)) for leak in leaks]
 
-    def forget_settings(self) -> None:
-        """Take the process-wide settings for what they were: whoever judges has put them back."""
-        self._watched.ownership.forget_settings()
-
     @property
     def stage_now(self) -> str:
         """Return the stage to which what appears is attributed."""

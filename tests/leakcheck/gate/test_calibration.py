@@ -24,10 +24,10 @@ from lowtide.leakcheck.gate.calibration import (
     Calibration,
     CalibrationError,
     Noise,
-    NullLives,
     Sight,
     calibrate,
     live_null_lives,
+    noise_of,
     read_tolerances,
 )
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
@@ -62,7 +62,7 @@ def test_a_tolerance_comes_from_how_far_lives_are_from_the_usual_life(
 
 def test_what_must_come_back_exactly_gets_no_tolerance() -> None:
     assert Noise("tensors cpu", (MIB, 0), 0).tolerance == 0
-    calibrated = Calibration("cpu", NullLives(({}, {"tensors cpu": MIB, "host-memory": 0}), TABLE).noise, ())
+    calibrated = Calibration("cpu", noise_of([{}, {"tensors cpu": MIB, "host-memory": 0}], TABLE), ())
     assert calibrated.tolerances == {"host-memory": LEAST_TOLERANCE}
 
 
@@ -72,9 +72,9 @@ def test_the_first_life_and_what_cannot_be_read_are_no_noise() -> None:
         {"host-memory": 5, "tensors cpu": None, "arena cpu": 0},
         {"host-memory": 7, "tensors cpu": 0},
     ]
-    noise = NullLives(tuple(lives), TABLE).noise
+    noise = noise_of(lives, TABLE)
     assert {key: each.lives for key, each in noise.items()} == {"host-memory": (5, 7)}
-    assert NullLives(tuple(lives[:1]), TABLE).noise == {}
+    assert noise_of(lives[:1], TABLE) == {}
 
 
 QUIET = Noise("host-memory", (0, 2 * MIB), 32 * MIB)

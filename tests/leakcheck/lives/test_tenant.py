@@ -16,11 +16,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lowtide.leakcheck.lives import card_memory
+from lowtide.leakcheck.lives import card_memory, life_reader
 from lowtide.leakcheck.lives import tenant as tenants
 from lowtide.leakcheck.lives.card_memory import PIECE, DeviceMemoryError, main, occupy, open_card
 from lowtide.leakcheck.lives.life_reader import LifeReader
-from lowtide.leakcheck.lives.tenant import BareContexts, Tenant
+from lowtide.leakcheck.lives.tenant import Tenant, bare_context
 from lowtide.probes.device.driver import Driver, DriverError, find_driver
 from lowtide.probes.device.driver.card_holders import CardHolders
 
@@ -277,19 +277,26 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return asked
 
 
-def make(command: tuple[str, ...]) -> BareContexts:
-    return BareContexts(lambda: cast("Driver", "a driver"), command=command)
+def measure(command: tuple[str, ...], device: str = "cuda:1") -> int | None:
+    return bare_context(device, lambda: cast("Driver", "a driver"), command=command)
 
 
-def test_it_is_measured_once_for_each_card(asked: list[object]) -> None:
-    contexts = make(WAITS)
-    assert [contexts.size("cuda:1"), contexts.size("cuda:1")] == [450 * MIB] * 2
-    assert contexts.size("cuda:0") is None
-    assert len(asked) == 2
+def test_it_is_measured_on_its_card(asked: list[object]) -> None:
+    assert measure(WAITS) == 450 * MIB
+    assert measure(WAITS, "cuda:0") is None
+    assert asked == ["a driver"] * 2
+
+
+def test_it_is_measured_once_for_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(life_reader, "bare_context", lambda device, *of: measured.append(device))
+    context = LifeReader("cuda:0", find_driver()).processes.context
+    assert [context("cuda:1"), context("cuda:1"), context("cuda:0")] == [None] * 3
+    assert measured == ["cuda:1", "cuda:0"]
 
 
 def test_a_card_without_room_for_a_context_is_not_known(asked: list[object]) -> None:
-    assert make(FAILS).size("cuda:1") is None
+    assert measure(FAILS) is None
     assert asked == []
 
 
@@ -298,7 +305,7 @@ def test_a_driver_that_does_not_answer_is_not_known(monkeypatch: pytest.MonkeyPa
         raise DriverError("no answer")
 
     monkeypatch.setattr(tenants, "read_card_holders", refuse)
-    assert make(WAITS).size("cuda:1") is None
+    assert measure(WAITS) is None
 
 
 def test_an_engine_on_the_cpu_has_none() -> None:
@@ -310,7 +317,7 @@ def test_an_engine_on_the_cpu_has_none() -> None:
 def test_a_context_on_a_real_card_takes_hundreds_of_mebibytes() -> None:
     driver = find_driver()
     try:
-        size = BareContexts(lambda: driver).size("cuda:0")
+        size = bare_context("cuda:0", lambda: driver)
     finally:
         driver.close()
     assert size is not None
