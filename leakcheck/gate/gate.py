@@ -23,6 +23,7 @@ import lowtide
 from lowtide.leakcheck.gate.cells import CellResult, RayCluster, exclusive, not_run, run_cell
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE, Cell, GateError
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
+from lowtide.leakcheck.suppressions.toml import write_whole
 from lowtide.reports.folder import write_folder
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.schema import Finding, Machine, Report, ReportError, Subject, json_bytes, read
@@ -114,10 +115,8 @@ class KnownFindings:
             KnownFindingsError: it cannot be written.
         """
         content = _File(schema=SCHEMA, findings=tuple(sorted(self.entries, key=lambda entry: entry.fingerprint)))
-        partial = self.file.with_name(f"{self.file.name}.partial")
         try:
-            partial.write_bytes(msgspec.json.format(json_bytes(content), indent=2) + b"\n")
-            partial.replace(self.file)
+            write_whole(self.file, msgspec.json.format(json_bytes(content), indent=2) + b"\n")
         except OSError as error:
             raise KnownFindingsError(f"{self.file} cannot be written: {error.strerror}") from error
 

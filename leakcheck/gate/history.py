@@ -288,10 +288,8 @@ def add_report(engine: Engine, report: Report, commit: str) -> int | None:
         # The same name twice, as of a test that is repeated, is one subject: what is worst counts.
         named = (msgspec.structs.replace(subject, id=storable(subject.id)) for subject in report.subjects)
         subjects = {subject.id: subject for subject in tries_as_one(named, of_all=True)}
-        known = _subjects(connection)
-        _insert(connection, SUBJECTS, [{"name": name} for name in subjects if name not in known])
-        known = _subjects(connection)
-        placed = {known[name]: subject for name, subject in subjects.items()}
+        known = _numbered(connection, SUBJECTS, [(name,) for name in subjects])
+        placed = {known[(name,)]: subject for name, subject in subjects.items()}
         verdicts = [
             {"run_id": run, "subject_id": place, "outcome": subject.outcome} for place, subject in placed.items()
         ]
@@ -354,29 +352,27 @@ def _created(report: Report) -> datetime.datetime:
     return created.astimezone(datetime.timezone.utc).replace(tzinfo=None)
 
 
-def _subjects(connection: Connection) -> dict[str, int]:
-    """Return the numbers of all subjects, by name."""
-    return {row.name: row.id for row in connection.execute(sa.select(SUBJECTS.c.name, SUBJECTS.c.id))}
+def _numbers(connection: Connection, table: Table) -> dict[tuple[Any, ...], int]:
+    """Return the numbers of all rows of a table, by their other columns."""
+    return {tuple(row): number for number, *row in connection.execute(sa.select(table))}
 
 
-def _series(connection: Connection) -> dict[tuple[int, SeriesKey], int]:
-    """Return the numbers of all series, by the number of the subject and what each is about."""
-    columns = [SERIES.c[name] for name in SeriesKey._fields]
-    rows = connection.execute(sa.select(SERIES.c.id, SERIES.c.subject_id, *columns))
-    return {(place, SeriesKey(*key)): number for number, place, *key in rows}
+def _numbered(connection: Connection, table: Table, rows: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], int]:
+    """Return the same with some rows, which are added where they are new."""
+    known = _numbers(connection, table)
+    names = table.c.keys()[1:]
+    _insert(connection, table, [dict(zip(names, row, strict=True)) for row in rows if row not in known])
+    return _numbers(connection, table)
 
 
 def _add_residues(connection: Connection, run: int, subjects: dict[int, Subject]) -> None:
-    sums: dict[tuple[int, SeriesKey], list[int]] = {}
+    sums: dict[tuple[Any, ...], list[int]] = {}
     for place, subject in subjects.items():
         for residue in residues(subject):
-            total = sums.setdefault((place, residue.series), [0, 0])
+            total = sums.setdefault((place, *residue.series), [0, 0])
             total[0] += residue.size
             total[1] += residue.things
-    known = _series(connection)
-    new = [{"subject_id": place, **key._asdict()} for place, key in sums if (place, key) not in known]
-    _insert(connection, SERIES, new)
-    known = _series(connection)
+    known = _numbered(connection, SERIES, sums)
     rows = [
         {"run_id": run, "series_id": known[key], "bytes": size, "count": count} for key, (size, count) in sums.items()
     ]
@@ -558,14 +554,15 @@ def read_trends(engine: Engine, subjects: str = "*", last: int = 400) -> list[Tr
     """
     with reading(engine) as connection:
         runs = _runs(connection, last)
-        names = {place: name for name, place in _subjects(connection).items() if fnmatch(name, subjects)}
-        series = _series(connection)
+        names = {place: name for (name,), place in _numbers(connection, SUBJECTS).items() if fnmatch(name, subjects)}
+        series = _numbers(connection, SERIES)
         judged = _judged(connection, runs)
         values = _values(connection, runs)
     trends = []
-    for (place, key), number in series.items():
+    for (place, *about), number in series.items():
         if place not in names:
             continue
+        key = SeriesKey(*about)
         by_hardware: defaultdict[str, list[Run]] = defaultdict(list)
         for run in judged.get(place, ()):
             if key.kind == "finding" or run.id in values[number]:

@@ -271,7 +271,10 @@ def append_entries(path: Path, findings: Iterable[Finding]) -> Added:
         # Such as `suppressions = []`, or `tool` as a table on one line, to which nothing can be added.
         problem = f"{path}: no {header(table)} can follow what is there ({error})"
         raise SuppressionError(problem) from error
-    _write_whole(path, text.encode())
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise SuppressionError(f"{path}: cannot be written: {error.strerror}") from error
     lines = [entry.line for entry in written[-len(new) :]]
     return Added(tuple(zip(lines, new, strict=True)), len(wanted) - len(new))
 
@@ -304,20 +307,17 @@ def _addition(text: str, entries: str) -> str:
     return (gap + entries).replace("\n", end)
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    # Where links lead: it is the file that changes, and not the link.
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file as a whole or not at all; where links lead, it is the file that changes, and not the link."""
     target = Path(os.path.realpath(path))
+    # Replacing a file asks for no right to write to it.
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(13, os.strerror(13))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        # Replacing a file asks for no right to write to it.
-        if target.exists() and not os.access(target, os.W_OK):
-            raise PermissionError(13, os.strerror(13))
-        try:
-            partial.write_bytes(data)
-            if target.exists():
-                shutil.copymode(target, partial)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise SuppressionError(f"{path}: cannot be written: {error.strerror}") from error
+        partial.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
