@@ -126,7 +126,8 @@ def run(
     measured, 130 interrupted.
     """
     check_engine_options(preset, model, defect, twin=twin)
-    known = _check_lives(cycles, turns, report, suppressions, until_decided, native, keep_heap)
+    options = _options(cycles, turns, until_decided, native, tenant)
+    known = _known(report, suppressions, keep_heap)
     with interruptible("interrupted before there was anything to report"):
         # Only now: importing torch takes seconds, and refusing bad input should not.
         from lowtide.leakcheck.lives.lifecycle import check_run
@@ -140,12 +141,8 @@ def run(
         make_run = partial(
             check_run,
             factory=lambda: FixedReference(config, active.prompt_scale if active is not None else 1),
-            tenant=tenant,
             tolerances_on=lambda device: tolerances,
-            cycles=cycles,
-            turns=turns,
-            until_decided=until_decided,
-            native=native,
+            **options,
         )
         with _switched_on(active, twin=twin):
             code = live(f"run[{config.model}]", make_run, report, known, keep_heap=keep_heap, wide=wide)
@@ -160,16 +157,8 @@ def check_engine_options(preset: Preset | None, model: Path | None, defect: str 
         refuse("--twin needs --defect NAME: it is that engine without the bug")
 
 
-def _check_lives(
-    cycles: int,
-    turns: int,
-    report: Path | None,
-    suppressions: Path | None,
-    until_decided: bool,
-    native: bool,
-    keep_heap: bool,
-) -> Suppressions:
-    """Refuse options of lives that are not possible; return what is suppressed."""
+def _options(cycles: int, turns: int, until_decided: bool, native: bool, tenant: bool) -> dict[str, Any]:
+    """Return the options of lives for `check_run`; refuse those that are not possible."""
     check_positive(cycles=cycles)
     if until_decided and not turns:
         refuse("--until-decided needs --turns N: as many inferences are made in any case")
@@ -180,6 +169,11 @@ def _check_lives(
 
         if turns < FEWEST_TURNS:
             refuse(f"--turns {turns} is not possible: what grows shows from {FEWEST_TURNS} turns on")
+    return {"cycles": cycles, "turns": turns, "until_decided": until_decided, "native": native, "tenant": tenant}
+
+
+def _known(report: Path | None, suppressions: Path | None, keep_heap: bool) -> Suppressions:
+    """Return what is suppressed; refuse a report that cannot be written, or that `--keep-heap` needs."""
     if keep_heap and report is None:
         refuse("--keep-heap needs --report DIR: the heap is kept in it")
     known = load_suppressions(suppressions)
@@ -359,21 +353,14 @@ def check(
 
     Exit codes: as those of `run`.
     """
-    known = _check_lives(cycles, turns, report, suppressions, until_decided, native, keep_heap)
+    options = _options(cycles, turns, until_decided, native, tenant)
+    known = _known(report, suppressions, keep_heap)
     with interruptible("interrupted before there was anything to report"):
         from lowtide.leakcheck.lives.lifecycle import check_run
 
         try:
-            make_run = partial(
-                check_run,
-                factory=load_factory(target, arguments or ()),
-                tenant=tenant,
-                tolerances_on=partial(load_tolerances, calibration),
-                cycles=cycles,
-                turns=turns,
-                until_decided=until_decided,
-                native=native,
-            )
+            factory, tolerances_on = load_factory(target, arguments or ()), partial(load_tolerances, calibration)
+            make_run = partial(check_run, factory=factory, tolerances_on=tolerances_on, **options)
             code = live(f"check[{target}]", make_run, report, known, keep_heap=keep_heap, wide=wide)
         except TargetError as error:
             refuse(str(error))
