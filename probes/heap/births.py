@@ -754,9 +754,15 @@ def _alive(last: SurvivorLook, wanted: Collection[int]) -> Iterator[Any]:
     return (item for item in alive if item is not None and id(item) in wanted)
 
 
+_ANSWERS: list[bool] = []
+"""What was answered once: no interpreter changes its collector, and to ask lists the whole heap."""
+
+
 def young_generations_tell() -> bool:
     """Whether this interpreter's collector has the generations that `Births` relies on; see `why_unusable`."""
-    return not why_unusable(observed_collector())
+    if not _ANSWERS:
+        _ANSWERS.append(not why_unusable(observed_collector()))
+    return _ANSWERS[0]
 
 
 @dataclass(frozen=True)
