@@ -8,19 +8,19 @@ then who holds the first of these holds all.
 from __future__ import annotations
 
 import atexit
-import dis
 import itertools
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from types import CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
-from lowtide.leakcheck.explaining.expressions import class_named
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
+from lowtide.leakcheck.growth.bounds import bound_in_code, is_asked_for_length
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.resources.resource import function_name
@@ -33,12 +33,10 @@ from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import (
-    dict_of_module,
     flags_of,
     is_a,
     module_of_class,
     mro_of,
-    namespace_of_class,
     type_name,
 )
 from lowtide.probes.objects.identities import identities, types_of
@@ -51,11 +49,16 @@ from lowtide.reports.statement import Note, Statement
 
 ADVICE = "remove entries once they are no longer needed, or bound the container"
 
+_SHORTER = "give it a bound, or begin a new one now and then: it only becomes longer"
+
 _LEAST_A_TURN = 1024
 """Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of,"""
 
 _LEAST_IN_ALL = 512 << 10
 """unless so many turns have added some that these are the bytes of all."""
+
+_LARGEST_WINDOW = 32 << 20
+"""Bytes of a full cache or window that grows until then."""
 
 _SAMPLE = 20
 """Things of which it is told what all are."""
@@ -307,9 +310,17 @@ def _is_part_of_another(
 
 
 def _is_filling(course: Course, container: Any, explanation: Explanation, stretch: Stretch) -> bool:
-    """Return whether it is little by now, and the class whose attribute it is bounds the container: it is a window."""
+    """Return whether code bounds the container, and it is neither full nor much then: it is a cache, or a window.
+
+    Where the bound is not known, it must be little by now.
+    """
+    bound = bound_in_code(explanation.path, explanation.through, container)
+    if bound is None:
+        return False
     each, _ = _bytes_a_turn(course, container, tensors=stretch.tensors)
-    return each * course.span < _LEAST_IN_ALL and _is_bounded_by_its_class(explanation.path)
+    if math.isnan(bound):
+        return each * course.span < _LEAST_IN_ALL
+    return course.lengths[-1] <= bound and each * course.span / course.items * bound <= _LARGEST_WINDOW
 
 
 def _held_in(container: Any) -> Any:
@@ -393,45 +404,9 @@ def _is_of_program(explanation: Explanation, entries: Sequence[tuple[Any, ...]],
 
 
 def _is_bounded_by(path: Sequence[Hop]) -> bool:
-    """Return whether a module's own code asks for the length of a table that is its global: it does so to bound it.
-
-    The caches of `re`, which hold 512 patterns, are no `lru_cache`.
-    """
+    """Return whether a module's own code asks for the length of a table that is its global."""
     module = sys.modules.get(path[0].edge)
-    if len(path) != 2 or type(module) is not ModuleType:
-        return False
-    name = path[1].edge.removeprefix(".")
-    functions = [each for each in dict_of_module(module).values() if type(each) is FunctionType]
-    return any(_asks_for_length(each.__code__, name) for each in functions if name in each.__code__.co_names)
-
-
-def _is_bounded_by_its_class(path: Sequence[Hop]) -> bool:
-    """Return whether a method of the class whose attribute a container is asks for its length, and takes out of it."""
-    owner, attribute = path[-2:] if len(path) > 1 else (None, None)
-    if owner is None or attribute is None or not attribute.edge.startswith("."):
-        return False
-    name = attribute.edge.removeprefix(".")
-    methods = [
-        method.__code__
-        for cls in mro_of(class_named(owner.type) or object)
-        for method in namespace_of_class(cls).values()
-        if type(method) is FunctionType and name in method.__code__.co_names
-    ]
-    return any(_asks_for_length(code, name) and not _TAKE_OUT.isdisjoint(code.co_names) for code in methods)
-
-
-_TAKE_OUT = frozenset({"pop", "popleft", "popitem", "clear"})
-
-
-def _asks_for_length(code: CodeType, name: str) -> bool:
-    """Return whether code has `len(name)`, or that of an attribute of that name of a variable's."""
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    asked = [place for place, step in enumerate(steps) if step == ("LOAD_GLOBAL", "len")]
-    after = [steps[place + 1 : place + 4] for place in asked]
-    # A variable before an attribute.
-    of = [found[1:] if found and found[0][0].startswith("LOAD_FAST") else found[:2] for found in after]
-    loads = (("LOAD_GLOBAL", name), ("LOAD_ATTR", name))
-    return any(len(found) == 2 and found[0] in loads and "CALL" in found[1][0] for found in of)
+    return type(module) is ModuleType and len(path) == 2 and is_asked_for_length(module, path[1].edge.removeprefix("."))
 
 
 def _programs_in(entries: Sequence[tuple[Any, ...]]) -> str:
@@ -714,8 +689,7 @@ def _growing_values(
             continue
         size = round(course.items * UNIT / course.span)
         what = f"{type_name(type(value))} of {format_bytes(size_of_value(value))}"
-        grows = f"grows by {format_bytes(size)}"
-        found[course.identity] = _stated(course, explanation, stretch, each=(size, ""), what=what, grows=grows)
+        found[course.identity] = _stated(course, explanation, stretch, each=(size, ""), what=what, is_value=True)
     return found
 
 
@@ -727,7 +701,7 @@ def _stated(
     each: tuple[int, str],
     what: str,
     name: str = "",
-    grows: str = "",
+    is_value: bool = False,
 ) -> Finding:
     """Return the finding on what takes something in each turn, or is a value that grows.
 
@@ -738,24 +712,26 @@ def _stated(
         each: the bytes that it takes in a turn, and the device where most of them are; empty if on none.
         what: what it holds, or is.
         name: its name, where that is not its holder's.
-        grows: of a value, what it does in each turn.
+        is_value: whether it is a value.
     """
     size, device = each
     resource: ResourceName = "tensors" if device else "host-memory"
     rate = course.items / course.span
     name = name or explanation.holder
-    amount = f"{name} {grows or f'takes {_said(rate, size)}'} in each of {course.span} {stretch.turns}"
+    said = (lambda _, size: format_bytes(round(size))) if is_value else _said
+    grows = "grows by" if is_value else "takes"
+    amount = f"{name} {grows} {said(rate, size)} in each of {course.span} {stretch.turns}"
     kept = Note(f", {format_bytes(size * course.span)} in all: {what}")
     if stretch.since:
-        amount = f"{name} has {_said(course.items, size * course.span)} more than at {stretch.since}"
+        amount = f"{name} has {said(course.items, size * course.span)} more than at {stretch.since}"
         kept = Note(f": {what}")
     seconds, module = stretch.seconds, stretch.module_of(course)
-    in_time = (Note(f"; that is {_said(rate / seconds, size / seconds)} a second"),) if seconds else ()
+    in_time = (Note(f"; that is {said(rate / seconds, size / seconds)} a second"),) if seconds else ()
     return finding_of(
         resource,
         cause=explanation.cause,
         bytes=size * course.span,
-        count=course.span if grows else course.items,
+        count=course.span if is_value else course.items,
         device=device,
         stage=f"{stretch.turns} of {module}" if module else stretch.turns,
         statement=Statement(amount=amount, came=None, notes=(kept, *in_time)),
@@ -764,6 +740,6 @@ def _stated(
         verdict=explanation.verdict,
         holder=explanation.holder,
         path=explanation.path,
-        advice=ADVICE,
+        advice=_SHORTER if is_value else ADVICE,
         trend="growth",
     )

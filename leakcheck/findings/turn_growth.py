@@ -100,7 +100,7 @@ _MATTERS = 4
 """A call that has allocated less than such a part of what the turns add is not what grows."""
 
 _LEAST_OF_VALUES = 64 << 10
-"""Bytes that malloc must have given out since the first reading, for values to be read again."""
+"""Bytes that malloc must have given out more than at an earlier reading of values, before they are read again."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class TurnGrowth:
         self._is_unread = False
         self._turn = 0
         self._earlier: dict[int, Ints] = {}
-        # How much single values have had of whoever refers to them, and what malloc had given out at the first reading.
+        # How much single values have had of whoever refers to them, and what malloc had given out when they were read.
         self._values = ContainerCourses()
         self._malloc: int | None = None
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
@@ -250,15 +250,24 @@ class TurnGrowth:
             trim_heap()
 
     def _read_values(self, turn: int) -> None:
-        """Read how large single values are, where somebody has asked: it takes as long as several other readings."""
-        if not self._asked or self._seconds:
+        """Read how large single values are, where somebody has asked and there may be more of them.
+
+        It takes as long as several other readings. What runs by itself goes up and down: there its heights count.
+        """
+        if not self._asked:
             return
         now = malloc_in_use()
-        if self._malloc is None:
-            self._malloc = now
-        elif now - self._malloc < _LEAST_OF_VALUES:
+        if self._malloc is not None and now - self._malloc < _LEAST_OF_VALUES:
             return
+        if self._malloc is None or self._seconds:
+            self._malloc = now
         self._values.note(turn, read_values()[0])
+
+    def _growing_values(self) -> Sequence[Course]:
+        """Return the values that have grown until the last reading: none that has stopped since it was read."""
+        if self._seconds and any(course.goes_on for course in self._values.risen()):
+            self._values.note(self._turn, read_values()[0])
+        return self._values.growing(self._turn)
 
     def _note_types(self, found: Mapping[int, Any]) -> None:
         """Note which objects there are of the types that may grow, when these are met first."""
@@ -402,7 +411,7 @@ class TurnGrowth:
 
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
-        values = self._values.growing(self._turn)
+        values = self._growing_values()
         found = self._findings_on(growing, module, since, values)
         for course in growing:
             self._containers.drop(course.identity)

@@ -119,9 +119,10 @@ class Seen(_Said, frozen=True, kw_only=True):
     """What there is in a process at one moment.
 
     Attributes:
-        ids: identities of its containers, in their order, as the others: 8 bytes each, as the machine has them.
+        ids: identities of its containers, and of whoever refers to large values (`OF_VALUES`), in their order, as the
+            others: 8 bytes each, as the machine has them.
         kinds: those of their types.
-        lengths: how many things each holds.
+        lengths: how many things each holds, or KiB.
         parts: bytes of its memory by part, as of `MemoryParts`.
         malloc: what malloc has given out.
         tensors: bytes under live tensors, by device.

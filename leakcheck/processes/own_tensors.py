@@ -37,6 +37,7 @@ from lowtide.probes.device.torch_allocator import (
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.heap.container_lengths import read_lengths
+from lowtide.probes.heap.large_values import OF_VALUES, with_values
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.memory_parts import malloc_in_use, read_parts
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
@@ -384,7 +385,7 @@ def look(*, lists: bool) -> Seen:
     """
     # First, since all else takes memory.
     parts, malloc = read_parts(), malloc_in_use()
-    lengths, _ = read_lengths()
+    lengths = with_values(read_lengths()[0])
     survey = survey_storages()
     return Seen(
         ids=lengths.ids.tobytes(),
@@ -422,7 +423,9 @@ def _filled_caches() -> tuple[FilledCache, ...]:
 
 def explain_grown(question: ExplainGrown) -> list[Finding]:
     """Return a finding on each of some containers that have grown and that the program holds."""
-    courses = [Course(*each) for each in question.containers]
+    asked = [Course(*each) for each in question.containers]
+    courses = [course for course in asked if not course.identity & OF_VALUES]
+    values = [replace(course, identity=course.identity - OF_VALUES) for course in asked if course.identity & OF_VALUES]
     _, there = read_lengths({course.identity for course in courses})
     stretch = Stretch(
         question.turns,
@@ -432,5 +435,5 @@ def explain_grown(question: ExplainGrown) -> list[Finding]:
         tensors=True,
         fixed=question.fixed,
     )
-    found = growth_in_heap(courses, there, stretch)
+    found = growth_in_heap(courses, there, stretch, values)
     return written(found.values())

@@ -43,6 +43,9 @@ _NOTED_S = 2
 _STAYS_S = 5.0
 """Seconds after which a process is a part of the server, whose end is worth a word."""
 
+_MAY_FAIL = 10
+"""Of so many requests one may fail: of a server that fails more often it is not known what it does at work."""
+
 _LATELY_S = 60.0
 """Seconds before the server's own end in which that may have to do with it."""
 
@@ -260,23 +263,34 @@ class ServerWatch:
 
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
-        """Return what could not be measured in the last window."""
+        """Return what could not be measured in the last window, or at all."""
         of_window = () if self._window is None or self._found else tuple(self._window.not_measured)
-        client = self.client
-        if client is not None and client.failed and not client.answered and not self._found:
-            return (*of_window, NotMeasured(what="requests", why=f"all {client.failed} failed: {client.failure}"))
-        return (*self._too_late, *of_window)
+        if self._window is None and self._began is None and not (self._found or self._too_late):
+            of_window = (NotMeasured(what="what grows in the server", why="it had not answered when the watch ended"),)
+        return (*self._too_late, *of_window, *(self._failed_requests() if self._fails_at_work else ()))
 
     @property
     def not_judged(self) -> tuple[NotMeasured, ...]:
         """Return what it is not known of whether it grows."""
         of_window = () if self._window is None else tuple(self._window.not_judged)
-        client = self.client
-        if client is None or not (client.answered and client.failed) or self._has_come_to_its_end:
+        if self._fails_at_work or self._has_come_to_its_end:
             return of_window
+        return (*of_window, *self._failed_requests())
+
+    @property
+    def _fails_at_work(self) -> bool:
+        """Return whether nothing is known of what it does at work, as too many requests have failed."""
+        client = self.client
+        return client is not None and not self._found and client.failed * _MAY_FAIL > client.answered + client.failed
+
+    def _failed_requests(self) -> tuple[NotMeasured, ...]:
+        client = self.client
+        if client is None or not client.failed:
+            return ()
         asked = client.answered + client.failed
-        why = f"{client.failed} of {asked} failed, most often: {client.failure}"
-        return (*of_window, NotMeasured(what="requests that should have been answered", why=why))
+        some = f"{client.failed} of {asked} failed, most often" if client.answered else f"all {asked} failed"
+        why = f"{some}: {client.failure}"
+        return (NotMeasured(what="requests that should have been answered", why=why),)
 
 
 def _key(finding: Finding) -> tuple[int, str]:

@@ -145,7 +145,8 @@ class Load:
 
     async def _is_well(self, client: httpx.AsyncClient) -> bool:
         try:
-            well = (await client.get("/health", timeout=_HEALTH_S)).is_success
+            # A server that knows no such path, or wants a key, answers too.
+            well = (await client.get("/health", timeout=_HEALTH_S)).status_code < httpx.codes.INTERNAL_SERVER_ERROR
         except httpx.HTTPError:
             return False
         if well:

@@ -24,7 +24,21 @@ LEAST = 16 << 10
 UNIT = 1024
 """Bytes that are one of what is counted."""
 
+OF_VALUES = 1
+"""Beside an object's identity among those of containers: the KiB of its values. No identity is odd."""
+
 _AT_A_TIME = 1 << 16
+
+
+def with_values(lengths: ContainerLengths) -> ContainerLengths:
+    """Return the lengths of containers with what `read_values` reads now, as if they were some more of these."""
+    values, _ = read_values()
+    ids = np.concatenate([lengths.ids, values.ids + OF_VALUES])
+    order = np.argsort(ids, kind="stable")
+    kinds = np.concatenate([lengths.kinds, values.kinds])[order]
+    return ContainerLengths(
+        ids[order], kinds, np.concatenate([lengths.lengths, values.lengths])[order], lengths.objects
+    )
 
 
 def read_values(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[int, Any]]:
@@ -128,6 +142,14 @@ def _sizes_of(ids: Ints, sizes: dict[type, Callable[[Any], int]]) -> Ints:
     return found
 
 
+def _written(text: io.StringIO) -> int:
+    """Return how much was written to a text in memory: its own size is that of an empty one."""
+    try:
+        return io.StringIO.tell(text)
+    except ValueError:  # closed
+        return 0
+
+
 def _sizes() -> dict[type, Callable[[Any], int]]:
     sizes: dict[type, Callable[[Any], int]] = {
         str: str.__len__,
@@ -135,6 +157,7 @@ def _sizes() -> dict[type, Callable[[Any], int]]:
         bytearray: bytearray.__len__,
         array.array: lambda item: len(item) * item.itemsize,
         io.BytesIO: io.BytesIO.__sizeof__,
+        io.StringIO: _written,
     }
     ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     if ndarray is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("opentelemetry.sdk")
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from lowtide.leakcheck.growth.quantities import HeldSource
@@ -314,6 +316,19 @@ def test_the_load_asks_in_all_ways_and_counts(server: Path, port: int) -> None:
         counted = Load(f"http://127.0.0.1:{port}", 0, is_needed=True).requests()
     assert counted is not None
     assert load.answered <= counted <= load.answered + 3
+
+
+@pytest.mark.parametrize(("status", "is_there"), [(200, True), (404, True), (401, True), (503, False)])
+def test_a_server_that_knows_no_health_has_answered(status: int, *, is_there: bool) -> None:
+    load = Load("http://127.0.0.1:9", 0, is_needed=True)
+
+    async def ask() -> bool:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status))
+        async with httpx.AsyncClient(base_url="http://127.0.0.1:9", transport=transport) as client:
+            return await load._is_well(client)
+
+    assert asyncio.run(ask()) is is_there
+    assert (load.silent_for() is not None) is is_there
 
 
 def test_of_the_requests_that_fail_the_most_frequent_kind_is_told() -> None:

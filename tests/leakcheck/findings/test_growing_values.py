@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lowtide.leakcheck.findings import turn_growth
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+from lowtide.leakcheck.processes import answers
+from lowtide.leakcheck.processes.messages import Look, ask
+from lowtide.leakcheck.processes.own_tensors import explain_grown
+from lowtide.leakcheck.processes.timed_growth import Moment, grown_between
+from lowtide.probes.heap.large_values import read_values
 from lowtide.reports.schema import Finding
 
 TURNS = 40
@@ -30,8 +36,8 @@ def emptied() -> Iterator[None]:
     Held.value, Held.logs = None, []
 
 
-def found_after(turn: Callable[[int], object], *, asked: bool = True) -> list[Finding]:
-    growth = TurnGrowth("steps", asked=asked)
+def found_after(turn: Callable[[int], object], *, asked: bool = True, seconds: float = 0.0) -> list[Finding]:
+    growth = TurnGrowth("steps", asked=asked, seconds=seconds)
     for number in range(1, TURNS + 1):
         turn(number)
         if number % 4 == 0:
@@ -58,6 +64,11 @@ def write_to_memory(number: int) -> None:
     Held.value.write(bytes(SIZE))
 
 
+def write_text_to_memory(_: int) -> None:
+    Held.value = Held.value or io.StringIO()
+    Held.value.write("x" * SIZE)
+
+
 def concatenate(number: int) -> None:
     Held.value = np.zeros(SIZE) if Held.value is None else np.concatenate([Held.value, np.ones(SIZE // 8)])
 
@@ -69,12 +80,14 @@ def concatenate(number: int) -> None:
         (lengthen_buffer, "bytearray"),
         (lengthen_array, "array.array"),
         (write_to_memory, "_io.BytesIO"),
+        (write_text_to_memory, "_io.StringIO"),
         (concatenate, "numpy.ndarray"),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",
 )
-def test_it_is_told_with_its_holder(turn: Callable[[int], None], kind: str) -> None:
-    (finding,) = found_after(turn)
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_it_is_told_with_its_holder(turn: Callable[[int], None], kind: str, seconds: float) -> None:
+    (finding,) = (each for each in found_after(turn, seconds=seconds) if each.holder)
     assert finding.holder == f"{__name__}.Held.value"
     assert finding.message.startswith(f"{finding.holder} grows by ")
     assert f" in all: {kind} of " in finding.message
@@ -100,8 +113,30 @@ def lengthen_by_little(number: int) -> None:
 
 
 @pytest.mark.parametrize("turn", [replace, rise_and_fall, fill, lengthen_by_little])
-def test_one_that_is_no_longer_in_the_end_is_none(turn: Callable[[int], None]) -> None:
-    assert found_after(turn) == []
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_one_that_is_no_longer_in_the_end_is_none(turn: Callable[[int], None], seconds: float) -> None:
+    assert found_after(turn, seconds=seconds) == []
+
+
+def test_a_program_that_runs_and_needs_no_more_is_not_held_up_to_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = []
+    monkeypatch.setattr(turn_growth, "read_values", lambda *words: readings.append(1) or read_values(*words))
+    found_after(rise_and_fall, seconds=1.0)
+    quiet = len(readings)
+    found_after(lengthen_buffer, seconds=1.0)
+    assert quiet < 5 < len(readings) - quiet
+
+
+def test_a_process_says_how_large_its_values_are_and_who_holds_one_that_has_grown() -> None:
+    lengthen_buffer(0)
+    before = ask(answers.answer, Look(), "this process")
+    for number in range(30):
+        lengthen_buffer(number)
+    now = ask(answers.answer, Look(), "this process")
+    moments = [Moment(started=1, seen=seen, things={}) for seen in (before, now)]
+    found = grown_between(*moments, "mark 'a'", 0, explain_grown)
+    (finding,) = (each for each in found if each.holder == f"{__name__}.Held.value")
+    assert f" has {finding.bytes / 1024:.1f} KiB more than at mark 'a': bytearray of " in finding.message
 
 
 def test_what_a_list_takes_is_told_by_the_list_alone() -> None:

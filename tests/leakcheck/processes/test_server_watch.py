@@ -200,14 +200,31 @@ def test_a_process_that_ended_first_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert finding.message.endswith(" had ended 2.0 s before")
 
 
-def test_requests_that_fail_are_told_and_nothing_is_known_where_all_do() -> None:
+def test_a_few_requests_that_fail_are_told() -> None:
     some = watched([], seconds=12.0, client=Client(failed=3, failure="500 no"))
     (told,) = some.not_judged
     assert told.why.startswith("3 of ")
     assert told.why.endswith(" failed, most often: 500 no")
-    none = watched([], seconds=12.0, client=Client(failed=3, failure="500 no", steps=[0, 0, 0, 0]))
-    (missing,) = none.not_measured
-    assert missing.why == "all 3 failed: 500 no"
+    assert some.not_measured == ()
+
+
+@pytest.mark.parametrize(("steps", "why"), [([50, 50], "20 of 120 failed, most often"), ([0, 0], "all 20 failed")])
+def test_of_a_server_that_fails_at_work_nothing_is_known_but_what_grows(steps: Sequence[int], why: str) -> None:
+    silent = watched([], seconds=12.0, client=Client(failed=20, failure="500 no", steps=steps))
+    (missing,) = silent.not_measured
+    assert missing.why == f"{why}: 500 no"
+    assert silent.not_judged == ()
+    grows = watched([growth(10)], seconds=12.0, client=Client(failed=20, failure="500 no", steps=steps))
+    assert grows.findings()
+    assert grows.not_measured == ()
+
+
+def test_a_server_that_had_not_answered_when_it_was_asked_to_end_is_not_judged() -> None:
+    watch = ServerWatch(lambda seconds, is_first: Window(seconds, []), 12.0, lambda text: None, Client(silent=None))
+    watch.look()
+    watch.end(0, asked=True)
+    (missing,) = watch.not_measured
+    assert missing.why == "it had not answered when the watch ended"
 
 
 def test_what_grows_over_the_readings_of_all_watches_is_found_where_no_window_shows_it() -> None:

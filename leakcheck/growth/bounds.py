@@ -1,0 +1,140 @@
+"""Whether a program's code bounds a container, and by how much: a cache or window that fills is no growth.
+
+The code says so where a function compares its length and takes out of it what is too much. It is read, and never run.
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+from collections.abc import Collection, Iterator, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lowtide.probes.objects.foreign import (
+    MISSING,
+    attribute,
+    dict_of_module,
+    is_a,
+    module_of_class,
+    mro_of,
+    namespace_of_class,
+)
+from lowtide.probes.objects.identities import object_at
+from lowtide.probes.originals import sys
+from lowtide.reports.schema import Hop
+
+_TAKE_OUT = frozenset({"pop", "popleft", "popitem", "clear", "remove", "discard"})
+
+_NEAR = 6
+"""Steps before the one that deletes an entry in which the container is named."""
+
+_Step = tuple[str, Any]
+
+
+def is_asked_for_length(module: ModuleType, name: str) -> bool:
+    """Return whether a function of a module asks for the length of a global of its: it does so to bound it.
+
+    The caches of `re`, which hold 512 patterns, are no `lru_cache`.
+    """
+    functions = [each for each in dict_of_module(module).values() if type(each) is FunctionType]
+    return any(_lengths_asked(_steps(each.__code__), name) for each in functions if name in each.__code__.co_names)
+
+
+def bound_in_code(path: Sequence[Hop], through: Collection[int], container: Any) -> float | None:
+    """Return how long a container becomes before code takes out of it; NaN where it does at a length that is not known.
+
+    Args:
+        path: how it is reached, from a module or class.
+        through: the identities of what is alive on the path.
+        container: what is reached.
+
+    Returns:
+        None where no function of the modules on the path compares its length and takes out of it.
+    """
+    if len(path) < 2 or not path[-1].edge.startswith("."):
+        return None
+    name = path[-1].edge.removeprefix(".")
+    # Whatever on the way has the container by its name.
+    owners = [each for each in map(object_at, through) if attribute(each, name) is container]
+    modules = {path[0].edge, *(module_of_class(cls) for each in owners for cls in mro_of(type(each)))}
+    found = [sys.modules[each] for each in sorted(modules) if type(sys.modules.get(each)) is ModuleType]
+    bounds = [
+        _bound(operand, dict_of_module(module), owners)
+        for module in found
+        for code in _codes_of(module)
+        if name in (*code.co_names, *code.co_varnames, *code.co_freevars)
+        for operand in _bounds_asked(code, name)
+    ]
+    known = [bound for bound in bounds if not math.isnan(bound)]
+    return max(known) if known else (math.nan if bounds else None)
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    """Yield the code of a module's functions and methods, with what is defined in these."""
+    own = list(dict_of_module(module).values())
+    within = [each for each in own if is_a(each, type) and module_of_class(each) == module.__name__]
+    functions = [*own, *(each for cls in within for each in namespace_of_class(cls).values())]
+    waiting = [each.__code__ for each in functions if type(each) is FunctionType]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [each for each in code.co_consts if type(each) is CodeType]
+
+
+def _steps(code: CodeType) -> list[_Step]:
+    return [
+        (step.opname, step.argval) for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "CACHE")
+    ]
+
+
+def _lengths_asked(steps: Sequence[_Step], name: str) -> list[tuple[int, int]]:
+    """Return the places where `len(name)`, or that of an attribute of that name, is asked, and behind that."""
+    found = []
+    for place, step in enumerate(steps):
+        if step == ("LOAD_GLOBAL", "len"):
+            end = next((at for at in range(place + 1, len(steps)) if not steps[at][0].startswith("LOAD")), len(steps))
+            if end > place + 1 and steps[end - 1][1] == name and end < len(steps) and "CALL" in steps[end][0]:
+                found.append((place, end + 1))
+    return found
+
+
+def _bounds_asked(code: CodeType, name: str) -> Iterator[Sequence[_Step]]:
+    """Yield what a function that takes out of a container compares its length with, as steps that load it."""
+    steps = _steps(code)
+    asked = _lengths_asked(steps, name)
+    if not asked or not _takes_out(steps, name):
+        return
+    for place, behind in asked:
+        loads = behind
+        while loads < len(steps) and steps[loads][0].startswith("LOAD"):
+            loads += 1
+        if loads < len(steps) and steps[loads][0] == "COMPARE_OP" and ">" in str(steps[loads][1]):
+            yield steps[behind:loads]
+        elif behind < len(steps) and steps[behind][0] == "COMPARE_OP" and "<" in str(steps[behind][1]):
+            yield steps[place - (2 if steps[place - 1][0] == "LOAD_ATTR" else 1) : place]
+
+
+def _takes_out(steps: Sequence[_Step], name: str) -> bool:
+    """Return whether steps call what takes out of the container, delete an entry, or put another one in its place."""
+    for place, (kind, value) in enumerate(steps):
+        before = steps[max(0, place - _NEAR) : place]
+        if value in _TAKE_OUT and before and before[-1][1] == name:
+            return True
+        if kind == "DELETE_SUBSCR" and any(each[1] == name for each in before):
+            return True
+        if kind.startswith("STORE") and value == name:
+            return True
+    return False
+
+
+def _bound(loads: Sequence[_Step], names: dict[str, Any], owners: Sequence[object]) -> float:
+    """Return the number that some steps load, of a module's names or an owner's attributes; NaN where it is unknown."""
+    value: Any = MISSING
+    if len(loads) == 1:
+        kind, said = loads[0]
+        value = names.get(said, MISSING) if kind == "LOAD_GLOBAL" else said
+    elif len(loads) == 2 and loads[1][0] == "LOAD_ATTR":
+        found = (attribute(each, loads[1][1]) for each in owners)
+        value = next((each for each in found if each is not MISSING), MISSING)
+    return float(value) if type(value) in (int, float) else math.nan

@@ -1,0 +1,93 @@
+"""Code that takes out of a container what is too much says how long it becomes; it is read, and not run."""
+
+from __future__ import annotations
+
+import collections
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.growth.bounds import bound_in_code
+from lowtide.reports.schema import Hop
+
+MOST = 300
+TABLE: dict[int, str] = {}
+SEEN: list[int] = []
+
+
+class Cache:
+    """Has several things, each bounded in another way, or not at all."""
+
+    def __init__(self) -> None:
+        self.most = 200
+        self.window, self.by_attribute, self.by_function = collections.deque[int](), dict[int, int](), list[int]()
+        self.replaced, self.running, self.by_argument = list[int](), list[int](), list[int]()
+
+    def note(self, item: int, most: int) -> None:
+        self.window.append(item)
+        while len(self.window) > 100:
+            self.window.popleft()
+        self.by_attribute[item] = item
+        if self.most <= len(self.by_attribute):
+            self.by_attribute.clear()
+        if len(self.by_argument) > most:
+            self.by_argument.pop(0)
+        if len(self.replaced) >= 50:
+            self.replaced = self.replaced[25:]
+
+    def step(self) -> None:
+        """How an engine takes what waits: it runs no more than so many, and is no cache."""
+        while len(self.running) < self.most:
+            self.running.append(self.by_function.pop())
+
+
+class OfALibrary(Cache):
+    """Has what bounds it from another class."""
+
+
+def trim(cache: Cache) -> None:
+    if len(cache.by_function) > 400:
+        del cache.by_function[0]
+
+
+def note(item: int) -> None:
+    TABLE[item] = ""
+    if len(TABLE) > MOST:
+        TABLE.popitem()
+    if len(SEEN) > MOST:
+        raise ValueError("too many")
+
+
+@pytest.mark.parametrize("kind", [Cache, OfALibrary])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("window", 100),
+        ("by_attribute", 200),
+        ("by_function", 400),
+        ("replaced", 50),
+        ("by_argument", math.nan),
+        ("running", None),
+    ],
+)
+def test_an_attribute_is_bounded_by_what_takes_out_of_it(
+    kind: Callable[[], Cache], name: str, bound: float | None
+) -> None:
+    cache = kind()
+    container: Any = getattr(cache, name)
+    path = [
+        Hop(type="module", edge=__name__),
+        Hop(type=f"{__name__}.Cache", edge=".CACHE"),
+        Hop(type="x", edge=f".{name}"),
+    ]
+    found = bound_in_code(path, [id(cache), id(sys.modules[__name__])], container)
+    assert found == (bound if bound is None else pytest.approx(bound, nan_ok=True))
+
+
+@pytest.mark.parametrize(("name", "bound"), [("TABLE", MOST), ("SEEN", None)])
+def test_a_global_is_bounded_by_its_modules_functions(name: str, bound: float | None) -> None:
+    path = [Hop(type="module", edge=__name__), Hop(type="dict", edge=f".{name}")]
+    assert bound_in_code(path, [id(sys.modules[__name__])], globals()[name]) == bound
