@@ -415,6 +415,13 @@ def class_named(name: str) -> type | None:
     return item if is_a(item, type) else None
 
 
+_ITSELF = "ITSELF"
+"""Stands in an ending for what it is the end of."""
+
+END_OF_RUNNING_LOOP = f"call_soon_threadsafe({_ITSELF}.stop), join its thread and close() it"
+"""That of a loop of asyncio: while it runs `close` raises, and `stop` alone is heard by its own thread only."""
+
+
 def ending_of(cls: type | None, instance: object = None) -> str:
     """Return the call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none.
 
@@ -431,6 +438,8 @@ def ending_of(cls: type | None, instance: object = None) -> str:
     for name in _NAMES if instance is not None else ():
         if name not in names and is_callable(own := attribute(instance, name)):
             names[name] = own
+    if "run_forever" in names and type(attribute(instance, "_thread_id")) is int:
+        return END_OF_RUNNING_LOOP
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
     endings = ["close", *_NAMES] if "fileno" in names else [*_NAMES]
     if "close" in names and "unlink" in names:
@@ -443,6 +452,13 @@ def ending_of(cls: type | None, instance: object = None) -> str:
         endings = [each for each in endings if each != name]
         name = broader
     return f"{_call(name, names[name])}" if name else ""
+
+
+def ends_part(cls: type | None, name: str) -> bool:
+    """Return whether the call that ends an instance of a class has to do with an attribute of its."""
+    ending = ending_of(cls).removeprefix("await ").partition("(")[0]
+    functions = (namespace_of(base).get(ending) for base in (mro_of(cls) if cls is not None else ()))
+    return any(name in code_of(each).co_names for each in functions if type(each) is FunctionType)
 
 
 def _calls_plainly(function: object, name: str) -> bool:
@@ -465,7 +481,9 @@ def _last(loaded: object) -> object:
 
 def on(code: str, ending: str) -> str:
     """Return the call of an ending on an object that is given as code."""
-    return f"await {code}.{ending.removeprefix('await ')}" if ending.startswith("await ") else f"{code}.{ending}"
+    if ending.startswith("await "):
+        return f"await {code}.{ending.removeprefix('await ')}"
+    return f"{code}.{ending.replace(_ITSELF, code)}"
 
 
 def ended(code: str, ending: str) -> str:

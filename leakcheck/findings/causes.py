@@ -18,7 +18,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.explain import Holder
-from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of, on
+from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of, ends_part, on
 from lowtide.leakcheck.explaining.library_objects import FINALIZER, advice_for_finalizer, advice_for_root, is_installed
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
@@ -33,7 +33,16 @@ from lowtide.probes.heap.roots import frames_of, is_library
 from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins, with_handles
 from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.objects.foreign import attribute, instance_dict, is_a, thread_ident, thread_key, thread_name
+from lowtide.probes.objects.foreign import (
+    attribute,
+    instance_dict,
+    is_a,
+    thread_ident,
+    thread_key,
+    thread_name,
+    type_name,
+)
+from lowtide.probes.objects.identities import object_at
 from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.originals import gc, loaded, os, threading
 from lowtide.probes.references.edges import UNNAMED
@@ -625,7 +634,9 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
     path = _of_thread(holder.path)
     is_thing, itself = holder.identity == id(item), found.get(holder.identity)
     if with_owner and is_thing and (owner := _owner_in(path)) < len(path):
-        path, itself = path[:owner], None
+        # It is alive: the item is held by it.
+        on_way, path = map(object_at, holder.through), path[:owner]
+        itself = next((each for each in on_way if type_name(type(each)) == path[-1].type), None)
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
     if itself is not None and _is_over(itself):
@@ -662,14 +673,17 @@ def _is_over(item: object) -> bool:
 def _owner_in(path: Sequence[Hop]) -> int:
     """Return after how many hops of a path to a thing stands what has it to itself: a file its descriptor.
 
-    That is the outermost object of a library which can be ended and leads on by names that only its own code uses.
+    That is the outermost object of a library which can be ended and leads on by names that only its own code uses, or
+    that its end names, as that of a handler of `logging` does its stream.
     """
     owner = turn = len(path)
     while turn > 1:
         holder, edge = path[turn - 2], path[turn - 1].edge
         if holder.type not in _CONTAINERS:
             is_inside = edge.startswith("._") or edge == UNNAMED or holder.type.startswith("_io.")
-            if not is_inside or not is_installed(holder.type):
+            if not (is_inside or ends_part(class_named(holder.type), edge.removeprefix("."))) or not is_installed(
+                holder.type
+            ):
                 break
             owner = turn - 1 if ending_of(class_named(holder.type)) else owner
         turn -= 1

@@ -240,11 +240,11 @@ def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
     if first.leads_on:
         objects = f"a {first.kind} leads" if len(found) == 1 else f"{len(found)} objects lead"
         return _facts(f"; about {format_bytes(amount)} in what {objects} to, held by ", found)
-    arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
+    few = f"a {first.kind}" if len(found) == 1 else f"{len(found)} of {first.kind}"
     ways: dict[Hashable, HeldArray] = {}
     for each in found:
         ways.setdefault(each.container, each)
-    return _facts(f"; {arrays} held by ", [*ways.values()])
+    return _facts(f"; {format_bytes(amount)} in {few} held by ", [*ways.values()])
 
 
 def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:

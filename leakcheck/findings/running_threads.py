@@ -11,7 +11,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import Holder
-from lowtide.leakcheck.explaining.expressions import class_named, ending_of, on
+from lowtide.leakcheck.explaining.expressions import END_OF_RUNNING_LOOP, class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
@@ -45,6 +45,7 @@ _CALLS: Mapping[str, str] = {
     "threading.Event": "set()",
     "queue.Queue": "put(None)",
     "_queue.SimpleQueue": "put(None)",
+    "asyncio.events.AbstractEventLoop": END_OF_RUNNING_LOOP,
 }
 """By a class, the call by which one of its instances ends the threads that work for it, or asks them to end."""
 
@@ -181,7 +182,8 @@ def _unheld(running: _Running, runs: str) -> str:
         call, name = _call(type(owner)), type_name(type(owner))
         if call:
             verb = "await its" if call.startswith("await ") else "call its"
-            advice = f"keep the {name}, and {verb} {call.removeprefix('await ')} at the end"
+            end = on("it", call).removeprefix("await ").removeprefix("it.")
+            advice = f"keep the {name}, and {verb} {end} at the end"
             if not is_library(name):
                 advice += ", which must end the thread"
             return advice + (", or use it in a with statement" if _is_context(type(owner)) else "")

@@ -6,6 +6,7 @@ its shutdown it may give all of them back, and a server is not shut down for wee
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lowtide.leakcheck.findings.heap_file import HeapFile
+from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
-from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors
+from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, has_slept
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests
 from lowtide.leakcheck.judging.judge import Excess
 from lowtide.leakcheck.judging.ladder import release, trim_heap
+from lowtide.leakcheck.judging.metrics import unaccounted_host_memory
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.life_record import LifeRecord, Lived
 from lowtide.leakcheck.lives.script import (
@@ -44,7 +47,7 @@ from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
 from lowtide.leakcheck.lives.workspace_growth import GrowthWatch
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
-from lowtide.leakcheck.processes.process_levels import judged_asleep
+from lowtide.leakcheck.processes.process_levels import explain_kept_on_host, judged_asleep
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
@@ -64,6 +67,9 @@ MORE_UPDATES = 3
 MORE_INFERENCES = 2
 """Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
 
+
+_LEAST_ASLEEP = 32 << 20
+"""Bytes of host memory in no tensor that an engine must hold for a sleep to be judged by what of them stays."""
 
 _MOST_TIMES = 10
 """How many times as many turns as were asked for there are at most until it is known what grows."""
@@ -285,6 +291,8 @@ class LifecycleRun:
                     self._record.findings += contract.after_deep_sleep(name, self.device, baseline, at_work, after)
                 if len(self._record.findings) == known:
                     self._record.findings += self._kept_asleep(slept, name, engine)
+                if len(self._record.findings) == known and name in self.emptying and cycle > 1:
+                    self._record.findings += self._kept_on_host(name, baseline, before, after, engine)
                 self._keep_snapshot(cycle, name, leaves=len(self._record.findings) > known)
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self.device, before_sleep, after)
@@ -318,6 +326,23 @@ class LifecycleRun:
         if missing is not None:
             self._record.not_measured[missing.what] = missing
         return found
+
+    def _kept_on_host(
+        self, stage: str, baseline: Snapshot, at_work: Snapshot, after: Snapshot, engine: object
+    ) -> list[Finding]:
+        """Report most of what an engine on the CPU held outside tensors and arenas at work, if it stays in a sleep."""
+        before, *levels = map(unaccounted_host_memory, (baseline, at_work, after))
+        held, stays = (level - before for level in levels)
+        if self.device != "cpu" or held <= _LEAST_ASLEEP or has_slept(held, stays):
+            return []
+        # Garbage, and what is free in the heap, the engine holds no more.
+        release(Rung.COLLECT)
+        trim_heap()
+        stays = unaccounted_host_memory(self._reader.snapshot(stage)) - before
+        if has_slept(held, stays):
+            return []
+        found = memory_holder(stays, dataclasses.replace(self._leftovers.context(engine), living=True))
+        return [explain_kept_on_host(stage, held, stays, None if found is None else found[0])]
 
     def _infer_again(self, life: TargetLife, engine: object, *, is_looked_at: bool) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show, and look for it."""

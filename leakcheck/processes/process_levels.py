@@ -26,7 +26,7 @@ from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import reworded
+from lowtide.reports.statement import HolderFacts, Statement, reworded, with_holder
 
 SHOWN = 16 << 20
 """Bytes of host memory from which on a process without torch and without a card is listed: a bare Python has less."""
@@ -321,6 +321,30 @@ def explain_kept(
     advice = f"let go of {let_go} in {stage}{'' if process is None else ', in that process'}"
     kind = device.partition(":")[0]
     return _of_sleep(message, stays, stage, kind, device, "kept asleep", process, largest or arena, advice)
+
+
+def explain_kept_on_host(stage: str, held: int, stays: int, holder: HolderFacts | None) -> Finding:
+    """Return the finding about host memory in no tensor and no arena that an engine on the CPU has kept in a sleep.
+
+    Args:
+        stage: the sleep.
+        held: its bytes at work.
+        stays: those of them that are there.
+        holder: who holds them, if anybody is known to.
+    """
+    amount = f"{stage} gave back {format_bytes(max(0, held - stays))} of {format_bytes(held)} of host memory"
+    found = finding_of(
+        "host-memory",
+        device="cpu",
+        bytes=stays,
+        stage=stage,
+        statement=Statement(amount=f"{amount} that the engine held at work", came=None),
+        suspects=("kept asleep", "host-memory"),
+        advice=f"let go in {stage} of what it says it gives up there",
+    )
+    if holder is None:
+        return found
+    return msgspec.structs.replace(with_holder(found, holder), advice=f"let go of {holder.note.holder} in {stage}")
 
 
 def _of_sleep(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing.pool
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from lowtide.leakcheck.explaining.expressions import class_named, ending_of
+from lowtide.leakcheck.explaining.expressions import class_named, ending_of, ends_part, on
 
 
 class Hostile:
@@ -115,3 +116,31 @@ def test_the_libraries_endings_are_as_their_documentation_says() -> None:
     assert ending_of(socket.socket) == "close()"
     assert ending_of(SharedMemory) == "unlink()"
     assert ending_of(asyncio.base_events.Server) == "close()"
+    assert ending_of(logging.FileHandler) == "close()"
+
+
+def test_a_loop_that_runs_is_stopped_before_it_is_closed() -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        assert ending_of(type(loop), loop) == "close()"
+
+        async def running() -> str:
+            return on("engine.loop", ending_of(type(loop), loop))
+
+        told = loop.run_until_complete(running())
+    finally:
+        loop.close()
+    assert told == "engine.loop.call_soon_threadsafe(engine.loop.stop), join its thread and close() it"
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "is_ended"),
+    [
+        (logging.FileHandler, "stream", True),
+        (logging.StreamHandler, "stream", False),
+        (subprocess.Popen, "stdin", False),
+        (None, "stream", False),
+    ],
+)
+def test_what_its_end_has_to_do_with_is_a_part(cls: type | None, name: str, *, is_ended: bool) -> None:
+    assert ends_part(cls, name) is is_ended

@@ -400,7 +400,9 @@ HELD: list[Window] = []
         (Journal, 2000, True),
     ],
 )
-def test_a_window_that_fills_is_no_growth_where_it_is_small_once_it_is_full(kind: type[Window], size: int, *, told: bool) -> None:
+def test_a_window_that_fills_is_no_growth_where_it_is_small_once_it_is_full(
+    kind: type[Window], size: int, *, told: bool
+) -> None:
     HELD[:] = [kind()]
     try:
         assert bool(found_after(lambda _: HELD[0].note(bytes(size)))) == told

@@ -84,14 +84,14 @@ def test_an_array_of_that_size_is_named_with_its_holder_and_how_to_let_go_of_it(
 def test_all_in_one_container_are_named_together() -> None:
     KEPT["parts"] = {name: numbers(UNIT) for name in "abcdefghij"}
     finding = with_memory_holder(host(10 * UNIT), Context()).finding
-    assert "; 30.0 MiB in 10 numpy.ndarrays held by " in finding.message
+    assert "; 30.0 MiB in 10 of numpy.ndarray held by " in finding.message
     assert "KEPT['parts']" in (finding.holder or "")
 
 
 def test_the_last_of_a_list_are_named_where_the_first_were_there_before() -> None:
     LISTED.extend(numbers(UNIT) for _ in range(12))
     finding = with_memory_holder(host(4 * UNIT), Context()).finding
-    assert "; 12.0 MiB in 4 numpy.ndarrays held by " in finding.message
+    assert "; 12.0 MiB in 4 of numpy.ndarray held by " in finding.message
     assert finding.holder == f"{__name__}.LISTED[11]"
 
 
@@ -115,7 +115,7 @@ def test_two_leaks_are_named_where_they_are_all_that_there_is() -> None:
     finding = with_memory_holder(host(102 * MIB), Context()).finding
     Server.weights = None
     held = f"{__name__}.KEPT['table'], {__name__}.Server.weights"
-    assert f"; 100.0 MiB in 2 numpy.ndarrays held by {held}" in finding.message
+    assert f"; 100.0 MiB in 2 of numpy.ndarray held by {held}" in finding.message
     assert finding.holder == f"{__name__}.KEPT['table']"
     assert all(f"{name}" in (finding.advice or "") for name in held.split(", "))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -243,6 +244,40 @@ class MakesItsEngine(TellsNothing):
 def test_what_it_holds_asleep_is_named_from_the_engine_that_its_create_has_made() -> None:
     holders = {finding.holder for finding in lived(MakesItsEngine).findings}
     assert holders == {"engine.outputs", "engine.outputs[0]"}
+
+
+class OfArrays(TellsNothing):
+    """Has its memory in arrays of numpy, and gives all of it up in its sleep."""
+
+    capabilities = Capabilities(sleep_levels=(1,), emptying_levels=(1,))
+    size = 64 << 20
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.wake(None)
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.weights = None
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        self.weights = np.ones(self.size, np.uint8)
+
+    def shutdown(self) -> None:
+        self.weights = None
+
+
+class KeepsItsArrays(OfArrays):
+    def sleep(self, level: int, mode: str) -> None: ...
+
+
+def test_a_sleep_that_keeps_host_memory_in_no_tensor_is_told_with_who_holds_it() -> None:
+    assert lived(OfArrays, cycles=2).outcome == "clean"
+    (finding,) = lived(KeepsItsArrays, cycles=2).findings
+    assert (finding.stage, finding.holder, finding.advice) == (
+        "sleep(1)",
+        "engine.weights",
+        "let go of engine.weights in sleep(1)",
+    )
+    assert finding.bytes == pytest.approx(OfArrays.size, rel=0.2)
 
 
 class Refuses(TellsNothing):
