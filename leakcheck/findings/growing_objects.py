@@ -465,7 +465,9 @@ def _of_container(
     ((kind, _),) = kinds.most_common(1)
     of_kind = f"{course.lengths[-1]} {'callbacks' if container is atexit else f'of {kind}'}"
     root = explanation.path[0].type if explanation.path else ""
-    if root in ("module", "class") and is_library(explanation.path[0].edge):
+    is_of_library = root in ("module", "class") and is_library(explanation.path[0].edge)
+    # As the timers of asyncio's loop, which an application holds.
+    if is_of_library or (explanation.path[1:] and is_library(explanation.path[-2].type)):
         of = _programs_in(last_entries(container, _SAMPLE))
         of_kind += f", for {of}" if of else ""
     name = _name_of(explanation, container)

@@ -175,7 +175,7 @@ class TurnGrowth:
         self._by_frames = by_frames
         self._asked, self._seconds = asked, seconds
         self._roots = roots
-        self._containers = ContainerCourses()
+        self._containers = ContainerCourses(may_rest=bool(seconds))
         self._levels: dict[str, HostLevels] = {}
         self._reader = LevelReader()
         self._began = time.monotonic()

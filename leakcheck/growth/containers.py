@@ -61,6 +61,11 @@ class Course:
         return len(self.turns) < FEWEST_READINGS and self._keeps_on
 
     @property
+    def longest_rest(self) -> int:
+        """How many turns at most there were from one of its readings to the next."""
+        return max(later - earlier for earlier, later in itertools.pairwise(self.turns))
+
+    @property
     def _keeps_on(self) -> bool:
         steps = zip(itertools.pairwise(self.turns), itertools.pairwise(self.lengths), strict=True)
         rates = [(more - less) / (later - earlier) for (earlier, later), (less, more) in steps]
@@ -76,9 +81,15 @@ class ContainerCourses:
     """The containers that have taken something in every turn since some reading.
 
     One that does so no more has filled, and one that shrinks is emptied now and then: both are forgotten.
+
+    Args:
+        may_rest: whether there may be nothing to do in a turn, as in an interval of a server without requests: one in
+            which none of them takes anything does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_rest: bool = False) -> None:
+        self._may_rest = may_rest
+        self._rested = 0
         self._first: ContainerLengths | None = None
         self._last: ContainerLengths | None = None
         self._turn = 0
@@ -86,8 +97,12 @@ class ContainerCourses:
 
     def note(self, turn: int, now: ContainerLengths) -> None:
         """Note the lengths after a turn."""
-        before, self._last = self._last, now
-        earlier, self._turn = self._turn, turn
+        before, earlier = self._last, self._turn
+        if before is not None and self._rests(before, now):
+            self._rested += 1
+            return
+        worked = max(1, turn - earlier - self._rested)
+        self._last, self._turn, self._rested = now, turn, 0
         if before is None:
             self._first = now
         if before is None or turn <= earlier:
@@ -96,7 +111,7 @@ class ContainerCourses:
         there = np.flatnonzero(places >= 0)
         places = places[there]
         steps = now.lengths[there] - before.lengths[places]
-        grown = (before.kinds[places] == now.kinds[there]) & (steps >= _EACH_TURN * (turn - earlier))
+        grown = (before.kinds[places] == now.kinds[there]) & (steps >= _EACH_TURN * worked)
         places, there = places[grown], there[grown]
         courses = {}
         figures = (now.ids[there], now.kinds[there], before.lengths[places], now.lengths[there])
@@ -106,6 +121,25 @@ class ContainerCourses:
             course.lengths.append(more)
             courses[identity] = course
         self._courses = courses
+
+    def _rests(self, before: ContainerLengths, now: ContainerLengths) -> bool:
+        """Return whether nothing that has grown until the reading before has since; what has shrunk is forgotten."""
+        if not self._may_rest or not self._courses:
+            return False
+        ids = np.array(sorted(self._courses), np.int64)
+        then, places = before.places_of(ids), now.places_of(ids)
+        there = (then >= 0) & (places >= 0)
+        steps = np.where(there, now.lengths[places] - before.lengths[then], -1)
+        if (steps > 0).any():
+            return False
+        for identity in ids[steps < 0].tolist():
+            del self._courses[identity]
+        return bool(self._courses)
+
+    def _lasts(self, course: Course, turn: int) -> bool:
+        """Return whether a container has grown until a turn, or rests since for less long than it did before."""
+        gap = turn - course.turns[-1]
+        return gap == 0 or (self._may_rest and gap < course.longest_rest)
 
     def candidates(self) -> dict[int, Course]:
         """Return those that have done so between three readings or more, by identity."""
@@ -121,7 +155,7 @@ class ContainerCourses:
 
     def break_off(self) -> None:
         """What comes until the next reading is not judged."""
-        self._first, self._last, self._courses = None, None, {}
+        self._first, self._last, self._courses, self._rested = None, None, {}, 0
 
     def fixed(self, least: int) -> frozenset[int]:
         """Return the containers that have held as many things, `least` or more, at the first reading as at the last."""
@@ -135,12 +169,12 @@ class ContainerCourses:
 
     def undecided(self, turn: int) -> list[Course]:
         """Return those that may grow, and were not seen to for long enough; `turn` as that of `growing`."""
-        return [course for course in self.candidates().values() if course.turns[-1] == turn and course.may_go_on]
+        return [course for course in self.candidates().values() if self._lasts(course, turn) and course.may_go_on]
 
     def growing(self, turn: int) -> list[Course]:
         """Return those that have taken something in every turn until this one, the longest first.
 
         Where it was not read after the last turn, it is not known that they go on.
         """
-        found = [course for course in self._courses.values() if course.goes_on and course.turns[-1] == turn]
+        found = [course for course in self._courses.values() if course.goes_on and self._lasts(course, turn)]
         return sorted(found, key=lambda course: -course.items)

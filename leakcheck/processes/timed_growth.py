@@ -385,7 +385,7 @@ class WatchedLooks:
     """Judges looks at one process that follow each other at equal distances, as of any turns."""
 
     def __init__(self) -> None:
-        self._containers = ContainerCourses()
+        self._containers = ContainerCourses(may_rest=True)
         self._host = HostLevels(lambda: self._levels, lambda: self._parts, lambda: 0)
         self._levels = (0, 0)
         self._parts = MemoryParts(0, 0, 0, 0, 0, 0, 0, 0)

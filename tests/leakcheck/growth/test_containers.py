@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -110,3 +110,37 @@ def test_what_came_while_it_was_not_judged_is_no_growth() -> None:
         noted.note(turn, reading({100: turn}))
     (course,) = noted.found()
     assert course.turns[0] == 50
+
+
+def served(*lengths: int, beside: Sequence[int] = ()) -> list[Course]:
+    """One container of so many things after each interval of a server, which may have had no requests in it."""
+    noted = ContainerCourses(may_rest=True)
+    for turn, length in enumerate(lengths):
+        noted.note(turn, reading({100: length, 200: beside[turn] if beside else 5}))
+    return noted.growing(len(lengths) - 1)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param((0, 5, 10, 15, 15, 15, 20, 25, 30), id="a pause"),
+        pytest.param((0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5), id="a request now and then"),
+        pytest.param((0, 9, 18, 18, 18, 18, 18, 27, 36, 36, 36), id="bursts, and a pause that may end"),
+    ],
+)
+def test_what_grows_with_each_request_grows_though_there_are_none_for_a_while(lengths: Sequence[int]) -> None:
+    (course,) = served(*lengths)
+    assert (course.identity, course.items) == (100, lengths[-1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "beside"),
+    [
+        pytest.param((0, 5, 10, 15, 20, 25, 25, 25, 25), (), id="full"),
+        pytest.param((0, 5, 10, 10, 15, 20, 25, 30, 30, 30), (), id="full after a pause"),
+        pytest.param((0, 1, 1, 1, 2, 2, 3, 3, 3, 4), (0, 7, 7, 9, 8, 9, 9, 8, 9, 9), id="less often than what is used"),
+        pytest.param((0, 5, 10, 10, 0, 5, 10), (), id="emptied"),
+    ],
+)
+def test_what_does_not_grow_on_when_there_are_requests_is_none(lengths: Sequence[int], beside: Sequence[int]) -> None:
+    assert served(*lengths, beside=beside) == []
