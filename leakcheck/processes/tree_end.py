@@ -22,7 +22,7 @@ from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, Agents
 from lowtide.probes.processes.outside_view import ByCard, by_process
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
-from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces, gone_on_cards
+from lowtide.probes.processes.tree_traces import MADE_UP, SystemVObject, TreeTraces, gone_on_cards
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import first_of, format_bytes
@@ -135,12 +135,15 @@ class EndJudgement:
         more = [f"{len(paths) - len(told)} more"] if len(paths) > len(told) else []
         makers = dict.fromkeys(filter(None, (self.traces.listener(str(path)) for path in paths)))
         bound = ", ".join(f"pid {pid} ({self.traces.name(pid)})" for pid in makers)
+        users = dict.fromkeys(filter(None, (self.traces.opener(str(path)) for path in paths)))
+        opened = "" if bound else ", ".join(f"pid {pid} ({self.traces.name(pid)})" for pid in users)
         are, them, files = ("is", "it", "the file") if len(paths) == 1 else ("are", "them", "the files")
         return _of_end(
             "temporary-files",
             count=len(paths),
             message=f"{', '.join(told + more)} {are} left, and no living process uses {them}"
-            + (f"; bound in {bound}" if bound else ""),
+            + (f"; bound in {bound}" if bound else "")
+            + (f"; open last in {opened}" if opened else ""),
             suspects=("left file", _lasting_name(told[0])),
             advice=f"remove {files} when the process that made {them} ends; now: {_removal(paths)}",
         )
@@ -264,7 +267,7 @@ def _left(file: SharedMemoryFile) -> Finding:
 
 def _lasting_name(path: str) -> str:
     """Return a file's name without what is drawn anew in each run."""
-    return re.sub(r"[0-9a-f]{6,}|tmp\w{8}", "*", UUIDS.sub("*", path.rpartition("/")[2]))
+    return MADE_UP.sub("*", re.sub(r"[0-9a-f]{6,}|tmp\w{8}", "*", UUIDS.sub("*", path.rpartition("/")[2])))
 
 
 def _amount(size: int, made: str) -> str:

@@ -8,6 +8,7 @@ process is taken for the tree's, too: nobody else will remove it.  Where others 
 from __future__ import annotations
 
 import ctypes
+import re
 import stat as modes
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from pathlib import Path
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import (
+    all_pids,
     bound_sockets,
     has_opened_a_card,
     lives,
     name_of,
+    numbered_descriptors,
     numbers_in,
     own_sockets,
     stat,
@@ -46,6 +49,14 @@ _CLOSING_S = 0.1
 
 _CLOCK_S = 0.05
 """The kernel counts the times of files and of processes in steps of some milliseconds."""
+
+_STANDARD = 2
+"""The last of a process's standard streams, which somebody else has given it."""
+
+MADE_UP = re.compile(
+    r"(^tmp|(?<=[._-])(?=[a-z0-9_]{0,7}\d)(?=[a-z0-9_]{0,7}[a-z]))[a-z0-9_]{8}(?![a-z0-9])|^tmp\.\w{10}$"
+)
+"""Names by `tempfile` of Python, of which most have a digit, and by `mktemp`."""
 
 _DEPTH = 3
 _MOST_ENTRIES = 4096
@@ -106,6 +117,8 @@ class TreeTraces:
         self._shared: set[str] = set()
         # By path, who was seen to listen on it.
         self._sockets: dict[str, int] = {}
+        # By path among the temporary files, who was seen to have it open.
+        self._opened: dict[str, int] = {}
         self._with_card: set[int] = set()
         self._listed: set[int] = set()
         self._shared_before: frozenset[str] = frozenset()
@@ -140,6 +153,8 @@ class TreeTraces:
         for pid in family:
             for path in own_sockets(pid):
                 self._sockets.setdefault(path, pid)
+            for path in self._open_in(pid):
+                self._opened.setdefault(path, pid)
         self._with_card |= {pid for pid in family if has_opened_a_card(pid)}
         if self._with_card:
             listed = by_process(read_card_holders(self._driver))
@@ -159,6 +174,17 @@ class TreeTraces:
     def listener(self, path: str) -> int | None:
         """Return the process that was seen to have a socket at a path; None where none was."""
         return self._sockets.get(path)
+
+    def opener(self, path: str) -> int | None:
+        """Return the process that was seen to have a file open at a path, or below it; None where none was."""
+        return next(
+            (pid for each, pid in self._opened.items() if Path(path) in (Path(each), *Path(each).parents)), None
+        )
+
+    def _open_in(self, pid: int) -> set[str]:
+        """Return the temporary files that a process has open, besides its standard streams."""
+        of = numbered_descriptors(pid).items()
+        return {path for number, path in of if number > _STANDARD and path.startswith(f"{self._folder}/")}
 
     def on_cards(self) -> dict[int, ByCard]:
         """What the driver counts for processes of the tree that have ended."""
@@ -209,16 +235,30 @@ class TreeTraces:
     def files(self) -> tuple[list[Path], list[tuple[Path, str]]]:
         """Sockets on which nobody listens any more, and temporary files with the number of an ended process; sorted.
 
-        Then those that others may have made, with the reason.
+        And those that were seen open in a process, by names that were made up. Then those that others may have made,
+        with the reason.
         """
         bound, ended = {path for _, path in bound_sockets()}, self._ended()
         fresh = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
         found = {path for path in fresh if ended & numbers_in(path.name) and self._was_made_since(path)}
         sockets = {path for path in self._new_sockets() if str(path) not in bound}
-        found |= {path for path in sockets if str(path) in self._sockets}
+        found |= {path for path in sockets if str(path) in self._sockets} | self._left_open()
         unknown = sorted(sockets - found)
         why = self._neighbours.look() if unknown else ""
         return (sorted(found), [(path, why) for path in unknown]) if why else (sorted(found | sockets), [])
+
+    def _left_open(self) -> set[Path]:
+        """Return what processes of the tree had open, by names that `tempfile` makes up, and nobody has any more.
+
+        A folder of such a name is one thing. Other names somebody has chosen, perhaps for what is to stay.
+        """
+        places = {(self._folder / Path(path).relative_to(self._folder).parts[0]): path for path in self._opened}
+        fresh = {place for place in places if place.name not in self._files_before and MADE_UP.search(place.name)}
+        left = {place for place in fresh if self._was_made_since(place)}
+        if not left:
+            return left
+        living = {Path(path) for pid in all_pids() for path in self._open_in(pid)}
+        return {place for place in left if not any(place in (path, *path.parents) for path in living)}
 
     def _ended(self) -> set[int]:
         return {pid for pid in self.pids if not self._lives(pid)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,9 +198,46 @@ def test_what_was_there_before_is_none(tree: ProcessTree, cards: Cards, tmp_path
     assert traces.files() == (sorted([fresh, numbered]), [])
 
 
-def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
+OPENS = """
+import sys
+files = [open(name, "w") for name in sys.argv[1:]]
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_what_was_open_by_a_name_that_was_made_up_is_left_with_its_process(
+    tree: ProcessTree, cards: Cards, tmp_path: Path, *, removes: bool
+) -> None:
+    folder, kept = tmp_path / "offload_x81_b2aq", tmp_path / "tmpabcdefgh"
+    named = [tmp_path / name for name in ("server.log", "run_20261129.log", "torchinductor_root")]
+    traces = traces_in(tmp_path, tree, cards)
+    traces.start()
+    folder.mkdir()
+    words = [sys.executable, "-S", "-c", OPENS, *map(str, (folder / "kv.bin", kept, *named))]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        traces.look()
+        assert traces.files() == ([], [])
+        child.kill()
+    if removes:
+        shutil.rmtree(folder)
+        kept.unlink()
+    assert traces.files()[0] == ([] if removes else [folder, kept])
+    messages, _ = judged(tree, traces)
+    assert [f"open last in pid {child.pid} (" in message for message in messages] == [True] * 2 * (not removes)
+
+
+@pytest.mark.parametrize(
+    "names", [("engine-3fa85f64.sock", "engine-0b1d9c77.sock"), ("core_pzuwy3l1.sock", "core_rc5q_zsp.sock")]
+)
+def test_the_fingerprint_goes_without_what_is_drawn_anew(
+    tree: ProcessTree, cards: Cards, tmp_path: Path, names: Sequence[str]
+) -> None:
     marks = set()
-    for name in ("engine-3fa85f64.sock", "engine-0b1d9c77.sock"):
+    for name in names:
         traces = traces_in(tmp_path, tree, cards)
         traces.start()
         with socket.socket(socket.AF_UNIX) as server:
