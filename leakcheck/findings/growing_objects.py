@@ -297,6 +297,7 @@ def _growing_containers(
         course.identity: _of_container(course, container, explanation, stretch, is_cache=id(container) in caches)
         for course, container, explanation in held
         if not _is_part_of_another(course, container, explanation, held)
+        and not _waits_for_another(course, container, explanation, held)
         and not _is_filling(course, container, explanation, stretch)
     }
 
@@ -307,6 +308,26 @@ def _is_part_of_another(
     """Return whether what a container takes lies in one, too, by which it is held itself: it has an index of that."""
     around = [(other, table) for other, table, _ in held if table is not container and id(table) in explanation.through]
     return any(set(map(id, _taken(course, container))) & set(map(id, _taken(other, table))) for other, table in around)
+
+
+def _waits_for_another(
+    course: Course, container: Any, explanation: Explanation, held: Sequence[tuple[Course, Any, Explanation]]
+) -> bool:
+    """Return whether a library has it for itself, and what it takes is there for what another one takes.
+
+    As those who wait in an `asyncio.Event` are there for tasks: they go with these.
+    """
+    path = explanation.path
+    if len(path) < 2 or not path[-1].edge.startswith("._") or not is_library(path[-2].type):
+        return False
+    others = [(other, table) for other, table, _ in held if table is not container]
+    taken = {id(part) for other, table in others for entry in _over_its_course(other, table, _SAMPLE) for part in entry}
+    level = [part for entry in _over_its_course(course, container, _SAMPLE) for part in entry]
+    for _ in range(_STEPS):
+        level = gc.get_referents(*level[:_SIZED])
+        if sum(id(item) in taken for item in level) * 2 > _SAMPLE:
+            return True
+    return False
 
 
 def _is_filling(course: Course, container: Any, explanation: Explanation, stretch: Stretch) -> bool:

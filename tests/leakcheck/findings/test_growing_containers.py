@@ -454,3 +454,32 @@ def test_a_list_of_the_checker_s_in_the_place_of_one_that_is_gone_is_not_what_wa
     assert growing_objects._of_new_things(wanted, {id(taken)}) == wanted
     there = [*SEEN]
     assert growing_objects._of_new_things(wanted, {id(there)}) == []
+
+
+TASKS: set[asyncio.Task[Any]] = set()
+EVENTS: list[asyncio.Event] = []
+
+
+def test_those_who_wait_in_an_event_are_told_by_the_tasks_that_the_program_keeps() -> None:
+    async def wait(event: asyncio.Event, block: bytes) -> bytes:
+        await event.wait()
+        return block
+
+    async def serve() -> list[Finding]:
+        growth = TurnGrowth("steps", asked=True, by_frames=True)
+        EVENTS.append(asyncio.Event())
+        for number in range(1, TURNS + 1):
+            TASKS.add(asyncio.ensure_future(wait(EVENTS[0], bytes(4000))))
+            await asyncio.sleep(0)
+            growth.read(number, begins=number == 1)
+        found = growth.end("", "").containers
+        EVENTS[0].set()
+        await asyncio.gather(*TASKS)
+        return list(found)
+
+    try:
+        (finding,) = asyncio.run(serve())
+    finally:
+        TASKS.clear()
+        EVENTS.clear()
+    assert finding.holder == f"{__name__}.TASKS"
