@@ -42,7 +42,6 @@ from lowtide.probes.objects.foreign import (
     thread_name,
     type_name,
 )
-from lowtide.probes.objects.identities import object_at
 from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.originals import gc, loaded, os, threading
 from lowtide.probes.references.edges import UNNAMED
@@ -596,10 +595,12 @@ def _causes_by_name(
     # A thread that runs on has what its object has, which the program can end.
     threads = set(map(id, threading.enumerate()))
     holders = context.first_holders(objects, ignore={id(owners)}, not_roots=threads, names=names)
-    found = {id(item): item for item in objects_of({each.identity for each in holders if each}, context.walk)}
     # Where nothing is known from before, age does not tell an owner that is new from one that is meant to stay.
+    with_owner = names is None
+    wanted = {of for each in holders if each for of in (each.identity, *(each.through if with_owner else ()))}
+    found = {id(item): item for item in objects_of(wanted, context.walk)}
     by_object = {
-        id(item): _cause(holder, item, found, with_owner=names is None)
+        id(item): _cause(holder, item, found, with_owner=with_owner)
         for item, holder in zip(objects, holders, strict=True)
     }
     of_holder: dict[Hashable, list[CommonCause]] = {}
@@ -626,7 +627,7 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
     Args:
         holder: that object.
         item: what it holds.
-        found: objects by their identities, the holder among them.
+        found: objects by their identities, the holder among them; with those on the way, where an owner is looked for.
         with_owner: whether a library's object that has the item to itself is named in its stead.
     """
     if holder is None:
@@ -634,8 +635,7 @@ def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, 
     path = _of_thread(holder.path)
     is_thing, itself = holder.identity == id(item), found.get(holder.identity)
     if with_owner and is_thing and (owner := _owner_in(path)) < len(path):
-        # It is alive: the item is held by it.
-        on_way, path = map(object_at, holder.through), path[:owner]
+        on_way, path = (found[each] for each in holder.through if each in found), path[:owner]
         itself = next((each for each in on_way if type_name(type(each)) == path[-1].type), None)
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
@@ -681,9 +681,8 @@ def _owner_in(path: Sequence[Hop]) -> int:
         holder, edge = path[turn - 2], path[turn - 1].edge
         if holder.type not in _CONTAINERS:
             is_inside = edge.startswith("._") or edge == UNNAMED or holder.type.startswith("_io.")
-            if not (is_inside or ends_part(class_named(holder.type), edge.removeprefix("."))) or not is_installed(
-                holder.type
-            ):
+            is_part = is_inside or ends_part(class_named(holder.type), edge.removeprefix("."))
+            if not (is_part and is_installed(holder.type)):
                 break
             owner = turn - 1 if ending_of(class_named(holder.type)) else owner
         turn -= 1
