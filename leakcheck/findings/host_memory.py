@@ -25,7 +25,7 @@ from lowtide.leakcheck.findings.kept_bytes import is_namespace, is_of_a_module, 
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, last_entries, long_containers, read_lengths
-from lowtide.probes.heap.holders import census_of, objects_of, sharing_walk
+from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of, sharing_walk
 from lowtide.probes.heap.new_parts import largest_parts
 from lowtide.probes.heap.stand_ins import of_libraries
 from lowtide.probes.host.fragments import fragments
@@ -227,8 +227,12 @@ def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation
 
 
 def _held_memory(size: int, context: Context, *, of_parts: bool = True) -> Sequence[HeldArray]:
-    found = _arrays(size, context) or _containers(size, context) or (_new_parts(size, context) if of_parts else ())
-    return found or _arrays(size, context, dict(context.old_arrays))
+    with sharing_walk(context.walk) as walk:
+        context = replace(context, walk=walk)
+        buffers = _new_arrays(context)
+        found = _arrays(size, buffers, context) or _containers(size, context)
+        found = found or (_new_parts(size, context, walk) if of_parts else ())
+        return found or _arrays(size, _longer(buffers, context), context)
 
 
 def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
@@ -261,19 +265,23 @@ def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanati
     return facts, explanation
 
 
-def _arrays(wanted: int, context: Context, before: Mapping[int, int] | None = None) -> Sequence[HeldArray]:
-    """Return the arrays that together are about so many bytes; none if no sum matches.
-
-    Where it is given how large some were before, by identity, only these count, by how much larger they are.
-    """
+def _new_arrays(context: Context) -> list[Buffer]:
+    """Return the large arrays that were not there with that size at an earlier look."""
     # New tensors are findings of their own.
     born = context.born or ()
     buffers = large_buffers() + [each for each in large_storages() if id(each.item) not in born]
-    buffers = [buffer for buffer in buffers if (id(buffer.item), buffer.bytes) not in context.old_arrays]
-    if before:
-        sizes = {id(buffer.item): before.get(id(buffer.item), buffer.bytes) for buffer in buffers}
-        buffers = [replace(buffer, bytes=buffer.bytes - sizes[id(buffer.item)]) for buffer in buffers]
-        buffers = [buffer for buffer in buffers if buffer.bytes > 0]
+    return [buffer for buffer in buffers if (id(buffer.item), buffer.bytes) not in context.old_arrays]
+
+
+def _longer(buffers: Sequence[Buffer], context: Context) -> list[Buffer]:
+    """Return those arrays that have become larger since that look, by how much."""
+    before = dict(context.old_arrays)
+    sizes = [(buffer, before.get(id(buffer.item), buffer.bytes)) for buffer in buffers]
+    return [replace(buffer, bytes=buffer.bytes - size) for buffer, size in sizes if buffer.bytes > size]
+
+
+def _arrays(wanted: int, buffers: Sequence[Buffer], context: Context) -> Sequence[HeldArray]:
+    """Return those of some arrays that together are about so many bytes; none if no sum matches."""
     buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
     held = [each for _, each in held_arrays(buffers, context)]
@@ -322,14 +330,14 @@ def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
     return alone[:_MOST_NAMED] or (held if _is_near(sum(each.bytes for each in held), wanted, _ABOUT) else ())
 
 
-def _new_parts(wanted: int, context: Context) -> Sequence[HeldArray]:
+def _new_parts(wanted: int, context: Context, walk: SharedWalk) -> Sequence[HeldArray]:
     """Return who holds the objects that lead to about so many bytes of what is new; none if none do."""
     if context.born is None:
         return ()
-    with sharing_walk(context.walk) as walk, collector_paused():
+    with collector_paused():
         parts = largest_parts(walk.graph(), context.born, least=int(wanted * _NEAR))[:_MOST_CONTAINERS]
         buffers = [Buffer(part.item, part.bytes) for part in parts]
-        found = held_arrays(buffers, replace(context, walk=walk), besides=(parts, *parts))
+        found = held_arrays(buffers, context, besides=(parts, *parts))
     known = {id(part.item) for part in parts if part.is_known}
     held = [
         replace(each, leads_on=True)
