@@ -297,15 +297,15 @@ class Agents:
 
     def _wake(self, pid: int, *, gently: bool) -> None:
         assert self.folder is not None
-        if not self.has_agent(pid):
-            raise NoAgentError(f"pid {pid} has no agent: no Python, or started without this process's environment")
         until = time.monotonic() + _BLOCKS_S
-        while (has_handler := catches(pid, AGENTS_SIGNAL)) is None:
+        while not (has_handler := catches(pid, AGENTS_SIGNAL)):
+            # A fork may have executed another program since somebody last looked.
+            self._raise_without_agent(pid)
             if time.monotonic() > until:
-                raise AgentError(f"pid {pid} blocks signal {AGENTS_SIGNAL}, by which it is asked")
+                does = "blocks" if has_handler is None else "has taken back the handler of"
+                raise AgentError(f"pid {pid} {does} signal {AGENTS_SIGNAL}, by which it is asked")
             time.sleep(_AWAKENS_S)
-        if not has_handler:
-            raise AgentError(f"pid {pid} has taken back the handler of signal {AGENTS_SIGNAL}, by which it is asked")
+        self._raise_without_agent(pid)
         if waits_for_a_signal(pid):
             raise AgentError(f"pid {pid} waits for any signal, and would take the one by which it is asked for that")
         with contextlib.suppress(FileNotFoundError):
@@ -313,6 +313,10 @@ class Agents:
         os.close(os.open(f"{self.folder}/{pid}{_agent().ASK}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with contextlib.suppress(ProcessLookupError):  # it has ended, which is noticed next
             _send_signal(pid, gently=gently)
+
+    def _raise_without_agent(self, pid: int) -> None:
+        if not self.has_agent(pid):
+            raise NoAgentError(f"pid {pid} has no agent: no Python, or started without this process's environment")
 
     def _is_asleep(self, pid: int) -> bool:
         """Whether a process has not noticed the signal: Python forgets those that come before a fork is done."""

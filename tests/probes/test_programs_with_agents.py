@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from lowtide.leakcheck.processes.messages import Read, encode
-from lowtide.probes.host.process_files import waits_for_a_signal
-from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents
+from lowtide.probes.host.process_files import catches, command_line, waits_for_a_signal
+from lowtide.probes.processes import agents as agents_module
+from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents, NoAgentError
 from tests.probes.agent_programs import PROGRAMS, Outcome, outcomes
+from tests.waiting import HANG_S
 
 QUICK = [name for name, program in PROGRAMS.items() if program.quick]
 
@@ -139,6 +141,32 @@ def test_a_program_that_would_notice_the_signal_is_not_sent_it(agents: Agents, t
                 assert time.monotonic() < until
                 time.sleep(0.01)
         with pytest.raises(AgentError, match=why):
+            agents.ask(process.pid, encode(Read()))
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_fork_that_executes_another_program_as_it_is_asked_has_no_agent(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a child that somebody spawns, between two readings of it."""
+    code = "import os, sys; print('ready', flush=True); sys.stdin.read(1); os.execv('/bin/sleep', ['sleep', '20'])"
+
+    def executed(pid: int, number: int) -> bool | None:
+        if process.stdin is not None and not process.stdin.closed:
+            process.stdin.close()
+        until = time.monotonic() + HANG_S
+        while not command_line(pid).startswith("sleep "):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return catches(pid, number)
+
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert agents.has_agent(process.pid)
+        monkeypatch.setattr(agents_module, "catches", executed)
+        with pytest.raises(NoAgentError, match="has no agent"):
             agents.ask(process.pid, encode(Read()))
         assert process.poll() is None
         process.kill()
