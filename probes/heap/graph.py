@@ -57,6 +57,7 @@ class Graph:
         edges: the nodes that each node refers to.
         passed_over: the nodes that only a search goes through which asks for what is not tracked.
         checkers: the nodes through which the checker itself holds what it looks at.
+        own: the identities of the lists by which the walk knew where to begin, and has its objects.
         turns: in which of a search's queues each node waits.
         namespaces: the nodes of the namespaces of libraries' modules.
         modules: the node of the module of each of these.
@@ -72,7 +73,7 @@ class Graph:
         # The frame of this very call may be among them, and would keep them.
         found.clear()
         self._walk.add([item for item in needed if not gc.is_tracked(item)])
-        self._own = {id(needed), id(self.objects)}
+        self.own = {id(needed), id(self.objects)}
         self._met = self._listed = listed = len(self.objects)
         self._read()
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
@@ -139,7 +140,7 @@ class Graph:
     def is_listed(self, node: int) -> bool:
         """Whether the node's object is one that the collector lists: tracked, and not frozen."""
         item = self.objects[node]
-        return node < self._listed and id(item) not in self._own and gc.is_tracked(item)
+        return node < self._listed and id(item) not in self.own and gc.is_tracked(item)
 
     def comes_later(self, node: int) -> bool:
         """Whether a node that is no root waits until nothing else is left to search."""
@@ -186,7 +187,7 @@ class Graph:
     def _own_parts(self) -> list[int]:
         """The identities of the objects by which this knows its roots and nodes."""
         of_roots = (id(part) for root in self.roots for part in (root, root.also, root.variables, *root.variables))
-        return [*self._own, *of_roots]
+        return [*self.own, *of_roots]
 
     def referrers_since(self, nodes: Collection[int]) -> list[object]:
         """The objects that are no nodes, since they were made later, and refer to one of some nodes."""
@@ -292,7 +293,7 @@ class NewBehindKnown(Graph):
         self.roots = [*modules_among(known), *threads]
         self._walk = NarrowWalk(self.roots, new.and_also(known))
         self.objects = self._walk.objects
-        self._own = {id(self.objects)}
+        self.own = {id(self.objects)}
         self._met = len(self.objects)
         self._new = new
         self._asked: Indices = np.zeros(0, np.int32)

@@ -176,6 +176,8 @@ def trace(
         found = Traces(None)
         try:
             if targets:
+                # Of a walk that is shared, who asked first had its targets in a list that is one of the objects.
+                ignore |= own.graph(needed).own
                 found = Traces(Search(own.graph(needed), targets, ignore, roots, not_roots))
             if thorough and found.misses_any:
                 found.close()

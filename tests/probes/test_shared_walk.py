@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import types
@@ -14,7 +15,7 @@ import pytest
 from lowtide.probes.heap import holders as heap
 from lowtide.probes.heap.graph import Graph, NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
-from lowtide.probes.objects.identities import Identities, identities
+from lowtide.probes.objects.identities import Identities, identities, object_at
 from lowtide.probes.objects.listed import collector_paused
 
 
@@ -153,3 +154,15 @@ def test_what_an_array_holds_is_found_behind_known_ways(helper: Any) -> None:
         assert graph.unseen_references([identity]) == ()
     finally:
         graph.close()
+
+
+def test_the_list_of_who_asked_first_holds_nothing_for_the_next() -> None:
+    thing = ctypes.py_object(Thing())
+    identity = id(thing.value)
+    ctypes.pythonapi.Py_IncRef(thing)
+    del thing
+    with sharing_walk() as walk:
+        things = [object_at(identity)]
+        first = paths(things, walk, ignore={id(things)}, thorough=True)
+        assert paths(things, walk, ignore={id(things)}, thorough=True) == first
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(object_at(identity)))
