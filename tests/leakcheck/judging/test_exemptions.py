@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ import pytest
 from lowtide.leakcheck.judging import exemptions
 from lowtide.leakcheck.judging.exemptions import EXEMPTIONS, exempt
 from lowtide.probes import originals
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 def is_exempt(resource: str, name: str) -> bool:
@@ -115,19 +116,18 @@ def test_the_pipe_of_the_resource_tracker_is_exempt_and_no_other_one() -> None:
             os.close(number)
 
 
-def test_what_the_resource_tracker_has_inherited_as_a_stream_is_not_exempt() -> None:
+def test_what_the_resource_tracker_has_inherited_as_a_stream_is_not_exempt(tmp_path: Path) -> None:
+    code = """
+    import os, sys
+    from multiprocessing import resource_tracker
+    from lowtide.leakcheck.judging.exemptions import exempt
     resource_tracker.ensure_running()
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    streams = {number: str(Path(f"/proc/{tracker}/fd/{number}").readlink()) for number in (0, 1, 2)}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(exemptions, "child_processes", lambda: [tracker])
-        own = exemptions.numbered_descriptors(os.getpid())
-        patched.setattr(
-            exemptions,
-            "numbered_descriptors",
-            lambda pid: {**own, **streams} if pid == os.getpid() else dict(streams),
-        )
-        assert not exempt("file-descriptors", {f"77 -> {target}" for target in streams.values()})
+    print(*exempt("file-descriptors", {f"{os.dup(1)} -> {os.readlink('/proc/self/fd/1')}"}))
+    """
+    printed = tmp_path / "printed.txt"
+    with printed.open("w") as output:
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], stdout=output, check=True, timeout=HANG_S)
+    assert printed.read_text() == "\n"
 
 
 def test_the_resource_tracker_is_exempt_and_another_child_is_not() -> None:
