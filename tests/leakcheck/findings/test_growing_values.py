@@ -95,6 +95,18 @@ def test_it_is_told_with_its_holder(turn: Callable[[int], None], kind: str, seco
     assert (finding.count, finding.trend) == (TURNS - 4, "growth")
 
 
+def test_it_is_told_though_malloc_has_less_in_the_end() -> None:
+    """As what a server frees between two requests: where nothing rises, nothing is read."""
+    ballast = [bytes(1000) for _ in range(2000)]
+
+    def serve(number: int) -> None:
+        lengthen_text(number)
+        if number == TURNS:
+            ballast.clear()
+
+    assert [each.holder for each in found_after(serve, seconds=1.0)] == [f"{__name__}.Held.value"]
+
+
 def replace(number: int) -> None:
     Held.value = bytes(SIZE * 20 + number)
 
