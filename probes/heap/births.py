@@ -22,7 +22,14 @@ from lowtide.probes.objects.address_table import Ints, each_once
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities, types_in_c
-from lowtide.probes.objects.listed import Census, FrozenCount, all_instances, collector_paused, lists_can_be_read
+from lowtide.probes.objects.listed import (
+    Census,
+    FrozenCount,
+    all_classes,
+    all_instances,
+    collector_paused,
+    lists_can_be_read,
+)
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, os, sys, weakref
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
@@ -830,14 +837,7 @@ def _classes() -> tuple[type, ...]:
 
 def _watched_kinds() -> Ints:
     """The identities of all types of which the instances are watched, in any order."""
-    waiting = list(_classes())
-    seen = set(map(id, waiting))
-    while waiting:
-        below: list[type] = type.__subclasses__(waiting.pop())
-        new = [kind for kind in below if id(kind) not in seen]
-        seen.update(map(id, new))
-        waiting += new
-    return np.fromiter(seen, np.int64, len(seen))
+    return np.fromiter(map(id, all_classes(*_classes())), np.int64)
 
 
 def _watched_among(census: Census) -> Iterator[Any]:

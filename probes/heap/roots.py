@@ -18,7 +18,7 @@ from lowtide.probes.objects.foreign import (
     thread_name,
     type_name,
 )
-from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.objects.listed import all_classes, frame_locals
 from lowtide.probes.originals import gc, loaded, sys, threading
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.references.interpreter_holders import exit_functions, named_holders
@@ -80,14 +80,9 @@ def roots() -> Iterator[Root]:
     for frame, ident in running_frames():
         yield _root_of_frame(frame, "" if ident == threading.get_ident() else names.get(ident, str(ident)))
     # A class written in C shows the collector nothing, and lives as long as the process.
-    waiting: list[type] = [object]
-    while waiting:
-        cls = waiting.pop()
-        if id(cls) not in seen:
-            seen.add(id(cls))
-            waiting.extend(type.__subclasses__(cls))
-            if not flags_of(cls) & _HEAP_TYPE:
-                yield Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], LATER)
+    for cls in all_classes():
+        if not flags_of(cls) & _HEAP_TYPE and id(cls) not in seen:
+            yield Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], LATER)
 
 
 def modules_among(identities: Container[int]) -> list[Root]:

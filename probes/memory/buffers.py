@@ -21,6 +21,7 @@ from lowtide.probes.objects.foreign import is_a, mro_of, namespace_of
 from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
 from lowtide.probes.objects.listed import (
     Census,
+    all_classes,
     all_instances,
     all_objects,
     collector_paused,
@@ -71,10 +72,12 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
     with collector_paused():
         # What a function that runs has made, in any thread, only its frame has, which the collector does not.
         _add_untracked(found, running_locals(), kinds, least)
-        if native.types_of_all is not None and native.owned_by_all is not None and lists_can_be_read():
-            wanted = _deriving(native.types_of_all(), [kind for kind, _ in kinds])
+        if native.owned_by_all is not None and lists_can_be_read():
+            known = [kind for kind, _ in kinds]
+            sized = [kind for kind, _ in _sized_by_libraries(all_classes(), known)]
             # Of text so many bytes may be a quarter of the characters.
-            _add(found, Census(native.owned_by_all(wanted, least // _BYTES_OF_CHARACTER)), kinds, least)
+            owners = native.owned_by_all(tuple(all_classes(*known, *sized)), least // _BYTES_OF_CHARACTER)
+            _add(found, Census(owners), kinds, least)
             return list(found.values())
         objects = all_objects()
         _add(found, Census(objects), kinds, least)
@@ -133,13 +136,6 @@ def _add_untracked(found: dict[int, Buffer], held: list[object], kinds: _Kinds, 
         untracked = objects_at(ids)
         _add(found, Census(untracked), kinds, least)
         held = gc.get_referents(*untracked)
-
-
-def _deriving(types: list[type], known: list[type]) -> tuple[type, ...]:
-    """Return the types whose instances may own memory."""
-    sized = [kind for kind, _ in _sized_by_libraries(types, known)]
-    owners = set(map(id, [*known, *sized]))
-    return tuple(kind for kind in types if not owners.isdisjoint(map(id, mro_of(kind))))
 
 
 def _untracked(items: list[object]) -> Ints:

@@ -17,7 +17,6 @@ old_among: Callable[[bytes], list[Any]] | None = getattr(heap, "old_among", None
 marks_of: Callable[[tuple[dict[str, Any], ...]], bytes] | None = getattr(heap, "marks_of", None)
 lengths_of_all: Callable[..., Any] | None = getattr(heap, "lengths_of_all", None)
 values_of_all: Callable[..., Any] | None = getattr(heap, "values_of_all", None)
-types_of_all: Callable[[], list[type]] | None = getattr(heap, "types_of_all", None)
 owned_by_all: Callable[[tuple[type, ...], int], list[Any]] | None = getattr(heap, "owned_by_all", None)
 all_instances: Callable[[tuple[type, ...], bool], list[Any]] | None = getattr(heap, "all_instances", None)
 frozen: Callable[[int], tuple[int, int, int]] | None = getattr(heap, "frozen", None)

@@ -1126,12 +1126,11 @@ values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
 /* What the collector has, what that refers to, and what lies in such of that as it does not track. */
 typedef struct {
     Walk walk;
-    Table kinds;   /* the types that are wanted; where types are, those that were met */
+    Table kinds;   /* the types that are wanted */
     Table seen;    /* what is not tracked and was looked into */
     Array waiting; /* PyObject *, what of it is still to be looked into */
     Array met;     /* PyObject * */
     Py_ssize_t least;
-    int of_types;
 } Everything;
 
 static int
@@ -1139,10 +1138,8 @@ meet(void *reading, PyObject *Py_UNUSED(owner), PyObject *item)
 {
     Everything *found = reading;
     PyTypeObject *type = Py_TYPE(item);
-    int is_known = table_find(&found->kinds, type) != UNKNOWN;
-    if (found->of_types && !is_known && (table_add(&found->kinds, type, 0) < 0 || array_push(&found->met, &type) < 0))
-        return -1;
-    if (!found->of_types && is_known && may_be_large(found->least, item) && array_push(&found->met, &item) < 0)
+    if (table_find(&found->kinds, type) != UNKNOWN && may_be_large(found->least, item) &&
+        array_push(&found->met, &item) < 0)
         return -1;
     if (!(PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) || PyObject_GC_IsTracked(item) ||
         table_find(&found->seen, item) != UNKNOWN)
@@ -1164,43 +1161,26 @@ meet_all(PyObject *item, void *reading)
     return failed;
 }
 
-/* (The list is made last: it is young itself.) */
-static PyObject *
-everything(Everything *found)
-{
-    begin(&found->walk);
-    PyObject *taken = for_all(0, meet_all, found) == 0 ? list_of(&found->met) : NULL;
-    free(found->waiting.items);
-    free(found->met.items);
-    free(found->kinds.slots);
-    free(found->seen.slots);
-    end(&found->walk);
-    return taken;
-}
-
-static PyObject *
-types_of_all(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
-{
-    Everything found = {
-        .waiting = {.width = sizeof(PyObject *)}, .met = {.width = sizeof(PyObject *)}, .of_types = 1};
-    return everything(&found);
-}
-
 static PyObject *
 owned_by_all(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *kinds;
+    PyObject *kinds, *taken = NULL;
     Everything found = {.waiting = {.width = sizeof(PyObject *)}, .met = {.width = sizeof(PyObject *)}};
     if (!PyArg_ParseTuple(args, "O!n:owned_by_all", &PyTuple_Type, &kinds, &found.least) || are_classes(kinds) < 0)
         return NULL;
-    for (Py_ssize_t at = 0; at < PyTuple_Size(kinds); at++) {
-        if (table_add(&found.kinds, PyTuple_GetItem(kinds, at), 0) < 0) {
-            free(found.kinds.slots);
-            no_memory();
-            return NULL;
-        }
-    }
-    return everything(&found);
+    begin(&found.walk);
+    int failed = 0;
+    for (Py_ssize_t at = 0; at < PyTuple_Size(kinds) && !failed; at++)
+        failed = table_add(&found.kinds, PyTuple_GetItem(kinds, at), 0) < 0 ? no_memory() : 0;
+    /* (The list is made last: it is young itself.) */
+    if (!failed && for_all(0, meet_all, &found) == 0)
+        taken = list_of(&found.met);
+    free(found.waiting.items);
+    free(found.met.items);
+    free(found.kinds.slots);
+    free(found.seen.slots);
+    end(&found.walk);
+    return taken;
 }
 
 typedef struct {
@@ -1514,10 +1494,9 @@ static PyMethodDef functions[] = {
     {"values_of_all", values_of_all, METH_VARARGS,
      "Return the identity (int64) of who refers to each value of some types, which may be of so many bytes, the values, "
      "and how many objects there are."},
-    {"types_of_all", types_of_all, METH_NOARGS,
-     "Return the types of all objects, of what they refer to, and of what lies in that without being tracked."},
     {"owned_by_all", owned_by_all, METH_VARARGS,
-     "Return of the same objects those of some types which may be of so many bytes; some more than once."},
+     "Return of all objects, of what they refer to, and of what lies in that without being tracked those of some types "
+     "which may be of so many bytes; some more than once."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places. Nothing may be collected meanwhile."},

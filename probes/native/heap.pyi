@@ -68,15 +68,10 @@ def values_of_all(kinds: tuple[type, ...], least: int) -> tuple[bytes, list[Any]
         NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
-def types_of_all() -> list[type]:
-    """Return the types of all objects, of what they refer to, and of what lies in that without being tracked.
-
-    Raises:
-        NotImplementedError: this interpreter's collector has its objects in other lists.
-    """
-
 def owned_by_all(kinds: tuple[type, ...], least: int) -> list[Any]:
-    """Return of the same objects those of some types; some more than once.
+    """Return of all objects, of what they refer to, and of what lies in that untracked those of some types.
+
+    Some more than once.
 
     Args:
         kinds: the types.

@@ -287,10 +287,10 @@ def _classes() -> Iterator[object]:
             yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
 
 
-def all_classes() -> Iterator[type]:
-    """Give every class that there is, once."""
+def all_classes(*bases: type) -> Iterator[type]:
+    """Give every class that there is, or each that derives from some and these themselves, once."""
     seen: set[int] = set()
-    waiting: list[type] = [object]
+    waiting = [*bases] or [object]
     while waiting:
         cls = waiting.pop()
         if id(cls) not in seen:
