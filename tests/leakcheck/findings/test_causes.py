@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import multiprocessing
 import select
 import socket
@@ -131,16 +132,18 @@ def descriptor(number: int) -> str:
 
 
 def test_a_librarys_object_that_has_descriptors_to_itself_is_named_in_their_stead(tmp_path: Path) -> None:
-    """A file with its layers; a loop with its selector, which is its own, and a socket that it does not show."""
+    """A file with its layers; a handler with its stream, which its end closes; a loop with its selector and sockets."""
     with (tmp_path / "log").open("a") as log, (tmp_path / "data").open("wb") as data:
+        handler = logging.FileHandler(tmp_path / "handled")
         loop = asyncio.new_event_loop()
-        own = [each.fileno() for each in objects_of_loop(loop)]
-        context = Context(roots=[("engine", SimpleNamespace(log=log, data=data, loop=loop))])
+        opened = {"log": [log], "data": [data], "handler": [handler.stream], "loop": objects_of_loop(loop)}
+        context = Context(roots=[("engine", SimpleNamespace(log=log, data=data, handler=handler, loop=loop))])
         try:
-            for name, numbers in [("log", [log.fileno()]), ("data", [data.fileno()]), ("loop", own)]:
-                told = with_holders(leak("file-descriptors", *map(descriptor, numbers)), context)
+            for name, files in opened.items():
+                told = with_holders(leak("file-descriptors", *(descriptor(each.fileno()) for each in files)), context)
                 assert (told.holder, told.advice) == (f"engine.{name}", f"call engine.{name}.close() in teardown")
         finally:
+            handler.close()
             loop.close()
 
 

@@ -456,6 +456,25 @@ def test_a_list_of_the_checker_s_in_the_place_of_one_that_is_gone_is_not_what_wa
     assert growing_objects._of_new_things(wanted, {id(there)}) == []
 
 
+LOOPS: list[asyncio.AbstractEventLoop] = []
+
+
+def test_the_timers_of_a_loop_that_the_program_has_are_told_with_what_they_are_for() -> None:
+    loop = asyncio.new_event_loop()
+    LOOPS.append(loop)
+    try:
+        (finding,) = found_after(lambda turn: loop.call_later(3600 + turn, serve_later, bytes(4000)))
+    finally:
+        LOOPS.clear()
+        loop.close()
+    assert finding.holder == f"{__name__}.LOOPS[0]._scheduled"
+    assert f", for {__name__}.serve_later" in finding.message
+
+
+def serve_later(block: bytes) -> int:
+    return len(block)
+
+
 TASKS: set[asyncio.Task[Any]] = set()
 EVENTS: list[asyncio.Event] = []
 
