@@ -227,7 +227,8 @@ class SessionWatch:
         if not self.has_stages:
             return [], ()
         self.has_stages = False
-        return [*self.sleeps.take(), *self.engines.take(known)], self.sleeps.take_unjudged()
+        unjudged = (*self.sleeps.take_unjudged(), *self.engines.take_unjudged())
+        return [*self.sleeps.take(), *self.engines.take(known)], unjudged
 
     def _import_entered(self, owner: Owner) -> None:
         with self._spent.on_judging():

@@ -171,6 +171,12 @@ def with_holder(finding: Finding, facts: HolderFacts) -> Finding:
     )
 
 
+def as_held(finding: Finding, other: Finding) -> Finding:
+    """Return a finding with who holds what it is about, of which that was said earlier in another one."""
+    facts = {name: getattr(other, name) for name in ("cause", "holder", "path", "advice")}
+    return restated(finding, facts, notes=_statement_of(other).notes)
+
+
 def in_process(finding: Finding, process: ProcessName) -> Finding:
     """Return a finding as one of a process's, which its message names."""
     return restated(finding, {"process": process}, process=process.text)

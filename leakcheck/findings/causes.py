@@ -365,7 +365,8 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
     if facts is None:
         return finding
     note, advice = facts.note, finding.advice or facts.advice
-    return noted(finding, f";{note.text}", note.holder, note.rest, path=facts.path, advice=advice)
+    cause = facts.cause if finding.cause == "unknown" else finding.cause
+    return noted(finding, f";{note.text}", note.holder, note.rest, cause=cause, path=facts.path, advice=advice)
 
 
 def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:

@@ -21,7 +21,7 @@ from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.growth.bounds import bound_in_code, is_asked_for_length
-from lowtide.leakcheck.growth.containers import Course
+from lowtide.leakcheck.growth.containers import Course, together
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -102,6 +102,14 @@ _DEEP = 0.25
 
 _HEAP_TYPE = 1 << 9
 
+_MOST_EXPLAINED = 500
+"""Containers that grow in some of the turns of which it is asked who holds them."""
+
+_ONE = 2 / 3
+"""Items with each turn below which it is said in how many turns there is one."""
+
+_ENTRY = re.compile(r"\[[^\[\]]*\]")
+
 _PLAIN = (list, dict, tuple)
 """What everybody makes, some of it in some."""
 
@@ -146,10 +154,11 @@ def growth_in_heap(
     """
     types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
     of_types = {course.identity for course, _ in types}
+    types = [(course, cls) for course, cls in types if not course.by_turns]
     others = [course for course in courses if course.identity not in of_types]
     with sharing_walk() as walk:
         heap = _Heap(walk, stretch.roots, [there, types])
-        found = _growing_containers(others, there, stretch, heap)
+        found = _growing_containers(_each_or_together(others, there, heap), there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in courses}, stretch, heap)
         return _growing_values(values, stretch, found.keys(), heap) | found
@@ -265,6 +274,24 @@ def _may_be_linked(cls: type) -> bool:
 
 def _is_plain(cls: type) -> bool:
     return any(cls is each for each in _PLAIN)
+
+
+def _each_or_together(courses: Sequence[Course], there: Mapping[int, Any], heap: _Heap) -> list[Course]:
+    """Return the courses of containers that grow in every turn, and of those that do by turns, at one place or alone.
+
+    As the shards of a table, or the lists that a dict has for each user: on the way to them only entries differ.
+    """
+    slow = [course for course in courses if course.by_turns and course.identity in there]
+    slow = sorted(slow, key=lambda course: -course.items)[:_MOST_EXPLAINED]
+    alone = {course.identity for course in courses if course.is_regular or not course.by_turns}
+    explained = heap.explained([there[course.identity] for course in slow]) if slow else []
+    places: dict[tuple[str, ...], list[Course]] = {}
+    for course, explanation in zip(slow, explained, strict=True):
+        # What lies in one that grows is told with that.
+        if explanation.path and alone.isdisjoint(explanation.through - {course.identity}):
+            places.setdefault(tuple(_ENTRY.sub("[*]", hop.edge) for hop in explanation.path), []).append(course)
+    found = [course for course in courses if not course.by_turns]
+    return [*found, *(all_ for all_ in map(together, places.values()) if all_.is_of_every_turn or all_.is_regular)]
 
 
 def _growing_containers(
@@ -492,6 +519,10 @@ def _of_container(
         of = _programs_in(last_entries(container, _SAMPLE))
         of_kind += f", for {of}" if of else ""
     name = _name_of(explanation, container)
+    if course.together > 1:
+        name = _ENTRY.sub("[*]", name)
+        of_kind += f" in {course.together} of them"
+        explanation = replace(explanation, holder=_ENTRY.sub("[*]", explanation.holder))
     explanation = replace(
         explanation,
         cause="lru-cache" if is_cache else explanation.cause,
@@ -743,7 +774,9 @@ def _stated(
     name = name or explanation.holder
     said = (lambda _, size: format_bytes(round(size))) if is_value else _said
     grows = "grows by" if is_value else "takes"
-    amount = f"{name} {grows} {said(rate, size)} in each of {course.span} {stretch.turns}"
+    every = round(1 / rate) if 0 < rate < _ONE and not is_value else 1
+    each_of = f"in each of {course.span}" if every == 1 else f"in one of {every} of {course.span}"
+    amount = f"{name} {grows} {said(rate * every, size * every)} {each_of} {stretch.turns}"
     kept = Note(f", {format_bytes(size * course.span)} in all: {what}")
     if stretch.since:
         amount = f"{name} has {said(course.items, size * course.span)} more than at {stretch.since}"

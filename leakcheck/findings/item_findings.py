@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -260,6 +261,8 @@ _COUNTED: tuple[ResourceName, ...] = ("threads", "processes", "file-descriptors"
 _MAPPED: ResourceName = "shared-memory"
 """What this process maps of those, or of files without a name."""
 
+_FOLDER = re.compile("^/dev/shm/")
+
 _STRANDED: ResourceName = "reserved"
 """What torch's allocator keeps for streams that are gone: each segment's name is its device, stream and address."""
 
@@ -296,6 +299,10 @@ class NamedGrowth:
 
     def findings(self) -> list[Finding]:
         """Report what turns had left when the last one ended; the first may fill what is filled once."""
+        return [leak.finding for leak in self.leaks()]
+
+    def leaks(self) -> list[ItemLeak]:
+        """Report the same with the things by their names, as the objects that stand for them have these."""
         found = []
         mapped: set[str] = set()
         for key, items in self._after.items():
@@ -310,7 +317,8 @@ class NamedGrowth:
                 grown = {name: items[name] for turn in turns for name in turn}
                 mapped |= {name.partition(", inode ")[0] for name in grown}
                 growth_of = _stranding_of if key == _STRANDED else _growth_of
-                found.append(growth_of(self._stage, key, grown, len(turns)))
+                names = {_FOLDER.sub("", name.partition(", inode ")[0]): 1 for name in grown}
+                found.append(ItemLeak(growth_of(self._stage, key, grown, len(turns)), key, names, subject=0))
         return found
 
     def _now(self) -> Mapping[ResourceName, Items]:

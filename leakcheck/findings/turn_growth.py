@@ -39,8 +39,11 @@ _FREE = 4_000_000
 _READ_IN_ANY_CASE = 8
 """Readings that are made however large the heap is: those of one stretch, and what is read for its findings."""
 
-_EACH_SECOND = 50_000
-"""The same for each second since the first turn: a hundredth of the time."""
+_EACH_SECOND = 5_000_000
+"""The same for each second since the first turn, of which a part may go so."""
+
+_PART = 0.01
+"""That part, unless said otherwise."""
 
 INFERENCES = "inferences"
 """What turns of an engine are called."""
@@ -49,7 +52,10 @@ FEWEST_TURNS = 12
 """Of fewer turns it is not said whether something grows with each."""
 
 _STRETCHES = 5
-"""Parts of about as many turns, at the ends of which it is read what there is."""
+"""Parts of about as many turns, at the ends of which it is read what there is,"""
+
+_FINE_STRETCHES = 8
+"""or so many, where somebody has asked for that many times five turns: what grows from the middle on is seen then."""
 
 SECOND = 2
 """The turn after which it is read first: the first one fills what is filled once."""
@@ -149,6 +155,7 @@ class TurnGrowth:
         roots: gives what is held, by name, where no path can see it.
         by_frames: whether what running functions hold is the program's; else it is a test runner's.
         asked: whether somebody has asked for it: then it is read at every turn that it should be, at any cost.
+        part: else the part of the time that it may take.
         seconds: how long a turn takes; 0 where it may take any time.
         apart: does what goes through the heap where the program does not notice it.
         calls: records those that allocate, while host memory seems to grow; None: nothing does.
@@ -162,6 +169,7 @@ class TurnGrowth:
         *,
         by_frames: bool = False,
         asked: bool = False,
+        part: float = _PART,
         seconds: float = 0.0,
         apart: Callable[[Callable[[], dict[int, Finding]]], dict[int, Finding]] = lambda work: work(),
         calls: CallRecorder | None = None,
@@ -174,8 +182,9 @@ class TurnGrowth:
         self._waiting: list[tuple[tuple[str, ...], tuple[int, int], int]] = []
         self._by_frames = by_frames
         self._asked, self._seconds = asked, seconds
+        self._each_second = part * _EACH_SECOND
         self._roots = roots
-        self._containers = ContainerCourses(may_rest=bool(seconds))
+        self._containers = ContainerCourses(may_rest=bool(seconds), by_turns=asked and not seconds)
         self._levels: dict[str, HostLevels] = {}
         self._reader = LevelReader()
         self._began = time.monotonic()
@@ -299,7 +308,7 @@ class TurnGrowth:
 
     @property
     def _costs_too_much(self) -> bool:
-        may_cost = max(_FREE, _READ_IN_ANY_CASE * self._largest) + _EACH_SECOND * (time.monotonic() - self._began)
+        may_cost = max(_FREE, _READ_IN_ANY_CASE * self._largest) + self._each_second * (time.monotonic() - self._began)
         return self._gone_through > may_cost
 
     def _note(self, stretches: tuple[str, ...], now: tuple[int, int]) -> None:
@@ -412,7 +421,7 @@ class TurnGrowth:
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
         values = self._growing_values()
-        found = self._findings_on(growing, module, since, values)
+        found = self._findings_on([*growing, *self._containers.slow()], module, since, values)
         for course in growing:
             self._containers.drop(course.identity)
         for course in values:
@@ -509,11 +518,12 @@ def call_recorder(*, wanted: bool) -> CallRecorder | None:
     return CallRecorder()
 
 
-def is_read(turn: int, count: int, *, is_last: bool) -> bool:
+def is_read(turn: int, count: int, *, is_last: bool, asked: bool = False) -> bool:
     """Return whether it is read what there is after a turn, one of `count` that there are to be, from 1."""
     if count < FEWEST_TURNS or turn < SECOND:
         return False
-    return is_last or turn == SECOND or turn * _STRETCHES // count > (turn - 1) * _STRETCHES // count
+    stretches = _FINE_STRETCHES if asked and count >= _FINE_STRETCHES * _STRETCHES else _STRETCHES
+    return is_last or turn == SECOND or turn * stretches // count > (turn - 1) * stretches // count
 
 
 def not_decided(

@@ -1,14 +1,15 @@
 """Which containers take something in every turn, from a few readings of the lengths of all of them.
 
 A cache that fills takes ever less, and a registry something now and then; what is kept of every turn grows by as many
-things as there are turns, in each stretch between two readings.
+things as there are turns, in each stretch between two readings. Where turns do the same, so does what is kept in every
+third of them, or in one of several containers at a time: as evenly.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.leakcheck.growth.series import KEEPS_ON
 from lowtide.probes.heap.container_lengths import ContainerLengths
@@ -23,6 +24,12 @@ CANDIDATE = 3
 _EACH_TURN = 0.9
 """Things that a container must take in a turn: in the one or other turn nothing may happen."""
 
+_REGULAR = 10
+"""Things that one which takes less must have taken, as evenly as that can be."""
+
+_MOST_NEW = 1000
+"""Containers that have come from one reading to the next, of which it is followed how they grow: of more, of none."""
+
 
 @dataclass
 class Course:
@@ -33,12 +40,16 @@ class Course:
         kind: its type's.
         turns: the turns after which it was read.
         lengths: how much it held.
+        by_turns: whether it may take something in some of the turns only.
+        together: of how many such containers it is the course: of all that they have held.
     """
 
     identity: int
     kind: int
     turns: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    by_turns: bool = False
+    together: int = 1
 
     @property
     def items(self) -> int:
@@ -61,20 +72,59 @@ class Course:
         return len(self.turns) < FEWEST_READINGS and self._keeps_on
 
     @property
+    def is_of_every_turn(self) -> bool:
+        """Whether it goes on, and has taken something in every turn."""
+        return self.goes_on and all(step >= _EACH_TURN * span for step, span in self.steps)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it goes on, and has taken something in every second turn, or third, or so on, to the last one.
+
+        What is taken by chance, or fills, is not as even: it takes ever less.
+        """
+        every = round(self.span / self.items)
+        whole = [*self.steps, (self.items, self.span)]
+        is_even = every > 1 and self.has_taken and all(abs(step - span / every) <= 1 for step, span in whole)
+        half = len(self.steps) // 2
+        early, late = (sum(step for step, _ in steps) for steps in (self.steps[:half], self.steps[-half:]))
+        return self.goes_on and self.items >= _REGULAR and is_even and early <= late + 1
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether it has taken something from each reading to the next."""
+        return all(step for step, _ in self.steps)
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Return what it has taken from each reading to the next, and in how many turns."""
+        steps = (more - less for less, more in itertools.pairwise(self.lengths))
+        return [*zip(steps, (later - earlier for earlier, later in itertools.pairwise(self.turns)), strict=True)]
+
+    @property
     def longest_rest(self) -> int:
         """How many turns at most there were from one of its readings to the next."""
         return max(later - earlier for earlier, later in itertools.pairwise(self.turns))
 
     @property
     def _keeps_on(self) -> bool:
-        steps = zip(itertools.pairwise(self.turns), itertools.pairwise(self.lengths), strict=True)
-        rates = [(more - less) / (later - earlier) for (earlier, later), (less, more) in steps]
+        rates = [step / span for step, span in self.steps]
         half = len(rates) // 2
         return _mean(rates[-half:]) >= KEEPS_ON * _mean(rates[:half])
 
 
+def together(courses: Sequence[Course]) -> Course:
+    """Return what several containers that were read after the same turns have held, as one course: the largest's."""
+    largest = max(courses, key=lambda course: course.items)
+    lengths = [sum(lengths) for lengths in zip(*(course.lengths for course in courses), strict=True)]
+    return replace(largest, lengths=lengths, together=len(courses))
+
+
 def _mean(rates: Sequence[float]) -> float:
     return sum(rates) / len(rates)
+
+
+_NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
+"""No containers: their identities, those of their types, and their lengths at one reading."""
 
 
 class ContainerCourses:
@@ -85,10 +135,16 @@ class ContainerCourses:
     Args:
         may_rest: whether there may be nothing to do in a turn, as in an interval of a server without requests: one in
             which none of them takes anything does not count.
+        by_turns: whether those count, too, that take something in some of the turns, alone or by turns with others.
     """
 
-    def __init__(self, *, may_rest: bool = False) -> None:
+    def __init__(self, *, may_rest: bool = False, by_turns: bool = False) -> None:
         self._may_rest = may_rest
+        self._by_turns = by_turns
+        # Those that have never shrunk since the first reading, with their lengths at each. (Arrays, since lists here
+        # would be containers that grow.)
+        self._read = np.zeros(0, np.int64)
+        self._slow = _NONE
         self._rested = 0
         self._first: ContainerLengths | None = None
         self._last: ContainerLengths | None = None
@@ -106,7 +162,10 @@ class ContainerCourses:
         if before is None:
             self._first = now
         if before is None or turn <= earlier:
+            self._read, self._slow = np.array([turn]), _NONE
             return
+        if self._by_turns:
+            self._note_slow(turn, before, now)
         places = before.places_of(now.ids)
         there = np.flatnonzero(places >= 0)
         places = places[there]
@@ -156,6 +215,7 @@ class ContainerCourses:
     def break_off(self) -> None:
         """What comes until the next reading is not judged."""
         self._first, self._last, self._courses, self._rested = None, None, {}, 0
+        self._slow = _NONE
 
     def fixed(self, least: int) -> frozenset[int]:
         """Return the containers that have held as many things, `least` or more, at the first reading as at the last."""
@@ -170,6 +230,38 @@ class ContainerCourses:
     def undecided(self, turn: int) -> list[Course]:
         """Return those that may grow, and were not seen to for long enough; `turn` as that of `growing`."""
         return [course for course in self.candidates().values() if self._lasts(course, turn) and course.may_go_on]
+
+    def _note_slow(self, turn: int, before: ContainerLengths, now: ContainerLengths) -> None:
+        places = before.places_of(now.ids)
+        are_new = (places < 0) | (before.kinds[places] != now.kinds)
+        less = np.where(are_new, 0, before.lengths[places])
+        risen = now.lengths > less
+        if (risen & are_new).sum() > _MOST_NEW:
+            risen &= ~are_new
+        ids, kinds, lengths = self._slow
+        at = now.places_of(ids)
+        lasts = (at >= 0) & (now.kinds[at] == kinds) & (now.lengths[at] >= lengths[:, -1])
+        ids, kinds, lengths = ids[lasts], kinds[lasts], lengths[lasts]
+        risen &= ~np.isin(now.ids, ids)
+        self._read = np.append(self._read, turn)
+        lengths = np.concatenate([lengths, np.repeat(less[risen, None], lengths.shape[1], 1)])
+        ids, kinds = np.concatenate([ids, now.ids[risen]]), np.concatenate([kinds, now.kinds[risen]])
+        self._slow = ids, kinds, np.column_stack([lengths, now.lengths[now.places_of(ids)]])
+
+    def slow(self) -> list[Course]:
+        """Return those that have grown since the first reading, and never shrunk; but `risen` ones.
+
+        One that has come since has held nothing before; one that has been as it is since then is none of them. None
+        where all of them together have not taken enough from each reading to the next.
+        """
+        ids, kinds, lengths = self._slow
+        often = (np.diff(lengths, axis=1) > 0).sum(1) > 1
+        often &= ~np.isin(ids, np.fromiter(self._courses, np.int64, len(self._courses)))
+        turns = self._read.tolist()
+        figures = (ids[often].tolist(), kinds[often].tolist(), lengths[often].tolist())
+        found = [Course(*figure[:2], turns, figure[2], by_turns=True) for figure in zip(*figures, strict=True)]
+        all_ = together(found) if found else None
+        return found if all_ is not None and all_.goes_on and all_.items >= _REGULAR and all_.has_taken else []
 
     def growing(self, turn: int) -> list[Course]:
         """Return those that have taken something in every turn until this one, the longest first.

@@ -179,7 +179,7 @@ class LeakCheck:
         if self._turns < FEWEST_TURNS:
             return
         self._growth.note(self._name)
-        if is_read(self._turn, self._turns, is_last=self._turn == self._turns):
+        if is_read(self._turn, self._turns, is_last=self._turn == self._turns, asked=True):
             self._growth.read(self._turn, begins=self._turn == SECOND)
 
     @property

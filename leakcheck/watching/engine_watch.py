@@ -6,11 +6,13 @@ may give it back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, LEAST, SleptTensors, largest_of_cause, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -29,10 +31,19 @@ from lowtide.probes.memory.tensors import plain_tensors
 from lowtide.probes.objects.listed import all_instances, collector_paused
 from lowtide.probes.originals import loaded
 from lowtide.probes.stages import UPDATE, EnteredStage, PoolReading, announced_pools
-from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.schema import Finding, NotMeasured, ResourceName
+from lowtide.reports.statement import as_held
 
 _MOST_WORDS = 1 << 23
 """Words of a tensor that is read on the host: a block table of 64 MiB; a card reads 141 GB in 31 ms."""
+
+_PART = 0.1
+"""The part of the time that readings of containers may take: a test names an engine so that its turns are judged."""
+
+_UNREAD = "reading how much its containers hold would have taken more than a tenth of the session's time: run it alone"
+
+_WIDER = 1.25
+"""How many times as many turns there are at the next look, where one has found growth: it may have ended since."""
 
 
 class SleepWatch:
@@ -191,12 +202,15 @@ def _readable(device: str) -> Sequence[Range] | None:
 
 @dataclass
 class _Followed:
-    """A stage whose turns are followed: how the watch calls it, after how many is looked next, and what was found."""
+    """A stage whose turns are followed: how the watch calls it, after how many is looked next, and what was found last.
+
+    What was found of an engine holds until it is looked at again: a pool may have filled meanwhile.
+    """
 
     turns: Turns
     label: str = ""
     next: int = FEWEST_STEPS
-    found: dict[str, Finding] = field(default_factory=dict)
+    found: dict[int, dict[str, Finding]] = field(default_factory=dict)
 
 
 class EngineGrowth:
@@ -205,7 +219,7 @@ class EngineGrowth:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         # One for all tests: what it may cost is that of the session.
-        self._containers = TurnGrowth(INFERENCES, self._named_engine)
+        self._containers = TurnGrowth(INFERENCES, self._named_engine, part=_PART)
         self._engine: object = None
         counters = CounterReader(None, card=False, warnings_filters=False, resources=read_items)
         self._named = NamedGrowth(UPDATE, lambda: counters.read_in_part(settings="none").items)
@@ -216,6 +230,8 @@ class EngineGrowth:
         self._followed = [_Followed(Turns("infer")), _Followed(Turns(UPDATE))]
         self._inferences, self._readings = 0, OpenEnd()
         self._of_containers: tuple[Finding, ...] = ()
+        # By resource, with who held it when it was looked at last.
+        self._held: dict[ResourceName, Finding] = {}
 
     def before(self, stage: str, engine: object) -> None:
         """Look before a stage that may give back what has grown: a shutdown."""
@@ -233,13 +249,20 @@ class EngineGrowth:
                 followed.label = label
             if len(followed.turns.again) >= followed.next:
                 self._look(followed, engine)
-                followed.next = 2 * len(followed.turns.again)
+                turns = len(followed.turns.again)
+                followed.next = math.ceil(_WIDER * turns) if followed.found else 2 * turns
         if stage == "infer":
             self._read_containers(engine)
 
     def _look(self, followed: _Followed, engine: object) -> None:
-        left = self._watch.kept_of(followed.label, ENGINE, engine)
-        followed.found |= {each.fingerprint: each for each in grown_under(ENGINE, left, followed.turns)}
+        left = self._watch.kept_of(followed.label, ENGINE, engine, followed.turns.again)
+        found = {each.fingerprint: each for each in grown_under(ENGINE, left, followed.turns)}
+        for leak in self._named.leaks() if followed.turns.stage == UPDATE else ():
+            context = Context(roots=[(ENGINE, engine)], living=True, maker_of=self._watch.maker_of)
+            self._held[leak.finding.resource] = with_holders(leak, context)
+        followed.found.pop(id(engine), None)
+        if found:
+            followed.found[id(engine)] = found
 
     def _read_containers(self, engine: object) -> None:
         self._inferences += 1
@@ -256,6 +279,12 @@ class EngineGrowth:
     def _named_engine(self) -> list[tuple[str, object]]:
         return [(ENGINE, self._engine)]
 
+    def take_unjudged(self) -> tuple[NotMeasured, ...]:
+        """Return that containers of an engine may have grown unseen since the last verdict, where that is so."""
+        unread = self._containers.take_unread()
+        are_enough = self._inferences >= FEWEST_TO_GROW
+        return (NotMeasured(what="what grows with each inference", why=_UNREAD),) if unread and are_enough else ()
+
     def take(self, known: Sequence[Finding]) -> tuple[Finding, ...]:
         """Return what was found since the last call.
 
@@ -264,9 +293,14 @@ class EngineGrowth:
         """
         of_tensors = {finding.device for finding in known if finding.resource == "tensors"}
         of_items = {finding.resource for finding in known}
-        grown = [each for followed in self._followed for each in followed.found.values()]
+        of_engines = [found for followed in self._followed for found in followed.found.values()]
+        grown = [*{mark: each for found in of_engines for mark, each in found.items()}.values()]
         found = [each for each in grown if each.device not in of_tensors]
-        found += [each for each in self._named.findings() if each.resource not in of_items]
+        under_tensors = sum(each.bytes for each in found if each.device == "cpu")
+        named = [each for each in self._named.findings() if each.resource not in of_items]
+        # A tensor over a mapping is one thing.
+        named = [each for each in named if each.resource != "shared-memory" or 2 * under_tensors < each.bytes]
+        found += [as_held(each, self._held[each.resource]) if each.resource in self._held else each for each in named]
         self._named.forget()
         # A container of tensors is told by these.
         holders = {finding.holder for finding in (*known, *found)}

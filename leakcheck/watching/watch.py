@@ -18,6 +18,7 @@ from lowtide.leakcheck.findings.peak_memory import PeakWatch
 from lowtide.leakcheck.findings.remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
+from lowtide.leakcheck.growth.series import FEWEST_STEPS
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.ladder import collect, trim_heap
 from lowtide.leakcheck.judging.owners import Claims, Owner
@@ -78,6 +79,7 @@ class Watch:
         self._watched = watched or Watched(policy or Policy())
         self.policy = self._watched.policy
         self.others = self._watched.others
+        self.maker_of = self._watched.makers.of_item
         self.tolerance = self.policy.tolerance
         self.collected = COLLECTED
         self.out_of_memory = OutOfMemoryWatch(self._watched.births, self._watched.stacks.stacks_at, "before it began")
@@ -193,15 +195,21 @@ class Watch:
         """The process's own memory when the last test had been judged, in bytes; None before the first."""
         return self._host.level_at_end
 
-    def kept_of(self, label: str, name: str, root: object) -> list[tuple[Finding, dict[int, int]]]:
+    def kept_of(
+        self, label: str, name: str, root: object, turns: Collection[int]
+    ) -> list[tuple[Finding, dict[int, int]]]:
         """Say who holds what appeared in a stage and is there, with its bytes by the stage's turn; changes nothing.
+
+        Where no more of some turns have left anything than those by which a level rises once, nobody is looked for.
 
         Args:
             label: the stage.
             name: how paths call the root.
             root: what lives, and may be asked by its own parts who holds what.
+            turns: those that count.
         """
-        if not any(is_tensor(born.item) for born in self._watched.births.survivors(label)):
+        left = {born.turn for born in self._watched.births.survivors(label) if is_tensor(born.item)}
+        if len(left.intersection(turns)) < FEWEST_STEPS:
             return []
         gc.collect()
         is_pooled = within(announced_pools())
@@ -211,11 +219,11 @@ class Watch:
             for storage, stage, turn in readings.values()
             if storage.bytes and not is_pooled(storage.address)
         ]
-        turns = {each.key: each.turn for each in held}
+        turn_of = {each.key: each.turn for each in held}
         with sharing_walk() as walk:
             context = Context(born=self._watched.births.born(), roots=[(name, root)], living=True, walk=walk)
             leaks = leaks_of(held, context)
-        return [(leak.finding, leak.sizes_by(turns)) for leak in leaks]
+        return [(leak.finding, leak.sizes_by(turn_of)) for leak in leaks]
 
     @property
     def stage_now(self) -> str:

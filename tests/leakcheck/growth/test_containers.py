@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from lowtide.leakcheck.growth.containers import ContainerCourses, Course
+from lowtide.leakcheck.growth.containers import ContainerCourses, Course, together
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.original_numpy import np
 
@@ -144,3 +144,44 @@ def test_what_grows_with_each_request_grows_though_there_are_none_for_a_while(le
 )
 def test_what_does_not_grow_on_when_there_are_requests_is_none(lengths: Sequence[int], beside: Sequence[int]) -> None:
     assert served(*lengths, beside=beside) == []
+
+
+def slow(*by_turn: Mapping[int, int]) -> list[Course]:
+    """The courses of containers that grow in some of the turns; each is of so many things after some of these."""
+    noted = ContainerCourses(by_turns=True)
+    for turn in by_turn[0]:
+        noted.note(turn, reading({place: each[turn] for place, each in enumerate(by_turn) if turn in each}))
+    return noted.slow()
+
+
+def test_one_thing_in_every_third_turn_is_regular() -> None:
+    (course,) = slow({2: 1, 8: 3, 16: 6, 24: 8, 32: 11})
+    assert (course.items, course.is_regular, course.is_of_every_turn) == (10, True, False)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param({2: 1, 8: 6, 16: 11, 24: 14, 32: 16}, id="ever less"),
+        pytest.param({2: 1, 8: 6, 16: 12, 24: 18, 32: 24}, id="in three of four turns, by chance"),
+        pytest.param({2: 1, 8: 3, 16: 3, 24: 8, 32: 11}, id="uneven"),
+    ],
+)
+def test_what_is_taken_by_chance_is_not_regular(lengths: dict[int, int]) -> None:
+    assert not any(course.is_regular for course in slow(lengths))
+
+
+def test_containers_that_take_something_by_turns_grow_together() -> None:
+    courses = slow({2: 1, 8: 4, 16: 8, 24: 12, 32: 16}, {2: 1, 8: 4, 16: 8, 24: 12, 32: 16})
+    assert not any(course.is_of_every_turn for course in courses)
+    both = together(courses)
+    assert (both.together, both.items, both.is_of_every_turn) == (2, 30, True)
+
+
+def test_one_that_comes_late_has_held_nothing_before() -> None:
+    courses = slow({2: 1, 8: 7, 16: 9, 24: 13, 32: 17}, {16: 6, 24: 10, 32: 14})
+    assert together(courses).lengths == [1, 7, 15, 23, 31]
+
+
+def test_one_that_has_shrunk_is_none_of_them() -> None:
+    assert slow({2: 1, 8: 4, 16: 3, 24: 12, 32: 16}) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import linecache
 import os
+import random
 import re
 import sys
 import types
@@ -79,6 +80,37 @@ def grown_by(turn: Callable[[int], object], turns: int = 20) -> dict[str | None,
             turn(number)
             check.turn()
     return {finding.holder: finding.message for finding in findings(check)}
+
+
+class Shards:
+    """Has a table in four parts, a memo in as many, which fills, and some of every third request."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[int, bytes]] = [{} for _ in range(4)]
+        self.memo: list[dict[int, bytes]] = [{} for _ in range(4)]
+        self.samples: list[bytes] = []
+        self.drawn = random.Random(1)
+
+    def answer(self, number: int) -> None:
+        self.parts[number % 4][number] = bytes(3000)
+        key = self.drawn.randrange(60)
+        self.memo[key % 4].setdefault(key, bytes(3000))
+        if number % 3 == 0:
+            self.samples.append(bytes(6000))
+
+
+SHARDS = Shards()
+
+
+def test_what_is_taken_by_turns_or_in_every_third_is_growth_and_a_memo_that_fills_is_not() -> None:
+    grown = grown_by(SHARDS.answer, turns=48)
+    shards = f"{__name__}.SHARDS"
+    assert grown.keys() == {f"{shards}.parts[*]", f"{shards}.samples"}
+    said = grown[f"{shards}.parts[*]"]
+    assert said.startswith(f"{shards}.parts[*] takes 1 item (3.0 KiB) in each of 46 turns"), said
+    assert said.endswith(": 48 of bytes in 4 of them")
+    said = grown[f"{shards}.samples"]
+    assert said.startswith(f"{shards}.samples takes 1 item (5.8 KiB) in one of 3 of 46 turns"), said
 
 
 def show_source(number: int) -> None:
