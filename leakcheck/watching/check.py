@@ -25,7 +25,7 @@ from lowtide.probes.originals import gc, os, threading
 from lowtide.probes.stages import EnteredStage, listening
 from lowtide.reports.from_snapshot import report_of
 from lowtide.reports.outcomes import judged_as
-from lowtide.reports.schema import Report, Subject
+from lowtide.reports.schema import NotMeasured, Report, Subject
 from lowtide.reports.sizes import parse_bytes
 
 
@@ -150,7 +150,7 @@ class LeakCheck:
             leaks = any(finding.suppressed_by is None for finding in findings)
             if self._watch.heap is not None and not leaks:
                 self._watch.heap.drop()
-            not_measured = (*verdict.not_measured, *self._sleeps.take_unjudged())
+            not_measured = (*verdict.not_measured, *self._sleeps.take_unjudged(), *self._turns_missed())
             outcome, reason = judged_as("leak" if leaks else "clean", not_measured)
             self._report = self._report_of(
                 Subject(
@@ -161,6 +161,13 @@ class LeakCheck:
                     not_measured=not_measured,
                 )
             )
+
+    def _turns_missed(self) -> tuple[NotMeasured, ...]:
+        """Return that it is not known what grows with each turn, where too few were made of those that were to be."""
+        if self._turns < FEWEST_TURNS or self._turn >= FEWEST_TURNS:
+            return ()
+        why = f"{self._turn} of {self._turns} turns were made, and it shows from {FEWEST_TURNS} on: call turn() after each"
+        return (NotMeasured(what="what grows with each turn", why=why),)
 
     def turn(self) -> None:
         """Say that the block has done once what it does `turns` times.

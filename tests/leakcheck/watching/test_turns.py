@@ -197,6 +197,19 @@ def test_a_turn_needs_to_know_how_many_there_will_be() -> None:
         check.turn()
 
 
+def test_turns_that_were_not_made_are_said() -> None:
+    with LeakCheck(turns=40) as check:
+        for _ in range(3):
+            check.turn()
+    (subject,) = check.report.subjects
+    assert subject.outcome == "clean"
+    (missing,) = subject.not_measured
+    assert (missing.what, missing.why.partition(":")[0]) == (
+        "what grows with each turn",
+        "3 of 40 turns were made, and it shows from 12 on",
+    )
+
+
 @pytest.mark.nightly
 def test_it_is_told_however_large_the_heap_is() -> None:
     large, kept = [[] for _ in range(400_000)], list[bytes]()  # type: ignore[var-annotated]
