@@ -158,7 +158,7 @@ def growth_in_heap(
     others = [course for course in courses if course.identity not in of_types]
     with sharing_walk() as walk:
         heap = _Heap(walk, stretch.roots, [there, types])
-        found = _growing_containers(_each_or_together(others, there, heap), there, stretch, heap)
+        found = _growing_containers(_each_or_together(others, there, stretch, heap), there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in courses}, stretch, heap)
         return _growing_values(values, stretch, found.keys(), heap) | found
@@ -276,13 +276,20 @@ def _is_plain(cls: type) -> bool:
     return any(cls is each for each in _PLAIN)
 
 
-def _each_or_together(courses: Sequence[Course], there: Mapping[int, Any], heap: _Heap) -> list[Course]:
+def _each_or_together(
+    courses: Sequence[Course], there: Mapping[int, Any], stretch: Stretch, heap: _Heap
+) -> list[Course]:
     """Return the courses of containers that grow in every turn, and of those that do by turns, at one place or alone.
 
     As the shards of a table, or the lists that a dict has for each user: on the way to them only entries differ.
     """
     slow = [course for course in courses if course.by_turns and course.identity in there]
     slow = sorted(slow, key=lambda course: -course.items)[:_MOST_EXPLAINED]
+    each = itertools.accumulate(
+        _bytes_a_turn(course, there[course.identity], tensors=stretch.tensors)[0] for course in slow
+    )
+    if not any(_is_enough(slow[0], size) for size in each):
+        slow = []
     alone = {course.identity for course in courses if course.is_regular or not course.by_turns}
     explained = heap.explained([there[course.identity] for course in slow]) if slow else []
     places: dict[tuple[str, ...], list[Course]] = {}

@@ -420,8 +420,9 @@ class TurnGrowth:
 
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
+        others = (*self._containers.slow(), *self._containers.replaced())
         values = self._growing_values()
-        found = self._findings_on([*growing, *self._containers.slow()], module, since, values)
+        found = self._findings_on([*growing, *others], module, since, values)
         for course in growing:
             self._containers.drop(course.identity)
         for course in values:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from lowtide.leakcheck.growth.series import KEEPS_ON
 from lowtide.probes.heap.container_lengths import ContainerLengths
@@ -119,9 +120,20 @@ def together(courses: Sequence[Course]) -> Course:
     return replace(largest, lengths=lengths, together=len(courses))
 
 
+def _unlike(these: ContainerLengths, others: ContainerLengths) -> Any:
+    """Return of which containers there is none among others in the same place, and as long."""
+    at = others.places_of(these.ids)
+    return (at < 0) | (others.kinds[at] != these.kinds) | (others.lengths[at] != these.lengths)
+
+
 def _mean(rates: Sequence[float]) -> float:
     return sum(rates) / len(rates)
 
+
+_Replaced: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+_AT_ONCE = range(1, 5)
+"""Things with each turn by which what takes the place of a shorter one may be longer."""
 
 _NONE = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
 """No containers: their identities, those of their types, and their lengths at one reading."""
@@ -145,6 +157,9 @@ class ContainerCourses:
         # would be containers that grow.)
         self._read = np.zeros(0, np.int64)
         self._slow = _NONE
+        # What each time gives way to a longer one: its type, how many things each turn adds, and since when, how long.
+        self._replaced: tuple[_Replaced, ...] = ()
+        self._new: dict[tuple[int, int], list[int]] = {}
         self._rested = 0
         self._first: ContainerLengths | None = None
         self._last: ContainerLengths | None = None
@@ -162,10 +177,11 @@ class ContainerCourses:
         if before is None:
             self._first = now
         if before is None or turn <= earlier:
-            self._read, self._slow = np.array([turn]), _NONE
+            self._read, self._slow, self._replaced = np.array([turn]), _NONE, ()
             return
         if self._by_turns:
             self._note_slow(turn, before, now)
+            self._note_replaced(turn, turn - earlier, before, now)
         places = before.places_of(now.ids)
         there = np.flatnonzero(places >= 0)
         places = places[there]
@@ -215,7 +231,7 @@ class ContainerCourses:
     def break_off(self) -> None:
         """What comes until the next reading is not judged."""
         self._first, self._last, self._courses, self._rested = None, None, {}, 0
-        self._slow = _NONE
+        self._slow, self._replaced = _NONE, ()
 
     def fixed(self, least: int) -> frozenset[int]:
         """Return the containers that have held as many things, `least` or more, at the first reading as at the last."""
@@ -247,6 +263,35 @@ class ContainerCourses:
         lengths = np.concatenate([lengths, np.repeat(less[risen, None], lengths.shape[1], 1)])
         ids, kinds = np.concatenate([ids, now.ids[risen]]), np.concatenate([kinds, now.kinds[risen]])
         self._slow = ids, kinds, np.column_stack([lengths, now.lengths[now.places_of(ids)]])
+
+    def _note_replaced(self, turn: int, span: int, before: ContainerLengths, now: ContainerLengths) -> None:
+        # An object may be where the last one but one was.
+        gone, new = _unlike(before, now), _unlike(now, before) & (now.lengths >= span)
+        of_new = zip(now.kinds[new].tolist(), now.lengths[new].tolist(), strict=True)
+        self._new = {}
+        for place, identity in zip(of_new, now.ids[new].tolist(), strict=True) if new.sum() <= _MOST_NEW else ():
+            self._new.setdefault(place, []).append(identity)
+        of_gone = {*zip(before.kinds[gone].tolist(), before.lengths[gone].tolist(), strict=True)}
+        begun = (
+            (kind, each, (turn - span,), (length - each * span,)) for kind, length in self._new for each in _AT_ONCE
+        )
+        longer: dict[tuple[int, int], _Replaced] = {}
+        for kind, each, turns, lengths in (*self._replaced, *begun):
+            length = lengths[-1] + each * span
+            if (kind, lengths[-1]) in of_gone and (kind, length) in self._new:
+                longer.setdefault((kind, length), (kind, each, (*turns, turn), (*lengths, length)))
+        self._replaced = (*longer.values(),)
+
+    def replaced(self) -> list[Course]:
+        """Return those that have each time taken the place of a shorter one, by as many things as there were turns."""
+        found = [
+            Course(identity, kind, [*turns], [*lengths])
+            for kind, _, turns, lengths in self._replaced
+            if len(turns) >= FEWEST_READINGS
+            for identity in self._new[kind, lengths[-1]]
+        ]
+        told = {identity for identity, course in self._courses.items() if course.goes_on}
+        return [course for course in found if course.identity not in told]
 
     def slow(self) -> list[Course]:
         """Return those that have grown since the first reading, and never shrunk; but `risen` ones.

@@ -166,7 +166,8 @@ class LeakCheck:
         """Return that it is not known what grows with each turn, where too few were made of those that were to be."""
         if self._turns < FEWEST_TURNS or self._turn >= FEWEST_TURNS:
             return ()
-        why = f"{self._turn} of {self._turns} turns were made, and it shows from {FEWEST_TURNS} on: call turn() after each"
+        made = f"{self._turn} of {self._turns} turns were made"
+        why = f"{made}, and it shows from {FEWEST_TURNS} on: call turn() after each"
         return (NotMeasured(what="what grows with each turn", why=why),)
 
     def turn(self) -> None:

@@ -185,3 +185,29 @@ def test_one_that_comes_late_has_held_nothing_before() -> None:
 
 def test_one_that_has_shrunk_is_none_of_them() -> None:
     assert slow({2: 1, 8: 4, 16: 3, 24: 12, 32: 16}) == []
+
+
+def replaced(*lengths: Mapping[int, int]) -> list[Course]:
+    """What is found of containers that are others, by their identities, after turns 2, 8, 16, 24 and 32."""
+    noted = ContainerCourses(by_turns=True)
+    for turn, of_all in zip((2, 8, 16, 24, 32), lengths, strict=True):
+        noted.note(turn, reading(of_all))
+    return noted.replaced()
+
+
+def test_a_list_that_gives_way_to_one_that_is_longer_by_as_many_things_as_there_were_turns_grows() -> None:
+    (course,) = replaced({100: 3}, {101: 9}, {102: 17}, {103: 25}, {104: 33})
+    assert (course.identity, course.items, course.span, course.by_turns) == (104, 30, 30, False)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(({100: 3}, {101: 9}, {102: 17}, {103: 25}, {104: 25}), id="as long at last"),
+        pytest.param(({100: 3}, {101: 9}, {102: 18}, {103: 25}, {104: 33}), id="of any length"),
+        pytest.param(({100: 3}, {100: 3, 101: 9}, {102: 17}, {103: 25}, {104: 33}), id="beside it"),
+        pytest.param(({100: 3}, {100: 9}, {100: 17}, {100: 25}, {100: 33}), id="the same one, which is found as that"),
+    ],
+)
+def test_what_is_made_anew_in_another_length_does_not(lengths: Sequence[Mapping[int, int]]) -> None:
+    assert replaced(*lengths) == []

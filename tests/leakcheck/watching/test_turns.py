@@ -83,18 +83,22 @@ def grown_by(turn: Callable[[int], object], turns: int = 20) -> dict[str | None,
 
 
 class Shards:
-    """Has a table in four parts, a memo in as many, which fills, and some of every third request."""
+    """Has a table and a memo, which fills, in four parts each, some of every third request, and a new list in each."""
 
     def __init__(self) -> None:
         self.parts: list[dict[int, bytes]] = [{} for _ in range(4)]
         self.memo: list[dict[int, bytes]] = [{} for _ in range(4)]
         self.samples: list[bytes] = []
+        self.history: list[bytes] = []
+        self.window: list[bytes] = []
         self.drawn = random.Random(1)
 
     def answer(self, number: int) -> None:
         self.parts[number % 4][number] = bytes(3000)
         key = self.drawn.randrange(60)
         self.memo[key % 4].setdefault(key, bytes(3000))
+        self.history = [*self.history, bytes(4000)]
+        self.window = [*self.window, bytes(4000)][-16:]
         if number % 3 == 0:
             self.samples.append(bytes(6000))
 
@@ -105,7 +109,9 @@ SHARDS = Shards()
 def test_what_is_taken_by_turns_or_in_every_third_is_growth_and_a_memo_that_fills_is_not() -> None:
     grown = grown_by(SHARDS.answer, turns=48)
     shards = f"{__name__}.SHARDS"
-    assert grown.keys() == {f"{shards}.parts[*]", f"{shards}.samples"}
+    assert grown.keys() == {f"{shards}.parts[*]", f"{shards}.samples", f"{shards}.history"}
+    said = grown[f"{shards}.history"]
+    assert said.startswith(f"{shards}.history takes 1 item (3.9 KiB) in each of 46 turns"), said
     said = grown[f"{shards}.parts[*]"]
     assert said.startswith(f"{shards}.parts[*] takes 1 item (3.0 KiB) in each of 46 turns"), said
     assert said.endswith(": 48 of bytes in 4 of them")
