@@ -438,7 +438,8 @@ def after_update(
         held: what it has now, likewise.
     """
     wanted, now = digests(sent), digests(held)
-    wrong = [name for name in wanted if name in now and now[name] != wanted[name]]
+    differ = [name for name in wanted if name in now and now[name] != wanted[name]]
+    wrong = [name for name in differ if not _is_rounded(sent[name], held[name])]
     if not wrong:
         return []
     then = digests(before)
@@ -500,6 +501,16 @@ def digests(weights: Mapping[str, Any]) -> dict[str, Any]:
         name: fingerprint_of_tensor(value) if torch is not None and isinstance(value, torch.Tensor) else value
         for name, value in weights.items()
     }
+
+
+def _is_rounded(sent: Any, held: Any) -> bool:
+    """Return whether an engine has what was sent in a type of its own, as bfloat16 of a trainer's float32."""
+    torch = loaded("torch")
+    if torch is None or not (isinstance(sent, torch.Tensor) and isinstance(held, torch.Tensor)):
+        return False
+    if sent.dtype == held.dtype or sent.shape != held.shape:
+        return False
+    return fingerprint_of_tensor(sent.to(device=held.device, dtype=held.dtype)) == fingerprint_of_tensor(held)
 
 
 def _are(names: Sequence[str]) -> str:

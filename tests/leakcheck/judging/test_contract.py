@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lowtide.leakcheck.judging.contract import (
     PENDING,
@@ -16,6 +17,7 @@ from lowtide.leakcheck.judging.contract import (
     after_idle,
     after_infer,
     after_sleep,
+    after_update,
     after_wake,
     failed_teardown,
     holders,
@@ -210,3 +212,12 @@ def test_every_error_of_a_shutdown_is_reported() -> None:
     both = failed_teardown("shutdown", ExceptionGroup("two", [OSError("no card"), ValueError("no group")]))
     assert (both.count, both.message) == (2, "shutdown raised: OSError: no card; ValueError: no group")
     assert (both.advice or "").startswith("run all steps of shutdown")
+
+
+def test_weights_that_an_engine_keeps_in_a_type_of_its_own_are_those_that_were_sent() -> None:
+    before, sent = {"a": torch.zeros(8).bfloat16()}, {"a": torch.rand(8)}
+    assert after_update("cpu", before, sent, {"a": sent["a"].bfloat16()}) == []
+    (finding,) = after_update("cpu", before, sent, {"a": sent["a"].bfloat16() + 1})
+    assert finding.message == "1 of 1 weight is not what update_weights has sent: a"
+    (finding,) = after_update("cpu", before, sent, before)
+    assert finding.message.startswith("update_weights moved nothing")
