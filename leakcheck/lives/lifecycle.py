@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, has_slept
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests
@@ -391,7 +393,8 @@ class LifecycleRun:
                 return
         own = self._turns_of[UPDATE]
         self._grown[UPDATE] = grown_under(ENGINE, self._left(own, engine), own)
-        self._record.findings += self._named_growth.findings()
+        context = Context(roots=[(ENGINE, engine)], living=True, maker_of=self._reader.makers.of_item)
+        self._record.findings += [with_holders(leak, context) for leak in self._named_growth.leaks()]
 
     def _again(self, life: TargetLife, stage: str, called: str) -> bool:
         """Go through a stage once more, for growth; return whether it has worked."""

@@ -202,6 +202,7 @@ def test_what_each_update_leaves_open_is_growth_by_name() -> None:
     finding = found("leaves a descriptor")
     assert (finding.resource, finding.trend, finding.count) == ("file-descriptors", "growth", 4)
     assert "4 file descriptors more, which 4 calls of update_weights in a row have left: " in finding.message
+    assert "; made in Engine.load, test_weight_syncs.py:" in finding.message
     assert "/memfd:bucket" in finding.message
 
 
