@@ -164,7 +164,7 @@ def test_one_thing_in_every_third_turn_is_regular() -> None:
     [
         pytest.param({2: 1, 8: 6, 16: 11, 24: 14, 32: 16}, id="ever less"),
         pytest.param({2: 1, 8: 6, 16: 12, 24: 18, 32: 24}, id="in three of four turns, by chance"),
-        pytest.param({2: 1, 8: 3, 16: 3, 24: 8, 32: 11}, id="uneven"),
+        pytest.param({2: 1, 8: 2, 16: 5, 24: 7, 32: 12}, id="unevenly"),
     ],
 )
 def test_what_is_taken_by_chance_is_not_regular(lengths: dict[int, int]) -> None:
