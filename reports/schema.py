@@ -432,9 +432,12 @@ class Report(_Record, frozen=True, kw_only=True):
         Raises:
             LeaksFoundError: something did not, or could not be judged.
         """
+        # Its words are made of these classes.
+        from lowtide.reports.finding_lines import first_line
+
         unjudged = ("error", "unsupported")
         lines = [
-            f"{subject.id}: {finding.resource}/{finding.cause}: {finding.message}"
+            f"{subject.id}: {finding.resource}/{finding.cause}: {first_line(finding)}"
             for subject in self.subjects
             for finding in subject.findings
             if finding.suppressed_by is None

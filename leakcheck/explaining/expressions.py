@@ -421,6 +421,9 @@ _ITSELF = "ITSELF"
 END_OF_RUNNING_LOOP = f"call_soon_threadsafe({_ITSELF}.stop), join its thread and close() it"
 """That of a loop of asyncio: while it runs `close` raises, and `stop` alone is heard by its own thread only."""
 
+END_OF_SHARED_MEMORY = f"close() and {_ITSELF}.unlink()"
+"""That of shared memory: closed it keeps its name, unlinked its descriptors."""
+
 
 def ending_of(cls: type | None, instance: object = None) -> str:
     """Return the call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none.
@@ -484,6 +487,11 @@ def on(code: str, ending: str) -> str:
     if ending.startswith("await "):
         return f"await {code}.{ending.removeprefix('await ')}"
     return f"{code}.{ending.replace(_ITSELF, code)}"
+
+
+def all_of(ending: str) -> str:
+    """Return an ending for objects that no code leads to, as part of a sentence."""
+    return ending.replace(f"{_ITSELF}.", "")
 
 
 def ended(code: str, ending: str) -> str:

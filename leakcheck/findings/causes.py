@@ -12,13 +12,23 @@ import subprocess
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any, TypeAlias
 
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
+from lowtide.leakcheck.explaining.endings import leaves_alone
 from lowtide.leakcheck.explaining.explain import Holder
-from lowtide.leakcheck.explaining.expressions import class_named, ended, ending_of, ends_part, on
+from lowtide.leakcheck.explaining.expressions import (
+    END_OF_SHARED_MEMORY,
+    all_of,
+    class_named,
+    ended,
+    ending_of,
+    ends_part,
+    on,
+)
 from lowtide.leakcheck.explaining.library_objects import FINALIZER, advice_for_finalizer, advice_for_root, is_installed
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
@@ -37,6 +47,7 @@ from lowtide.probes.objects.foreign import (
     attribute,
     instance_dict,
     is_a,
+    module_of_class,
     thread_ident,
     thread_key,
     thread_name,
@@ -84,6 +95,8 @@ class CommonCause:
         kind: what the first suspect edge on that way is.
         ending: the call that ends the holder, as `close()`; empty where its class has none.
         part_ending: the call that ends the part of such a holder which has the thing; empty where there is none.
+        part_call: the same as code that ends that part; empty where no code leads to it.
+        idle: a call of an object on the way that may be taken for the end of the thing, and is not.
         is_thing: whether the holder is what the findings are about, and not an object that has it among others.
         through: the identities of the objects that the way leads through, to the findings themselves.
     """
@@ -95,6 +108,8 @@ class CommonCause:
     kind: schema.Cause = "unknown"
     ending: str = ""
     part_ending: str = ""
+    part_call: str = ""
+    idle: str = ""
     is_thing: bool = False
     through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
@@ -348,7 +363,7 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
         if place and len(some) > 1:
             holders = [holder for holder, _ in some]
             first, more = holders[0], f" (and {len(some) - 1} more)"
-            advice = f"{f'call {first.ending} of' if first.ending else 'end'} each in teardown"
+            advice = f"{f'call {all_of(first.ending)} of' if first.ending else 'end'} each in teardown"
             alone = replace(first, holder=first.holder + more, path=(), advice=advice)
             cause = replace(_container_of(holders) or alone, key=("made", place))
             causes.update(dict.fromkeys(itertools.chain(*(members for _, members in some)), cause))
@@ -584,7 +599,7 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
 
 def _end_each(endings: Sequence[str], name: str) -> str:
     """Return the advice to end several objects, each by its own call, that are all in what has a name."""
-    end = f"call {endings[0]} of" if endings[0] and len({*endings}) == 1 else "end"
+    end = f"call {all_of(endings[0])} of" if endings[0] and len({*endings}) == 1 else "end"
     return f"{end} each that {name} holds in teardown"
 
 
@@ -598,10 +613,13 @@ def _causes_by_name(
     holders = context.first_holders(objects, ignore={id(owners)}, not_roots=threads, names=names)
     # Where nothing is known from before, age does not tell an owner that is new from one that is meant to stay.
     with_owner = names is None
-    wanted = {of for each in holders if each for of in (each.identity, *(each.through if with_owner else ()))}
-    found = {id(item): item for item in objects_of(wanted, context.walk)}
+    wanted = {of for each in holders if each for of in (each.identity, *each.through)}
+    found = {id(item): item for item in (*objects_of(wanted, context.walk), *objects)}
+    of_object: dict[int, list[_Named]] = {}
+    for named, item in owners.items():
+        of_object.setdefault(id(item), []).append(named)
     by_object = {
-        id(item): _cause(holder, item, found, with_owner=with_owner)
+        id(item): _cause(holder, _Thing.of(item, of_object[id(item)]), found, with_owner=with_owner)
         for item, holder in zip(objects, holders, strict=True)
     }
     of_holder: dict[Hashable, list[CommonCause]] = {}
@@ -619,51 +637,115 @@ def _with_all_ended(cause: CommonCause, others: Sequence[CommonCause]) -> Common
     """Return a cause with the advice to end all parts of its holder that things of the others are in."""
     if len({other.advice for other in others}) == 1:
         return cause
+    calls = list(dict.fromkeys(other.part_call for other in others if other.part_call))
+    if len(calls) > 1 and cause.idle and len({other.idle for other in others}) == 1:
+        advice = f"call {first_of(calls, _MOST_NAMED)} in teardown: {cause.idle} ends none of these"
+        return replace(cause, advice=advice)
     return replace(cause, advice=_end_each([other.part_ending for other in others], cause.holder))
 
 
-def _cause(holder: Holder | None, item: object, found: Mapping[int, object], *, with_owner: bool) -> CommonCause | None:
+def _cause(
+    holder: Holder | None, thing: _Thing, found: Mapping[int, object], *, with_owner: bool
+) -> CommonCause | None:
     """Return the first object on the way that should be gone; None where nothing of the program's leads to it.
 
     Args:
         holder: that object.
-        item: what it holds.
-        found: objects by their identities, the holder among them; with those on the way, where an owner is looked for.
+        thing: what it holds.
+        found: objects by their identities, the holder and those on the way among them.
         with_owner: whether a library's object that has the item to itself is named in its stead.
     """
     if holder is None:
         return None
     path = _of_thread(holder.path)
-    is_thing, itself = holder.identity == id(item), found.get(holder.identity)
+    is_thing, itself = holder.identity == id(thing.item), found.get(holder.identity)
+    on_way = [found[each] for each in holder.through | {id(thing.item)} if each in found]
     if with_owner and is_thing and (owner := _owner_in(path)) < len(path):
-        on_way, path = (found[each] for each in holder.through if each in found), path[:owner]
+        path = path[:owner]
         itself = next((each for each in on_way if type_name(type(each)) == path[-1].type), None)
     name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(itself), itself) if itself is not None else ending_of(class_named(last.type))
     if itself is not None and _is_over(itself):
         # What is left is a part of it, as the pipe from a process that has ended.
         ending = ""
-    advice = ended(name, ending)
-    part_ending = ""
+    idle, part, part_ending = "", "", ""
+    if itself is not None and thing.is_left_by(itself, ending):
+        idle, ending = f"{last.type}.{ending}", ""
+    if not ending:
+        part, part_ending, inner_idle = _end_within(path, holder, on_way, thing)
+        idle = idle or inner_idle
+    ending, part_ending = thing.fitting(ending), thing.fitting(part_ending)
+    but = f": {idle} does not end it" if idle else ""
     exception = _exception_on(_way_of(path, holder))
+    at_exit = next((each for each in on_way if type(each) is MethodType and each.__self__ is itself), None)
     if exception:
         # What the functions had in hand when it was raised is no part of it, and ends where they do.
         advice = f"set {exception}.__traceback__ to None: it keeps the local variables of its functions"
+    elif idle and at_exit and root.edge.startswith("atexit.") and not thing.is_left_by(itself, at_exit.__name__):
+        advice = f"call {at_exit.__name__}() of the {last.type} in teardown, and give it to atexit.unregister(){but}"
     elif len(path) == 1 and root.type == "interpreter":
         advice = advice_for_root(root.edge)
     elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
         # itself is the program's to end where it was made.
-        advice = f"{f'call {ending} of' if ending else 'end'} the {last.type} in teardown"
+        of, call = (last.type, ending) if ending or not part else (type_name(type(thing.item)), part_ending)
+        advice = f"{f'call {all_of(call)} of' if call else 'end'} the {of} in teardown{but}"
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
     elif type(itself) is FINALIZER:
         advice = advice_for_finalizer(name, [itself])
     elif not ending:
-        part, part_ending = _end_within(path, holder)
-        advice = (
-            f"let go of {name} in teardown" if is_library(last.type) and not part else ended(part or name, part_ending)
-        )
-    return CommonCause(holder.identity, name, path, advice, holder.cause, ending, part_ending, is_thing, holder.through)
+        lets_go = is_library(last.type) and not part
+        advice = f"let go of {name} in teardown" if lets_go else f"{ended(part or name, part_ending)}{but}"
+    else:
+        advice = ended(name, ending)
+    part_call = on(part, part_ending) if part_ending else ""
+    return CommonCause(
+        holder.identity,
+        name,
+        path,
+        advice,
+        holder.cause,
+        ending,
+        part_ending,
+        part_call,
+        idle,
+        is_thing,
+        holder.through,
+    )
+
+
+@dataclass(frozen=True)
+class _Thing:
+    """An object that stands for things which did not come back, and should be ended.
+
+    Attributes:
+        item: the object.
+        resources: what it stands for.
+        numbers: the descriptors whose numbers it has, where it is an object of the program's own.
+    """
+
+    item: object
+    resources: frozenset[str]
+    numbers: Sequence[int]
+
+    @classmethod
+    def of(cls, item: object, named: Sequence[_Named]) -> _Thing:
+        is_own = not is_installed(module_of_class(type(item)))
+        numbers = [int(name.partition(" ")[0]) for key, name in named if is_own and key == "file-descriptors"]
+        return cls(item, frozenset(key for key, _ in named), numbers)
+
+    def is_left_by(self, owner: object, call: str) -> bool:
+        """Return whether a call of an object on the way to it surely does not end it."""
+        if not call or (owner is self.item and not self.numbers):
+            return False
+        needs = "unlink" if "unlink" in self.fitting(ending_of(type(self.item))) else ""
+        return leaves_alone(owner, call, self.numbers or [self.item], needs)
+
+    def fitting(self, ending: str) -> str:
+        """Return what ends shared memory, by what is left of that: its name, its descriptors, or both."""
+        if ending != "unlink()" or "file-descriptors" not in self.resources:
+            return ending
+        return END_OF_SHARED_MEMORY if "shared-memory" in self.resources else "close()"
 
 
 def _is_over(item: object) -> bool:
@@ -701,16 +783,19 @@ def _exception_on(way: Sequence[Hop]) -> str:
     return way_text(way[:traceback])
 
 
-def _end_within(path: tuple[Hop, ...], holder: Holder) -> tuple[str, str]:
-    """Return the first part of a holder that can be ended, which holds the rest, and how; empty for none."""
-    way = _way_of(path, holder)
+def _end_within(path: tuple[Hop, ...], holder: Holder, on_way: Sequence[object], thing: _Thing) -> tuple[str, str, str]:
+    """Return the first part of a holder that can be ended and holds the rest, how, and whose call does not."""
+    way, idle = _way_of(path, holder), ""
     for turn in range(len(path), len(way)):
         if way[turn].edge.startswith("._") and is_library(way[turn - 1].type):
             break
         ending = ending_of(class_named(way[turn].type))
-        if ending:
-            return way_text(way[: turn + 1]), ending
-    return "", ""
+        of_its_type = [each for each in on_way if type_name(type(each)) == way[turn].type]
+        if ending and len(of_its_type) == 1 and thing.is_left_by(of_its_type[0], ending):
+            idle = f"{way[turn].type}.{ending}"
+        elif ending:
+            return way_text(way[: turn + 1]), ending, idle
+    return "", "", idle
 
 
 def _is_inside_library(path: Sequence[Hop]) -> bool:

@@ -46,7 +46,7 @@ from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, signal, threading, time
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
-from lowtide.reports.statement import noted
+from lowtide.reports.statement import noted, restated
 
 _MOST_ROUNDS = 3
 """Holders that are cut one after the other, where each of them alone keeps something alive."""
@@ -819,9 +819,18 @@ def _with_return(finding: Finding, leak: UnprovenLeak) -> Finding:
     return noted(finding, f"; came back {leak.came_back}", advice=finding.advice or change)
 
 
+def with_change(leak: TensorLeak | ItemLeak) -> Finding:
+    """Return a finding of which nothing is tried, with the change that would be."""
+    change = _change_of(leak) if isinstance(leak, TensorLeak) and not leak.finding.advice else ""
+    return restated(leak.finding, {"advice": f"{change} (not tried)"}) if change else leak.finding
+
+
 def _change_of(leak: TensorLeak) -> str:
-    cuts = {each.cut.code for each in leak.explanations.values() if each.cut is not None and each.cut.is_code}
-    return "; ".join(sorted(cuts)) if len(cuts) == 1 else ""
+    cuts = [each.cut for each in leak.explanations.values()]
+    # What nothing holds, or only words can let go of, is given back by no code.
+    known = [cut for cut in cuts if cut is not None]
+    wording = named(_distinct(known)) if known and len(known) == len(cuts) else None
+    return wording.text if wording is not None and wording.is_code else ""
 
 
 def _new_in(explanations: Iterable[Explanation]) -> frozenset[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from lowtide.leakcheck.explaining.endings import leaves_running
 from lowtide.leakcheck.explaining.explain import Holder
 from lowtide.leakcheck.explaining.expressions import END_OF_RUNNING_LOOP, class_named, ending_of, on
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
@@ -145,6 +146,9 @@ def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
     one, runs, text = len(group) == 1, _runs(group[0].thread), _work(group)
     held = [running.held for running in group if running.held is not None]
     holder, path, advice = _kept_by(held, runs, one=one) if held else ("", (), _unheld(group[0], runs))
+    if path == (held[0][1].way if held else ()):
+        # Nobody else's end is advised.
+        advice = _idle_end(group[0], runs) or advice
     finding = restated(leak.finding, {"path": path or leak.finding.path, "advice": advice}, most=_SHOWN)
     finding = noted(finding, f"; {text}{', held by ' if holder else ''}", holder)
     endings = {ending.code: ending for running in group for ending in _endings(running)}
@@ -195,6 +199,16 @@ def _unheld(running: _Running, runs: str) -> str:
         # What runs is a function of a class that has an end, as `Queue._feed` of multiprocessing's queue.
         return f"call {call} of the {of} in teardown"
     return f"keep the thread, let {runs} return, and join() the thread at the end"
+
+
+def _idle_end(running: _Running, runs: str) -> str:
+    """Return what to change where the object whose method a thread runs has an end that does not end the thread."""
+    target = _target(running.thread)
+    owner = target.__self__ if type(target) is MethodType else None
+    call = _call(type(owner)) if owner is not None else ""
+    if not call or not leaves_running(owner, call, running.thread, target):
+        return ""
+    return f"let {type_name(type(owner))}.{call} end the thread: make {runs} return, and join() it there"
 
 
 def _call(cls: type) -> str:

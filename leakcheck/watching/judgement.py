@@ -25,6 +25,7 @@ from lowtide.leakcheck.findings.remedies import (
     try_actions,
     try_deferred,
     try_holders,
+    with_change,
 )
 from lowtide.leakcheck.findings.running_threads import works_for
 from lowtide.leakcheck.findings.storage_holders import Context, Explained, explain_storages, marked_as_frozen
@@ -282,7 +283,9 @@ class WatchJudge:
         elif notes and policy.remedies == "later":
             findings, unproven = self.trials.defer(leaks, watches, context, read)
         else:
-            findings = [[leak.finding for leak in found] for found in leaks]
+            findings = [
+                [with_change(leak) if policy.remedies == "never" else leak.finding for leak in found] for found in leaks
+            ]
             # Nothing is tried, but whether it is there still is asked later.
             unproven = [
                 defer([leak for leak in found if isinstance(leak, TensorLeak)], watches) if notes else none

@@ -321,7 +321,12 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
-        ("test_at_exit[True]", "shared-memory", "atexit.register(", "; call unlink() of the multiprocessing."),
+        (
+            "test_at_exit[True]",
+            "shared-memory",
+            "atexit.register(",
+            "; call close() and unlink() of the multiprocessing.",
+        ),
         ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "atexit.unreg"),
         ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "made in test_"),
         (
@@ -343,7 +348,7 @@ def finding_of(run: InnerRun, name: str) -> Finding:
             "call os.close() with the descriptor in teardown",
         ),
         ("test_files_at_exit[True]", "file-descriptors", "atexit.register(function", "3 file descriptors still open"),
-        ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call unlink() of each"),
+        ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call close() and unlink() of each"),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "; made in test_segments"),
         ("test_closed_segment[True]", "shared-memory", "psm_", "; made in test_closed_segment, test_inner.py:"),
         ("test_closed_segment[True]", "shared-memory", "psm_", "now: os.unlink('/dev/shm/psm_"),

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import multiprocessing
+import os
 import select
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +181,68 @@ def test_of_several_holders_the_first_are_named_with_what_ends_each(tmp_path: Pa
     assert told.advice.startswith("end each in teardown: engine.file_")
     assert (told.advice.count(".close()"), told.advice.endswith(" and 2 more")) == (3, True)
     assert told.message.count("engine.file_") == 3
+
+
+class Forgetful:
+    """An engine whose `close` ends a part of what it has."""
+
+    def __init__(self) -> None:
+        self.tool = subprocess.Popen(["sleep", "600"])
+        self.memory = shared_memory.SharedMemory(create=True, size=4096)
+        self.reader, self.writer = os.pipe()
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def end(self) -> None:
+        self.memory.close()
+        self.memory.unlink()
+        os.close(self.reader)
+        os.close(self.writer)
+        self.tool.kill()
+        self.tool.wait()
+
+
+@pytest.fixture
+def forgetful() -> Iterator[Forgetful]:
+    engine = Forgetful()
+    OPENED.append(engine)
+    yield engine
+    OPENED.clear()
+    engine.end()
+
+
+def test_what_an_engines_close_forgets_is_advised_by_its_own_call(forgetful: Forgetful) -> None:
+    (cause,) = causes_of._causes_by_name({("processes", "1"): forgetful.tool}, Context()).values()
+    kept = f"{__name__}.OPENED[0]"
+    assert cause.advice == f"call {kept}.tool.terminate() in teardown: {__name__}.Forgetful.close() does not end it"
+
+
+def test_what_it_ends_is_advised_by_its_close(forgetful: Forgetful) -> None:
+    name = ("file-descriptors", descriptor(forgetful.memory._fd))
+    (cause,) = causes_of._causes_by_name({name: forgetful.memory}, Context()).values()
+    assert cause.advice == f"call {__name__}.OPENED[0].close() in teardown"
+
+
+def test_shared_memory_that_is_only_closed_is_to_be_unlinked(forgetful: Forgetful) -> None:
+    named = ("shared-memory", forgetful.memory.name)
+    both = {named: forgetful.memory, ("file-descriptors", descriptor(forgetful.memory._fd)): forgetful.memory}
+    kept, idle = f"{__name__}.OPENED[0].memory", f": {__name__}.Forgetful.close() does not end it"
+    (cause,) = causes_of._causes_by_name({named: forgetful.memory}, Context()).values()
+    assert cause.advice == f"call {kept}.unlink() in teardown{idle}"
+    causes = causes_of._causes_by_name(both, Context()).values()
+    assert {each.advice for each in causes} == {f"call {kept}.close() and {kept}.unlink() in teardown{idle}"}
+
+
+def test_of_several_that_are_forgotten_each_has_its_call(forgetful: Forgetful) -> None:
+    owners = {("processes", "1"): forgetful.tool, ("shared-memory", "psm_1"): forgetful.memory}
+    causes = causes_of._causes_by_name(owners, Context()).values()
+    (advice,) = {each.advice for each in causes}
+    kept = f"{__name__}.OPENED[0]"
+    assert advice in (
+        f"call {kept}.{one}, {kept}.{other} in teardown: {__name__}.Forgetful.close() ends none of these"
+        for one, other in (("tool.terminate()", "memory.unlink()"), ("memory.unlink()", "tool.terminate()"))
+    )
 
 
 class Receiver:
