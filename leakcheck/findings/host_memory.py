@@ -19,6 +19,7 @@ import msgspec
 from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
 from lowtide.leakcheck.explaining.library_objects import is_installed
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.growing_objects import RUNNERS, caches_by_table
 from lowtide.leakcheck.findings.item_findings import HeldMemory, ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.kept_bytes import is_namespace, is_of_a_module, kept_by, own_size
@@ -45,6 +46,10 @@ _TELLING_PART = 0.25
 
 MOST = 64
 """How many of the largest are looked at."""
+
+_LEAST_OF_A_TURN = 64 << 10
+_MOST_OF_TURNS = 1000
+"""The arrays that turns may have added: how large they are at least, and how many of the largest are looked at."""
 
 _MOST_NAMED = 3
 
@@ -220,10 +225,29 @@ def bytes_of_new_arrays(context: Context) -> int:
     return sum(each.bytes for each in held if not _is_library_s(each) and not _is_runner_s(each))
 
 
-def memory_holder(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
-    """Return who holds so many bytes: arrays, one or several in one place, or containers; None where none do."""
-    found = _held_memory(size, context)
+def memory_holder(size: int, context: Context, *, grown: int = 0) -> tuple[HolderFacts, Explanation] | None:
+    """Return who holds so many bytes: arrays, one or several in one place, or containers; None where none do.
+
+    Where each of several turns has added so many, `grown` bytes in all, those of all turns in one container come first.
+    """
+    found = (_of_all_turns(size, grown, context) if grown else ()) or _held_memory(size, context)
     return _said_of(found) if found else None
+
+
+def _of_all_turns(step: int, grown: int, context: Context) -> Sequence[HeldArray]:
+    """Return the arrays in one container to which each turn has added some, the first one included or not."""
+    buffers = [each for each in large_buffers(_LEAST_OF_A_TURN) if each.bytes <= step * (1 + _NEAR)]
+    buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:_MOST_OF_TURNS]
+    by_container: dict[Hashable, list[HeldArray]] = {}
+    for _, each in held_arrays(buffers, context):
+        by_container.setdefault(each.container, []).append(each)
+    # A turn takes pages more than the arrays have.
+    likely = [
+        group
+        for group in by_container.values()
+        if len(group) > 1 and grown * (1 - _ABOUT) <= sum(each.bytes for each in group) <= (grown + step) * (1 + _ABOUT)
+    ]
+    return likely[0] if len(likely) == 1 else ()
 
 
 def _held_memory(size: int, context: Context, *, of_parts: bool = True) -> Sequence[HeldArray]:
@@ -248,7 +272,14 @@ def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
     ways: dict[Hashable, HeldArray] = {}
     for each in found:
         ways.setdefault(each.container, each)
-    return _facts(f"; {format_bytes(amount)} in {few} held by ", [*ways.values()])
+    named = [_as_container(each) if len(found) > len(ways) else each for each in ways.values()]
+    return _facts(f"; {format_bytes(amount)} in {few} held by ", named)
+
+
+def _as_container(held: HeldArray) -> HeldArray:
+    """Return what an array in it says of a container of several, by the container's name."""
+    explanation = held.explanation
+    return replace(held, explanation=replace(explanation, holder=way_text(explanation.path[:-1])))
 
 
 def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:

@@ -110,7 +110,7 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
 
         def holder() -> HolderFacts | None:
             # Which of this process's arrays are the memory that the other one has seen grow.
-            by_arrays = memory_holder(question.bytes, Context(living=True))
+            by_arrays = memory_holder(question.bytes, Context(living=True), grown=question.grown)
             return None if by_arrays is None else by_arrays[0]
 
         return apart(holder, HolderFacts | None)

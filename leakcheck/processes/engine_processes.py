@@ -214,16 +214,24 @@ class EngineProcesses:
         self._imported[pid] = self._imported.get(pid, 0) + imported
         return self._imported[pid]
 
-    def named_by_arrays(self, finding: Finding, size: int) -> Finding:
-        """Return a finding about the host memory of a process with the holder of arrays of a size, if there are any."""
-        facts = self._holder_of_arrays(finding, size)
-        return finding if facts is None else with_holder(finding, facts)
+    def named_by_arrays(self, finding: Finding, size: int, *, grows: bool = False) -> Finding:
+        """Return a finding about the host memory of a process with the holder of arrays of a size, if there are any.
 
-    def _holder_of_arrays(self, finding: Finding, size: int) -> HolderFacts | None:
+        Args:
+            finding: the finding.
+            size: bytes, of each turn where it grows.
+            grows: whether each turn has added so many: what is to change is then no single array.
+        """
+        facts = self._holder_of_arrays(finding, size, finding.bytes if grows else 0)
+        if facts is None:
+            return finding
+        return with_holder(finding, msgspec.structs.replace(facts, advice=finding.advice) if grows else facts)
+
+    def _holder_of_arrays(self, finding: Finding, size: int, grown: int) -> HolderFacts | None:
         pid = process_levels.pid_of(finding)
         if finding.resource != "host-memory" or not self.agents.has_agent(pid):
             return None
-        return self.ask(pid, messages.ExplainHostMemory(bytes=size))
+        return self.ask(pid, messages.ExplainHostMemory(bytes=size, grown=grown))
 
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
@@ -404,7 +412,7 @@ class EngineProcesses:
         elif finding.resource in COUNTED:
             facts = self._things.named(finding)
         else:
-            facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
+            facts = self._holder_of_arrays(finding, finding.bytes // finding.count, finding.bytes)
         if self.trim(pid) is not None:
             # What an earlier search has left may be given back by this one.
             self._imported[pid] = max(0, self._imported[pid] + (private_bytes(pid) or 0) - before)

@@ -243,9 +243,11 @@ class ExplainHostMemory(Question[HolderFacts | None], frozen=True, kw_only=True,
 
     Attributes:
         bytes: of the arrays.
+        grown: what there is more after all turns, of which each adds so many bytes; 0 where it came at once.
     """
 
     bytes: int
+    grown: int = 0
 
 
 class ExplainNew(Question[HolderFacts | None], frozen=True, kw_only=True, tag="explain-new"):

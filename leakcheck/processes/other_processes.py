@@ -323,7 +323,7 @@ class OtherProcesses:
             named["cpu"] += self._in_containers.pop(pid, 0)
             for finding in turns.findings(named):
                 if is_trimmed:
-                    found.append(self._engine.named_by_arrays(finding, turns.usual_step(finding)))
+                    found.append(self._engine.named_by_arrays(finding, turns.usual_step(finding), grows=True))
                 else:
                     self._leave_unexplained(process, finding, _NO_AGENT)
         return found

@@ -22,6 +22,7 @@ import zmq
 from lowtide.leakcheck.findings import host_memory
 from lowtide.leakcheck.findings.host_memory import (
     held_again,
+    memory_holder,
     with_largest_containers,
     with_memory_holder,
     with_native_holder,
@@ -92,12 +93,30 @@ def test_the_last_of_a_list_are_named_where_the_first_were_there_before() -> Non
     LISTED.extend(numbers(UNIT) for _ in range(12))
     finding = with_memory_holder(host(4 * UNIT), Context()).finding
     assert "; 12.0 MiB in 4 of numpy.ndarray held by " in finding.message
-    assert finding.holder == f"{__name__}.LISTED[11]"
+    assert finding.holder == f"{__name__}.LISTED"
 
 
 def test_of_several_of_that_size_in_a_list_the_last_is_named() -> None:
     LISTED.extend(numbers(41 * MIB) for _ in range(2))
     assert with_memory_holder(host(41 * MIB), Context()).finding.holder == f"{__name__}.LISTED[1]"
+
+
+@pytest.mark.parametrize("pieces", [1, 12])
+def test_what_each_of_several_turns_has_added_to_a_container_is_told_by_the_container(pieces: int) -> None:
+    """The first turn is none of the growth, and its arrays are there, too."""
+    LISTED.extend(numbers(UNIT // pieces) for _ in range(6 * pieces))
+    held = memory_holder(UNIT, Context(living=True), grown=5 * UNIT)
+    assert held is not None
+    assert held[0].note.text == f"; 18.0 MiB in {6 * pieces} of numpy.ndarray held by "
+    assert held[0].note.holder == f"{__name__}.LISTED"
+
+
+def test_a_table_that_is_larger_than_all_growth_is_not_said_to_be_it() -> None:
+    LISTED.extend(numbers(UNIT) for _ in range(12))
+    held = memory_holder(UNIT, Context(living=True), grown=5 * UNIT)
+    # One of its entries has the size, as before.
+    assert held is not None
+    assert held[0].note.text == "; 3.0 MiB in a numpy.ndarray held by "
 
 
 @pytest.mark.parametrize("size", [30 * MIB, 60 * MIB, 1 << 30])
