@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import re
 import signal
@@ -261,7 +262,7 @@ def make_target(factory: TargetFactory) -> LifecycleTarget:
     """Make a new target, checked for having what it declares.
 
     Raises:
-        TargetError: it cannot be made, or lacks a method.
+        TargetError: it cannot be made, or lacks a method, or one that takes what that is called with.
     """
     try:
         target = factory()
@@ -278,7 +279,26 @@ def make_target(factory: TargetFactory) -> LifecycleTarget:
             f"{type(target).__name__} declares what it does not have: add the methods {', '.join(missing)}, or do not "
             "declare them in its capabilities"
         )
+    for name in calls_of(capabilities):
+        _check_arguments(target, name)
     return target
+
+
+def _check_arguments(target: LifecycleTarget, name: str) -> None:
+    """Refuse a method that cannot take the arguments of its call."""
+    arguments = CALLS[name].arguments
+    try:
+        signature = inspect.signature(getattr(target, name))
+    except (TypeError, ValueError):
+        # What is written in C may not say what it takes.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TargetError(
+            f"{type(target).__name__}.{name} cannot be called: {error}; write "
+            f"`def {name}({', '.join(['self', *arguments])})`"
+        ) from error
 
 
 class Unjudged:

@@ -67,6 +67,25 @@ def test_a_target_without_capabilities_or_a_life_is_refused() -> None:
         make_target(Empty)  # type: ignore[arg-type]
 
 
+def test_a_method_that_cannot_take_what_it_is_called_with_is_refused() -> None:
+    class Short(Bare):
+        def create(self) -> None:  # type: ignore[override]
+            pass
+
+    with pytest.raises(TargetError, match=r"Short\.create cannot be called: .*; write `def create\(self, config\)`"):
+        make_target(Short)
+
+
+def test_a_method_may_take_more_or_say_nothing() -> None:
+    class Wide(Bare):
+        def create(self, *whatever: Any) -> None: ...
+        def infer(self, prompts: Any, most: int, seed: int = 0) -> Any: ...
+
+        shutdown = print
+
+    assert isinstance(make_target(Wide), Wide)
+
+
 def test_a_factory_that_raises_is_said_to() -> None:
     with pytest.raises(TargetError, match="made no target: it raised ZeroDivisionError: "):
         make_target(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
