@@ -11,6 +11,7 @@ import pytest
 from lowtide.leakcheck.judging.judge import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.metrics import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.leakcheck.judging.rules import PEAK
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.session_watch import Spent
 from lowtide.pytest_plugin.settings import Settings
@@ -21,7 +22,7 @@ from lowtide.reports.finding_lines import amount, first_line, holder_text, lines
 from lowtide.reports.heap.kept_heap import kept_files
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.outcomes import ENDED, KNOW_GROWTH, held_by_process
-from lowtide.reports.schema import Finding, NotMeasured, Subject
+from lowtide.reports.schema import Finding, Hop, NotMeasured, Subject
 from lowtide.reports.sizes import format_amount, format_bytes
 
 MOST_NOT_MEASURED = 5
@@ -213,8 +214,13 @@ def headline(subject: Subject, before: Mapping[int, Sighting] = NOTHING_BEFORE) 
     same = f"as in {before[turn].subject.id}: " if turn in before else ""
     if first.resource == PEAK.resource:
         return one_line(f"peak: {first.message}{more}")
-    holder = f"{first.holder}: " if first.holder else ""
+    holder = f"{first.holder}: " if first.holder and not _is_of_a_librarys_own(first.path) else ""
     return one_line(f"leak: {holder}{same}{first.resource}/{first.cause}: {first.message}{more}")
+
+
+def _is_of_a_librarys_own(path: Sequence[Hop]) -> bool:
+    """Return whether a path begins at a table of a library's own, as `subprocess._active`: nobody knows it by that."""
+    return [hop.type for hop in path[:1]] == ["module"] and is_library(path[0].edge) and path[1].edge.startswith("._")
 
 
 def details(subject: Subject, verbosity: int, before: Mapping[int, Sighting] = NOTHING_BEFORE) -> str:

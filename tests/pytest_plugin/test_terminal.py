@@ -9,8 +9,9 @@ import pytest
 
 from lowtide.pytest_plugin.session_watch import Spent
 from lowtide.pytest_plugin.settings import Settings
-from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, summary
-from lowtide.reports.schema import NotMeasured, Subject
+from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, headline, summary
+from lowtide.reports.schema import Hop, NotMeasured, Subject
+from tests.reports.small_reports import finding
 
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import RunInner
@@ -55,6 +56,25 @@ def test_what_a_driver_does_not_tell_is_said_once_with_its_reason() -> None:
     assert said([clean("a", CARD), clean("b", CARD), clean("c")]) == [
         "not judged in 2 tests: driver cuda:0 (NVML does not list process 7: another PID namespace?)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "said"),
+    [
+        ("subprocess", "._active", "leak: processes/module-global: 1 process still running: 7 (cat)"),
+        ("engine", "._active", "leak: engine._active[0]: processes/module-global: 1 process still running: 7 (cat)"),
+        ("logging", ".root", "leak: logging.root[0]: processes/module-global: 1 process still running: 7 (cat)"),
+    ],
+)
+def test_the_headline_shows_no_holder_that_only_a_library_knows(module: str, table: str, said: str) -> None:
+    left = finding(
+        resource="processes",
+        cause="module-global",
+        message="1 process still running: 7 (cat)",
+        holder=f"{module}{table}[0]",
+        path=(Hop(type="module", edge=module), Hop(type="list", edge=table), Hop(type="subprocess.Popen", edge="[0]")),
+    )
+    assert headline(Subject(id="a", outcome="leak", findings=(left,))) == said
 
 
 def test_where_everything_was_judged_nothing_is_said() -> None:
