@@ -108,6 +108,14 @@ def leaves_running(owner: object, call: str, thread: object, function: object) -
     return False
 
 
+def attributes_with(owner: object, numbers: Collection[int]) -> list[str]:
+    """Return the attributes of an object that are one of some numbers, as far as a method of its class names them."""
+    functions = [each for base in mro_of(type(owner)) for each in namespace_of(base).values()]
+    names = dict.fromkeys(name for each in functions if type(each) is FunctionType for name in code_of(each).co_names)
+    values = {name: attribute(owner, name) for name in names}
+    return [name for name, value in values.items() if type(value) is int and value in numbers]
+
+
 def _name_of(call: str) -> str:
     return call.removeprefix("await ").partition("(")[0]
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
-from lowtide.leakcheck.explaining.endings import leaves_alone
+from lowtide.leakcheck.explaining.endings import attributes_with, leaves_alone
 from lowtide.leakcheck.explaining.explain import Holder
 from lowtide.leakcheck.explaining.expressions import (
     END_OF_SHARED_MEMORY,
@@ -75,6 +75,9 @@ _CONTAINERS = ("dict", "list", "tuple", "set", "collections.OrderedDict", "colle
 
 BELONGING = tuple(resource.rule.key for resource in RESOURCES)
 """The resources that belong together, that which says most of the cause first."""
+
+_LONGEST_SAID_AGAIN = 24
+"""Characters of what leads to several objects that a message has once only."""
 
 _MOST_NAMED = 3
 """Holders of the things of one finding that are named."""
@@ -421,7 +424,10 @@ def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts |
             advice = "; ".join(list(dict.fromkeys(way.advice for way in ways if way.advice))[:_MOST_NAMED])
     elif len(ways) > 1 and path is not None:
         holder = way_text(path)
-        advice = _end_each([way.ending for way in ways], holder)
+        advice = _end_each([way.ending or way.part_ending for way in ways], holder)
+        idle = {way.idle for way in ways}
+        if len(idle) == 1 and ways[0].idle:
+            advice += f": {ways[0].idle} does not end it"
     some = "" if len(causes) == count else f" {len(causes)} of them"
     return HolderFacts(
         note=Note(f"{some} held by ", holder, others),
@@ -638,10 +644,16 @@ def _with_all_ended(cause: CommonCause, others: Sequence[CommonCause]) -> Common
     if len({other.advice for other in others}) == 1:
         return cause
     calls = list(dict.fromkeys(other.part_call for other in others if other.part_call))
-    if len(calls) > 1 and cause.idle and len({other.idle for other in others}) == 1:
-        advice = f"call {first_of(calls, _MOST_NAMED)} in teardown: {cause.idle} ends none of these"
-        return replace(cause, advice=advice)
+    if calls and cause.idle and len({other.idle for other in others}) == 1:
+        return replace(cause, advice=f"{_said_once(calls)} in teardown: {cause.idle} ends none of these")
     return replace(cause, advice=_end_each([other.part_ending for other in others], cause.holder))
+
+
+def _said_once(calls: Sequence[str]) -> str:
+    """Return the advice to make some calls, with what leads to all they are of in front of them."""
+    of = os.path.commonprefix([call.removeprefix("os.close(") for call in calls]).rpartition(".")[0]
+    said = first_of(calls, _MOST_NAMED)
+    return f"with it = {of}, call {said.replace(of, 'it')}" if len(of) > _LONGEST_SAID_AGAIN else f"call {said}"
 
 
 def _cause(
@@ -676,6 +688,10 @@ def _cause(
         idle = idle or inner_idle
     ending, part_ending = thing.fitting(ending), thing.fitting(part_ending)
     but = f": {idle} does not end it" if idle else ""
+    part_call = on(part, part_ending) if part_ending else ""
+    if idle and not part and thing.numbers:
+        owner_name = way_text(_way_of(path, holder))
+        part_call = ", ".join(f"os.close({owner_name}.{each})" for each in attributes_with(thing.item, thing.numbers))
     exception = _exception_on(_way_of(path, holder))
     at_exit = next((each for each in on_way if type(each) is MethodType and each.__self__ is itself), None)
     if exception:
@@ -693,12 +709,13 @@ def _cause(
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
     elif type(itself) is FINALIZER:
         advice = advice_for_finalizer(name, [itself])
+    elif part_call and not part:
+        advice = f"call {part_call} in teardown{but}"
     elif not ending:
         lets_go = is_library(last.type) and not part
         advice = f"let go of {name} in teardown" if lets_go else f"{ended(part or name, part_ending)}{but}"
     else:
         advice = ended(name, ending)
-    part_call = on(part, part_ending) if part_ending else ""
     return CommonCause(
         holder.identity,
         name,

@@ -195,8 +195,9 @@ class Forgetful:
         self.memory.close()
 
     def end(self) -> None:
-        self.memory.close()
-        self.memory.unlink()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory.unlink()
         os.close(self.reader)
         os.close(self.writer)
         self.tool.kill()
@@ -238,11 +239,24 @@ def test_of_several_that_are_forgotten_each_has_its_call(forgetful: Forgetful) -
     owners = {("processes", "1"): forgetful.tool, ("shared-memory", "psm_1"): forgetful.memory}
     causes = causes_of._causes_by_name(owners, Context()).values()
     (advice,) = {each.advice for each in causes}
+    assert advice.startswith(f"with it = {__name__}.OPENED[0], call it.")
+    assert "it.tool.terminate()" in advice
+    assert "it.memory.unlink()" in advice
+    assert advice.endswith(f" in teardown: {__name__}.Forgetful.close() ends none of these")
+
+
+def test_descriptors_that_it_forgets_are_closed_by_their_numbers(forgetful: Forgetful) -> None:
+    named = ("file-descriptors", descriptor(forgetful.reader))
+    other = ("file-descriptors", descriptor(forgetful.writer))
     kept = f"{__name__}.OPENED[0]"
-    assert advice in (
-        f"call {kept}.{one}, {kept}.{other} in teardown: {__name__}.Forgetful.close() ends none of these"
-        for one, other in (("tool.terminate()", "memory.unlink()"), ("memory.unlink()", "tool.terminate()"))
-    )
+    idle = f": {__name__}.Forgetful.close() does not end it"
+    forgetful.memory.close()
+    forgetful.memory.unlink()
+    forgetful.memory = None  # type: ignore[assignment]
+    advice = {
+        cause.advice for cause in causes_of._causes_by_name({named: forgetful, other: forgetful}, Context()).values()
+    }
+    assert advice == {f"call os.close({kept}.reader), os.close({kept}.writer) in teardown{idle}"}
 
 
 class Receiver:
