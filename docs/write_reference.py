@@ -190,7 +190,6 @@ PAGES = {
     "cli.md": command_reference,
     "judging.md": judged_table,
     "pytest-options.md": pytest_reference,
-    "pytest.md": judged_table,
 }
 
 

@@ -46,7 +46,7 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.parametrize("name", ["cli.md", "judging.md", "pytest-options.md", "pytest.md"])
+@pytest.mark.parametrize("name", ["cli.md", "judging.md", "pytest-options.md"])
 def test_a_reference_page_is_that_of_the_code(name: str) -> None:
     writer = script("write_reference")
     text = page(name)
