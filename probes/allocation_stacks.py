@@ -109,7 +109,7 @@ class AllocationStacks:
             self._recorder.stop(torch)
 
     def stacks_at(self, device: str, addresses: Collection[int]) -> dict[int, tuple[StackFrame, ...]]:
-        """The stacks from which the memory at some addresses was allocated, the innermost frame first.
+        """Return the stacks from which the memory at some addresses was allocated, the innermost frame first.
 
         The checker's own frames and those of torch's dispatcher are left out.
 
@@ -174,7 +174,7 @@ class AllocationStacks:
 
 
 def _segments() -> list[Segment]:
-    """What torch's allocators hold, with the stacks; empty if they cannot report it."""
+    """Return what torch's allocators hold, with the stacks; empty if they cannot report it."""
     torch = initialized_torch()
     return [] if torch is None else all_segments(torch)[0] or []
 
@@ -223,7 +223,7 @@ class PeakOfStorages:
                 self._most, self._at_peak = self._sum, dict(self._live)
 
     def blocks(self) -> list[PeakBlock]:
-        """Those at the peak."""
+        """Return those at the peak."""
         return [
             PeakBlock(live.bytes, _unfolded(live.stack), live.made_at, address, not live.reference.expired())
             for address, live in self._at_peak.items()
@@ -291,7 +291,7 @@ class _CpuRecorder:
         return found
 
     def addresses(self, args: object, kwargs: dict[str, object]) -> set[int]:
-        """The addresses of the storages that an op is given."""
+        """Return the addresses of the storages that an op is given."""
         found = set()
         try:
             for tensor in self._tensors(args):
@@ -336,7 +336,7 @@ class _CpuRecorder:
             pass
 
     def _prepare(self, torch: Any) -> bool:
-        """Makes the mode; False if torch is not what it is known to be, and so nothing can be recorded."""
+        """Make the mode; False if torch is not what it is known to be, and so nothing can be recorded."""
         dispatch: Any = loaded("torch.utils._python_dispatch")
         try:
             self._tensor = torch.Tensor
@@ -379,7 +379,7 @@ class _CpuRecorder:
         return fresh
 
     def _walk(self, frame: FrameType | None) -> _FlatStack:
-        """The stack from a frame outwards, the checker's own frames left out."""
+        """Return the stack from a frame outwards, the checker's own frames left out."""
         flat: list[object] = []
         most = 3 * self._depth
         while frame is not None and len(flat) < most:
@@ -434,7 +434,7 @@ def _make_mode(torch: Any, dispatch: Any, recorder: _CpuRecorder) -> Any:
 def _dispatch(
     mode: Any, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Runs an op, with its mode taken off, and has it recorded."""
+    """Run an op, with its mode taken off, and has it recorded."""
     recorder: _CpuRecorder = mode.recorder
     kwargs = kwargs or {}
     if not recorder.active:
@@ -450,7 +450,7 @@ def _dispatch(
 
 
 def _loaded_torch() -> ModuleType | None:
-    """The torch module if it is loaded, and not just half way."""
+    """Return the torch module if it is loaded, and not just half way."""
     torch = loaded("torch")
     return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
 

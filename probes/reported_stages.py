@@ -186,7 +186,7 @@ def _encoded(report: StageReport) -> bytes:
 
 
 def _received(connection: socket.socket) -> StageReport | None:
-    """What comes over a connection; None where that is no report of this user's."""
+    """Return what comes over a connection; None where that is no report of this user's."""
     connection.settimeout(_TAKES_S)
     data = b""
     try:

@@ -103,7 +103,7 @@ class Snapshot:
         return next((reading.process_bytes for reading in self.drivers if reading.device == device), None)
 
     def allocator(self, device: str) -> AllocatorReading | None:
-        """What torch's allocator holds on `device`; None where the process has no context there."""
+        """Return what torch's allocator holds on `device`; None where the process has no context there."""
         return next((reading for reading in self.allocators if reading.device == device), None)
 
     def allocated(self, device: str) -> int | None:
@@ -122,7 +122,7 @@ _MOST_BEHIND_CACHES = 300_000
 
 
 def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
-    """Reads everything once.
+    """Read everything once.
 
     Args:
         label: what to call this moment.
@@ -263,7 +263,7 @@ def base_from(snapshot: Snapshot, device: str) -> int:
 
 
 def read_ledger(snapshot: Snapshot, device: str, base: LedgerBase) -> DeviceLedger:
-    """Draws up the ledger of one device from one snapshot; reads nothing else.
+    """Draw up the ledger of one device from one snapshot; read nothing else.
 
     Raises:
         LedgerError: `base` was measured on another device.

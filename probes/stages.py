@@ -95,7 +95,7 @@ def stage(name: str) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def listening(listener: StageListener) -> Iterator[None]:
-    """Tells `listener` of every stage in every thread until the block ends.
+    """Tell `listener` of every stage in every thread until the block ends.
 
     A listener that raises does not leave the stage half open. What it raises reaches the engine's caller; where the
     engine's own code raised too, the engine's exception is the one raised and the listener's is a note on it.
@@ -111,7 +111,7 @@ def listening(listener: StageListener) -> Iterator[None]:
 
 
 def _is_alone(listener: object) -> bool:
-    """Whether no other one than this listener is told of stages now."""
+    """Return whether no other one than this listener is told of stages now."""
     return all(other is listener for other in _listeners)
 
 
@@ -186,7 +186,7 @@ class _OpenStage:
 
 
 def _note(error: BaseException, failure: BaseException, listener: StageListener) -> None:
-    """Writes what a listener raised onto the exception that goes on instead of it."""
+    """Write what a listener raised onto the exception that goes on instead of it."""
     report = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
     text = f"the stage listener {type(listener).__name__} raised as well:\n{report}"
     if hasattr(error, "add_note"):
@@ -205,7 +205,7 @@ def _profiled() -> bool:
 
 
 def _open_range(label: str) -> Callable[[], object] | None:
-    """Opens a range in whatever profiler is on; returns what closes it, or None where nothing records."""
+    """Open a range in whatever profiler is on; returns what closes it, or None where nothing records."""
     profiler = sys.modules.get("torch.autograd.profiler")
     if profiler is not None and getattr(profiler, "_is_profiler_enabled", False):
         # Under `emit_nvtx` torch itself turns a recorded function into an NVTX range, so one call serves both.
@@ -255,7 +255,7 @@ class PoolSource(Protocol):
     """An allocator that reports what it holds."""
 
     def read_pools(self) -> Sequence[PoolReading]:
-        """Tells what is held now; changes nothing and allocates nothing on a device."""
+        """Tell what is held now; change nothing and allocate nothing on a device."""
 
 
 @runtime_checkable
@@ -275,7 +275,7 @@ _sources: dict[int, weakref.ref[PoolSource | PreservedSource]] = {}
 
 
 def announce(source: PoolSource | PreservedSource) -> None:
-    """Makes `source` known to the probes, weakly: announcing keeps nothing alive. Announcing twice changes nothing.
+    """Make `source` known to the probes, weakly: announcing keeps nothing alive. Announcing twice changes nothing.
 
     Raises:
         PoolSourceError: `source` cannot be referenced weakly, or has nothing to report.
@@ -303,7 +303,7 @@ def withdraw(source: PoolSource | PreservedSource) -> None:
 
 
 def announced_pools() -> tuple[PoolReading, ...]:
-    """Reads every announced source that is still alive; sorted by device, kind and tag.
+    """Read every announced source that is still alive; sorted by device, kind and tag.
 
     Raises:
         PoolSourceError: a source raised; the message names it, the cause is its exception.
@@ -329,7 +329,7 @@ class Preserved:
 
 
 def announced_preserved() -> Preserved:
-    """Asks every announced source that is still alive for what must survive a sleep.
+    """Ask every announced source that is still alive for what must survive a sleep.
 
     Raises:
         PoolSourceError: a source raised; the message names it, the cause is its exception.

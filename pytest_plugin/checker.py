@@ -105,7 +105,7 @@ class Checker:
     # The session.
 
     def pytest_report_header(self) -> list[str]:
-        """What is measured here, and what cannot be."""
+        """Return what is measured here, and what cannot be."""
         return terminal.header(self.settings, shares_card=self.shares_card)
 
     def pytest_sessionstart(self) -> None:
@@ -225,7 +225,7 @@ class Checker:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        """The baseline, before anything of the test is set up."""
+        """Yield the baseline, before anything of the test is set up."""
         if not self._session.is_open:
             self._session.open()
         self._debugged = False
@@ -275,7 +275,7 @@ class Checker:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
-        """What appears from here on is the call's."""
+        """Yield what appears from here on is the call's."""
         with self._session.guarded():
             if has_own_setup(item):
                 self._session.watch.phase("call")
@@ -291,7 +291,7 @@ class Checker:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
-        """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
+        """Yield the outermost part of the teardown; where another plugin runs the test, the verdict too."""
         with self._session.guarded():
             excused = read_markers(item).excused
             self._turns.ends(item, nextitem, judged=not excused)
@@ -436,7 +436,7 @@ class Checker:
         empty_instance(self._instance)
 
     def _judge(self, item: pytest.Item) -> list[Subject]:
-        """The test's subject, then one for each fixture that ended and left something."""
+        """Return the test's subject, then one for each fixture that ended and left something."""
         self._session.imports.active = False
         ended = self._fixtures.take_ended()
         release_test(item, owns_protocol=self._owns_protocol)

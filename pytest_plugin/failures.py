@@ -28,7 +28,7 @@ class LeakFailure(Failed):
 
 
 def is_strict_xpass(report: Any) -> bool:
-    """Whether a call passed although its test is marked, strictly, as expected to fail."""
+    """Return whether a call passed although its test is marked, strictly, as expected to fail."""
     return bool(report.failed and isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]"))
 
 
@@ -60,7 +60,7 @@ def shown(item: pytest.Item, headline: str, texts: Sequence[str]) -> ReprExcepti
 
 
 def _expects_a_leak(raises: Any) -> bool:
-    """Whether `xfail(raises=…)` covers a leak: without it, every failure is expected."""
+    """Return whether `xfail(raises=…)` covers a leak: without it, every failure is expected."""
     if raises is None:
         return True
     if hasattr(raises, "matches"):  # pytest.RaisesExc and the like
@@ -69,7 +69,7 @@ def _expects_a_leak(raises: Any) -> bool:
 
 
 def run_by_another(item: pytest.Item, nextitem: pytest.Item | None, run: Callable[[], None], *, but: object) -> bool:
-    """Whether another plugin than `but` and pytest's own runs the test, and has now.
+    """Return whether another plugin than `but` and pytest's own runs the test, and has now.
 
     Args:
         item: the test.
@@ -110,7 +110,7 @@ def _handed_on_to(run: Callable[[], None], item: pytest.Item, package: str) -> I
 
 
 def _noted(item: pytest.Item) -> dict[str, int]:
-    """What is noted at a test, by identity: the values of its fixtures are neither kept nor compared."""
+    """Return what is noted at a test, by identity: the values of its fixtures are neither kept nor compared."""
     return {name: id(value) for name, value in vars(item).items()}
 
 
@@ -163,7 +163,7 @@ def run_test(
 
 
 def _is_held(call: Any, may_stop: bool) -> bool:
-    """Whether a call's report waits for the verdict: all but a failure that may end the session."""
+    """Return whether a call's report waits for the verdict: all but a failure that may end the session."""
     return bool(call.passed or is_strict_xpass(call) or not may_stop)
 
 
@@ -197,7 +197,7 @@ def _deliver(
 
 
 def _expected_to_leak(subject: Subject, reason: str) -> Subject:
-    """The same, where the test is marked as expected to fail."""
+    """Return the same, where the test is marked as expected to fail."""
     findings = tuple(
         msgspec.structs.replace(finding, suppressed_by=finding.suppressed_by or f"xfail: {reason}")
         for finding in subject.findings
@@ -207,6 +207,6 @@ def _expected_to_leak(subject: Subject, reason: str) -> Subject:
 
 
 def _was_skipped(setup: Any, call: Any) -> bool:
-    """Whether a test was skipped, before or in its call; one that failed as expected was not."""
+    """Return whether a test was skipped, before or in its call; one that failed as expected was not."""
     last = setup if call is None else call
     return bool(last.skipped and not hasattr(last, "wasxfail"))

@@ -54,7 +54,7 @@ class Leakcheck:
         update_weights: str | None = None,
         shutdown: str | None = None,
     ) -> Any:
-        """The engine, with each of the named methods as a stage: `leakcheck.engine(llm, infer="generate")`.
+        """Return the engine, with each of the named methods as a stage: `leakcheck.engine(llm, infer="generate")`.
 
         Args:
             engine: any object; it is not changed.

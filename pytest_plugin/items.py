@@ -67,7 +67,7 @@ class TestSettings:
 
 
 def read_markers(item: pytest.Item) -> TestSettings:
-    """The markers of a test; of several that give one argument the nearest counts.
+    """Return the markers of a test; of several that give one argument the nearest counts.
 
     Raises:
         pytest.UsageError: a marker has arguments that make no sense; the message names the test.
@@ -118,7 +118,7 @@ def has_own_setup(item: pytest.Item) -> bool:
 
 
 def has_own_teardown(item: pytest.Item, nextitem: pytest.Item | None, *, but: object) -> bool:
-    """Whether code of the project may run in a test's teardown: nothing has ended so far.
+    """Return whether code of the project may run in a test's teardown: nothing has ended so far.
 
     That is a finalizer, of a fixture for it alone or of one that ends with it, or a hook; and of no installed plugin.
 
@@ -135,7 +135,7 @@ def has_own_teardown(item: pytest.Item, nextitem: pytest.Item | None, *, but: ob
 
 
 def _is_pytests(finalizer: Any) -> bool:
-    """Whether a finalizer of a test ends what a library has set up, or nothing."""
+    """Return whether a finalizer of a test ends what a library has set up, or nothing."""
     if type(finalizer) is MethodType:
         return finalizer.__func__ is pytest.Item.teardown
     fixture = getattr(getattr(finalizer, "func", None), "__self__", None)
@@ -185,7 +185,7 @@ class FixtureOwner(Owner):
         self._before = []
 
     def named(self) -> Iterator[tuple[str, object]]:
-        """What the fixture returned, by the fixture's name."""
+        """Yield what the fixture returned, by the fixture's name."""
         fixture = self._fixture()
         if fixture is not None and fixture.cached_result is not None and gc.is_tracked(fixture.cached_result[0]):
             yield self.name, fixture.cached_result[0]
@@ -221,7 +221,7 @@ class WiderFixtures:
             self._ended.append(owner)
 
     def take_ended(self) -> list[FixtureOwner]:
-        """Those that have ended since this was last called."""
+        """Return those that have ended since this was last called."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -231,7 +231,7 @@ class WiderFixtures:
         return list(self._owners.values())
 
     def used_by(self, item: Any) -> list[Owner]:
-        """Those that a test uses, by whatever way it asked for them."""
+        """Return those that a test uses, by whatever way it asked for them."""
         fixtures = getattr(getattr(item, "_request", None), "_fixture_defs", {})
         return [self._owners[id(fixture)] for fixture in fixtures.values() if id(fixture) in self._owners]
 
@@ -301,7 +301,7 @@ def _forget_instance(item: pytest.Function) -> None:
 
 
 def _closures(function: object, depth: int) -> Iterator[Any]:
-    """What a function's closure holds, and those of the functions in it."""
+    """Yield what a function's closure holds, and those of the functions in it."""
     if type(function) is not FunctionType:
         return
     for cell in function.__closure__ or ():
@@ -380,7 +380,7 @@ def _own_references(instance: object) -> int:
 
 
 def _is_everybodys(item: object) -> bool:
-    """Whether an object is there for all of a program: a module, its namespace, or a class of it."""
+    """Return whether an object is there for all of a program: a module, its namespace, or a class of it."""
     if is_a(item, type):
         return "<locals>" not in qualname_of(item)
     return type(item) is ModuleType or (type(item) is dict and "__builtins__" in item)
@@ -396,7 +396,7 @@ def _empty(attributes: dict[str, Any], finalizers_class: str) -> None:
 
 
 def _finalizers_class(cls: type) -> str:
-    """The module of the class that has the `__del__` of a class's instances; empty if there is none."""
+    """Return the module of the class that has the `__del__` of a class's instances; empty if there is none."""
     return next((module_of_class(base) or "?" for base in mro_of(cls) if "__del__" in namespace_of(base)), "")
 
 
@@ -461,7 +461,7 @@ def _clear_view(frame: FrameType) -> None:
 
 
 def _running_frames() -> set[int]:
-    """The identities of the frames from here down to where the thread began."""
+    """Return the identities of the frames from here down to where the thread began."""
     return set(map(id, _frames(sys._getframe())))
 
 
@@ -506,7 +506,7 @@ def _holds_text_alone(warning: Warning) -> bool:
 
 
 def hints(item: pytest.Item) -> Iterator[tuple[str, object]]:
-    """What pytest keeps of a test for the whole session by design, and what to say about a leak there."""
+    """Yield what pytest keeps of a test for the whole session by design, and what to say about a leak there."""
     callspec = getattr(item, "callspec", None)
     if callspec is not None:
         yield (

@@ -72,7 +72,7 @@ class CheckedLeaks:
             self._found.append(_Checked(finding, things, storages))
 
     def missing_from(self, verdict: Verdict) -> list[Finding]:
-        """What the verdict on the whole test does not report, since it was released after the check."""
+        """Return what the verdict on the whole test does not report, since it was released after the check."""
         return [noted(known.finding, f"; {_BACK}") for known in self._found if not known.is_in(verdict)]
 
 
@@ -211,12 +211,12 @@ def proven_as_json(proven: Sequence[Proven]) -> str:
 
 
 def proven_from_json(text: str) -> list[Proven]:
-    """The same, back."""
+    """Return the same, back."""
     return msgspec.json.decode(text, type=list[Proven])
 
 
 def with_proven(subjects: Sequence[Subject], proven: Sequence[Proven]) -> list[Subject]:
-    """The subjects, with the remedies of their findings.
+    """Return the subjects, with the remedies of their findings.
 
     Args:
         subjects: as they were judged.
@@ -311,13 +311,13 @@ class Results:
             self.snapshots.remove_old()
 
     def subject(self, name: str, findings: Sequence[Finding]) -> Subject:
-        """What was judged, with the findings that a suppression covers marked so."""
+        """Return what was judged, with the findings that a suppression covers marked so."""
         findings = self._suppressed(findings) if findings else ()
         leaks = any(finding.suppressed_by is None for finding in findings)
         return Subject(id=name, outcome="leak" if leaks else "clean", findings=tuple(findings))
 
     def with_snapshot(self, subject: Subject) -> Subject:
-        """The subject of a leak on a card, with what torch's allocator has there kept beside the report."""
+        """Return the subject of a leak on a card, with what torch's allocator has there kept beside the report."""
         on_card = any(finding.device.startswith("cuda") for finding in subject.findings)
         if self.snapshots is None or subject.outcome != "leak" or not on_card:
             return subject
@@ -337,7 +337,7 @@ class Results:
             self._unfinished.add(subjects)
 
     def leaks(self) -> list[Subject]:
-        """Those that are not clean, and not known."""
+        """Return those that are not clean, and not known."""
         return [subject for subject in self.subjects if is_bad(subject)]
 
     def retell(self, proven: Sequence[Proven]) -> None:
@@ -416,7 +416,7 @@ class Results:
         return applied.findings
 
     def _ran_everything(self) -> bool:
-        """Whether no test was left out of this run, as far as the command line shows."""
+        """Return whether no test was left out of this run, as far as the command line shows."""
         option = self._config.option
         narrowed = any(getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "stepwise"))
         return not narrowed and not any("::" in text or text.endswith(".py") for text in self._config.args)
@@ -455,13 +455,13 @@ def attach(report: Any, subjects: Sequence[Subject]) -> None:
 
 
 def attached(report: object) -> list[Subject]:
-    """What a test's report carries."""
+    """Return what a test's report carries."""
     text = getattr(report, _SUBJECTS, None)
     return [] if text is None else _decode(text)
 
 
 def is_bad(subject: Subject) -> bool:
-    """Whether it left something that is not known, or could not be judged."""
+    """Return whether it left something that is not known, or could not be judged."""
     return subject.outcome == "error" or any(finding.suppressed_by is None for finding in subject.findings)
 
 
@@ -474,7 +474,7 @@ def _decode(text: str) -> list[Subject]:
 
 
 def _suppressions(config: pytest.Config, given: Path | None) -> Suppressions:
-    """The user's entries, then the shipped ones.
+    """Return the user's entries, then the shipped ones.
 
     Raises:
         pytest.UsageError: a file cannot be used.

@@ -240,7 +240,7 @@ class SessionWatch:
 
 
 def watch_policy(config: pytest.Config, settings: Settings, *, shares_card: bool) -> Policy:
-    """How the watch of this run judges.
+    """Return how the watch of this run judges.
 
     Args:
         config: pytest's.
@@ -264,7 +264,7 @@ def watch_policy(config: pytest.Config, settings: Settings, *, shares_card: bool
 
 
 def count_workers(config: pytest.Config) -> int:
-    """How many xdist workers this run has; 1 without."""
+    """Return how many xdist workers this run has; 1 without."""
     worker = getattr(config, "workerinput", None)
     return int(worker["workercount"]) if worker is not None else len(config.getoption("tx", None) or ()) or 1
 
@@ -336,7 +336,7 @@ class StageRecords:
             )
 
     def not_measured(self) -> tuple[NotMeasured, ...]:
-        """The stages without readings."""
+        """Return the stages without readings."""
         if not self.left_out:
             return ()
         why = f"a test's first {MOST_STAGES} stages are recorded"

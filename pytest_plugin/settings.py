@@ -83,7 +83,7 @@ def usage_error(message: str) -> pytest.UsageError:
 
 
 def read_settings(config: pytest.Config) -> Settings:
-    """The settings of this run.
+    """Return the settings of this run.
 
     Raises:
         pytest.UsageError: one of them makes no sense; the message says where it came from and what is allowed.

@@ -36,7 +36,7 @@ NOTHING_BEFORE: Mapping[int, Sighting] = {}
 
 
 def header(settings: Settings, *, shares_card: bool) -> list[str]:
-    """The lines at the top of the run."""
+    """Return the lines at the top of the run."""
     tolerance = format_bytes(settings.tolerance) if settings.tolerance else "none"
     host = max(settings.tolerance, HOST_MEMORY_TOLERANCE)
     lines = [
@@ -49,14 +49,14 @@ def header(settings: Settings, *, shares_card: bool) -> list[str]:
 
 
 def _judged(settings: Settings, *, shares_card: bool) -> list[str]:
-    """The resources of `leakcheck/judging/metrics.py`, as far as they can be read here."""
+    """Return the resources of `leakcheck/judging/metrics.py`, as far as they can be read here."""
     devices = ["cpu"] if settings.device == "cpu" else ["cpu", "cuda"]
     resources = list(dict.fromkeys(metric.resource for metric in plain_metrics(devices)))
     return [name for name in resources if not (shares_card and name == "driver")]
 
 
 def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
-    """What cannot be measured in this run, and why."""
+    """Yield what cannot be measured in this run, and why."""
     if settings.device == "cpu":
         yield "cards (device cpu)"
     elif shares_card:
@@ -144,7 +144,7 @@ def last_lines(reporter: pytest.TerminalReporter | None, awaited: Sequence[str],
 
 
 def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
-    """What tests could not be judged by, and why: what concerns most of them first."""
+    """Yield what tests could not be judged by, and why: what concerns most of them first."""
     yield from _other_processes(subjects)
     known = (
         (missing, tests)

@@ -86,7 +86,7 @@ class FigureTable:
     most_label: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The title, the tables one below the other, and the notes."""
+        """Return the title, the tables one below the other, and the notes."""
         yield from self._folded(HangingText(self.title, style="italic"), console, options)
         for turn, figures in enumerate(self.blocks(options.max_width)):
             if turn:
@@ -97,11 +97,11 @@ class FigureTable:
         yield Text()
 
     def fits(self, width: int) -> bool:
-        """Whether one table is enough."""
+        """Return whether one table is enough."""
         return self._labels_width(width) + sum(_GAP + column.width for column in self.figures) <= width
 
     def blocks(self, width: int) -> list[list[Column]]:
-        """The figures of each table: as few tables as fit `width` beside the labels, and all about as wide."""
+        """Return the figures of each table: as few tables as fit `width` beside the labels, and all about as wide."""
         room = width - self._labels_width(width)
         blocks = self._filled(room)
         # A lone last column would be hard to compare with the others.

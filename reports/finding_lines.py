@@ -82,7 +82,7 @@ def finding_lines(finding: Finding, *, whole: bool = True, rest: str = "") -> li
 
 
 def terminal_lines(finding: Finding, rest: str, *, whole: bool = False) -> list[DetailLine]:
-    """What a terminal shows of a finding below its first line: with that `MOST_LINES` lines at most.
+    """Return what a terminal shows of a finding below its first line: with that `MOST_LINES` lines at most.
 
     Args:
         finding: the finding.
@@ -127,7 +127,7 @@ def lines_again(finding: Finding, first: Sighting, subject: Subject) -> list[Det
 
 
 def first_line(finding: Finding) -> str:
-    """What did not come back, and what to change, where the message does not say that already."""
+    """Return what did not come back, and what to change, where the message does not say that already."""
     advice = advice_text(finding)
     return finding.message if not advice or advice in finding.message else f"{finding.message}; {advice}"
 
@@ -145,7 +145,7 @@ def holder_text(finding: Finding) -> str:
 
 
 def hop_facts(hop: Hop) -> str:
-    """What is known of a hop beside its edge and type: `should be gone, retains 32.0 MiB`."""
+    """Return what is known of a hop beside its edge and type: `should be gone, retains 32.0 MiB`."""
     facts = [_MARKS[hop.mark]] if hop.mark is not None else []
     if hop.retains_bytes is not None:
         facts.append(f"retains {format_bytes(hop.retains_bytes)}")
@@ -153,14 +153,14 @@ def hop_facts(hop: Hop) -> str:
 
 
 def remedy_effect(remedy: Remedy, finding: Finding) -> str:
-    """What the remedy did when it was tried: `gives back 32.0 MiB of 32.0 MiB`."""
+    """Return what the remedy did when it was tried: `gives back 32.0 MiB of 32.0 MiB`."""
     if finding.bytes:
         return f"gives back {format_bytes(remedy.returns_bytes)} of {format_bytes(finding.bytes)}"
     return f"gives back {format_bytes(remedy.returns_bytes)}" if remedy.returns_bytes else "gives it back"
 
 
 def advice_text(finding: Finding) -> str:
-    """What to change, as far as that was not tried; empty where something that was tried gave it back."""
+    """Return what to change, as far as that was not tried; empty where something that was tried gave it back."""
     # To let go of a loss gives its graph back, and yet the next loss is to be kept without one.
     return finding.advice or "" if finding.remedy is None or finding.cause == "autograd" else ""
 
@@ -190,7 +190,7 @@ def shared_text(finding: Finding) -> str:
 
 
 def trend_text(finding: Finding) -> str:
-    """The trend and what it means; empty if it is not known."""
+    """Return the trend and what it means; empty if it is not known."""
     return "" if finding.trend is None else _TRENDS[finding.trend]
 
 
@@ -251,7 +251,7 @@ def _path_lines(path: Sequence[Hop], most: int, rest: str) -> Iterator[DetailLin
 
 
 def _telling(path: Sequence[Hop], most: int) -> list[int]:
-    """The places of the hops to show: the suspects, then the others from the root on."""
+    """Return the places of the hops to show: the suspects, then the others from the root on."""
     return sorted(sorted(range(len(path)), key=lambda turn: not path[turn].suspect)[:most])
 
 
@@ -278,7 +278,7 @@ def _left_out(count: int, rest: str, indent: str = "") -> DetailLine:
 
 
 def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
-    """What is known beside the path; of what was tried, what that changed and of the parts, `most` lines each."""
+    """Yield what is known beside the path; of what was tried, what that changed and of the parts, `most` lines each."""
     shared, trend = shared_text(finding), trend_text(finding)
     if shared:
         yield shared
@@ -293,7 +293,7 @@ def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
 
 
 def _at_most(lines: Sequence[str], most: int | None) -> Iterator[str]:
-    """The first lines, the last one with how many more there are; all of them if `most` is None."""
+    """Yield the first lines, the last one with how many more there are; all of them if `most` is None."""
     if most is None or len(lines) <= most:
         yield from lines
         return

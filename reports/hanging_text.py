@@ -41,7 +41,7 @@ class HangingText:
         return "\n".join(line.plain for line in self.lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, as wide as the terminal at most; whole where its console does not fold."""
+        """Return the lines, as wide as the terminal at most; whole where its console does not fold."""
         if options.no_wrap:
             yield from self.lines
             return

@@ -84,7 +84,7 @@ def render_markdown(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """The outcome of a whole report in one line of plain text."""
+    """Return the outcome of a whole report in one line of plain text."""
     counts = count_outcomes(report)
     total = len(report.subjects)
     if counts["leak"]:
@@ -105,7 +105,7 @@ def verdict(report: Report) -> str:
 
 
 def count_outcomes(report: Report) -> dict[Outcome, int]:
-    """How many subjects had each outcome; every outcome has its entry."""
+    """Return how many subjects had each outcome; every outcome has its entry."""
     counts = Counter(subject.outcome for subject in report.subjects)
     return {outcome: counts[outcome] for outcome in get_args(Outcome)}
 
@@ -127,7 +127,7 @@ def not_measured(subjects: Iterable[Subject]) -> dict[NotMeasured, int]:
 
 
 def _known(report: Report) -> int:
-    """How many findings a suppression covers."""
+    """Return how many findings a suppression covers."""
     return sum(finding.suppressed_by is not None for subject in report.subjects for finding in subject.findings)
 
 

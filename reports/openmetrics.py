@@ -17,7 +17,7 @@ _Key = tuple[str, str, str, str]
 
 
 def render_openmetrics(report: Report) -> str:
-    """The residue by resource, device, stage and subject, known findings included, and each subject's outcome.
+    """Return the residue by resource, device, stage and subject, known findings included, and each subject's outcome.
 
     A subject without findings has no residue samples; its outcome says that it was judged.
     """

@@ -117,7 +117,7 @@ def _physical(place: SourcePlace) -> dict[str, Any]:
 
 
 def _invocation(report: Report) -> dict[str, Any]:
-    """How the run went: what could not be judged is a notification, and makes it no success."""
+    """Return how the run went: what could not be judged is a notification, and makes it no success."""
     failed = [subject for subject in report.subjects if subject.outcome in ("error", "unsupported")]
     notes = [
         {"level": "error", "message": {"text": _message(f"{subject.id}: {subject.outcome}: {subject.reason}")}}

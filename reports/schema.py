@@ -27,7 +27,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def encoded(encode: Callable[[Any], bytes], value: Any) -> bytes:
-    """What an encoder of msgspec makes of a value, likewise."""
+    """Return what an encoder of msgspec makes of a value, likewise."""
     try:
         return encode(value)
     except UnicodeEncodeError:
@@ -35,7 +35,7 @@ def encoded(encode: Callable[[Any], bytes], value: Any) -> bytes:
 
 
 def whole_text(text: str) -> str:
-    """The same without lone surrogates, which no file and no socket can have."""
+    """Return the same without lone surrogates, which no file and no socket can have."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -462,18 +462,18 @@ def exit_code(report: Report) -> int:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a report, as shipped in `lowtide-report-1.schema.json`."""
+    """Return the JSON Schema (2020-12) of a report, as shipped in `lowtide-report-1.schema.json`."""
     return schema_of(Report, SCHEMA)
 
 
 def encode(report: Report) -> bytes:
-    """The report as JSON: indented, but for one so large that nobody reads it as text."""
+    """Return the report as JSON: indented, but for one so large that nobody reads it as text."""
     data = json_bytes(report)
     return (data if len(data) > _MOST_INDENTED else msgspec.json.format(data, indent=2)) + b"\n"
 
 
 def decode(data: bytes, name: str = "report") -> Report:
-    """The report in `data`.
+    """Return the report in `data`.
 
     Raises:
         ReportError: not JSON, or not of this schema; `name`, what is wrong and what to do are in the message, one line.
@@ -493,12 +493,12 @@ def _findings_of(subjects: Iterable[Subject]) -> Iterator[Finding]:
 
 
 def is_in(folder: Path) -> bool:
-    """Whether a folder has a report, if only that of a run which has not come to its end."""
+    """Return whether a folder has a report, if only that of a run which has not come to its end."""
     return any((folder / name).exists() for name in (REPORT_FILE, UNFINISHED_FILE))
 
 
 def read(folder: Path) -> Report:
-    """The report in a report folder; of a run that has not come to its end what it had finished, as an error.
+    """Return the report in a report folder; of a run that has not come to its end what it had finished, as an error.
 
     Raises:
         ReportError: there is none, it cannot be read, or it is larger than 512 MiB.

@@ -33,7 +33,7 @@ def _singular(unit: str) -> str:
 
 
 def parse_bytes(size: object) -> int:
-    """The bytes in `1MiB`, `1.5 GiB`, `2000`, `10kB` or a number.
+    """Return the bytes in `1MiB`, `1.5 GiB`, `2000`, `10kB` or a number.
 
     Raises:
         ValueError: it is none of these; the message says what is allowed.

@@ -42,7 +42,7 @@ class SourcePlaces:
         self._lines: dict[Path, dict[str, int]] = {}
 
     def find(self, subject: Subject, finding: Finding) -> SourcePlace | None:
-        """The place to mark; None if the report names no file."""
+        """Return the place to mark; None if the report names no file."""
         return self._holder(finding.holder or "") or self._allocated(finding) or self._test(subject)
 
     def _holder(self, holder: str) -> SourcePlace | None:
@@ -111,7 +111,7 @@ class SourcePlaces:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a path that a report has names a file here; what the system takes for no path names none."""
+    """Return whether a path that a report has names a file here; what the system takes for no path names none."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -119,7 +119,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _definitions(file: Path) -> dict[str, int]:
-    """The line at which each name of a module, and each attribute of its classes, is bound; the first counts."""
+    """Return the line at which each name of a module, and each attribute of its classes, is bound; the first counts."""
     try:
         if file.stat().st_size > _LARGEST:
             return {}

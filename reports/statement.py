@@ -183,5 +183,5 @@ def in_process(finding: Finding, process: ProcessName) -> Finding:
 
 
 def _statement_of(finding: Finding) -> Statement:
-    """What is stated of a finding; of one that was read from elsewhere that is its message, as a whole."""
+    """Return what is stated of a finding; of one that was read from elsewhere that is its message, as a whole."""
     return finding.statement if isinstance(finding, StatedFinding) else Statement(amount=finding.message, came=None)

@@ -816,7 +816,7 @@ def _end_within(path: tuple[Hop, ...], holder: Holder, on_way: Sequence[object],
 
 
 def _is_inside_library(path: Sequence[Hop]) -> bool:
-    """Whether a path begins at a private name of a module of Python's or torch's."""
+    """Return whether a path begins at a private name of a module of Python's or torch's."""
     return path[0].type == "module" and is_library(path[0].edge) and path[1:2] != () and path[1].edge.startswith("._")
 
 

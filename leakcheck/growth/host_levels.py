@@ -88,7 +88,7 @@ class HostLevels:
         self._modules = 0
 
     def may_grow(self) -> bool:
-        """Whether one of them has risen in each of the last few turns: a suspicion, and no more."""
+        """Return whether one of them has risen in each of the last few turns: a suspicion, and no more."""
         if len(self._lately) <= _SUSPECTED:
             return False
         return any(
@@ -98,7 +98,7 @@ class HostLevels:
         )
 
     def seem_to_grow(self) -> bool:
-        """Whether one of them grows as far as can be seen before anything is collected."""
+        """Return whether one of them grows as far as can be seen before anything is collected."""
         return any(self._rising())
 
     def undecided(self) -> int:

@@ -313,7 +313,7 @@ class _Look:
         return Slope(found.rate / width, found.low / width, found.high / width)
 
     def grows(self, chance: float) -> bool:
-        """Whether it grows, but for a chance."""
+        """Return whether it grows, but for a chance."""
         return self._rise > 2 * self._fall and self._keeps_on and chance_of_rise(self._steps) <= chance
 
     def without_growth(self, chance: float) -> Growth:

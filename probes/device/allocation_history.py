@@ -135,7 +135,7 @@ class CardHistory:
 
 
 def _take_from_queue(cuda: Any, call: Any) -> None:
-    """Takes a call back from those that torch makes when it initialises CUDA; they stay queued after it, too."""
+    """Take a call back from those that torch makes when it initialises CUDA; they stay queued after it, too."""
     queue = getattr(cuda, "_queued_calls", None)
     if isinstance(queue, list):
         with cuda._initialization_lock:
@@ -172,7 +172,7 @@ class PeakBlock(NamedTuple):
 
 
 def blocks_at_peak(torch: Any, index: int, counts: Callable[[int], bool]) -> list[PeakBlock]:
-    """The blocks on a card that were there when most was allocated, by a history of events, whoever's that is.
+    """Return the blocks on a card that were there when most was allocated, by a history of events, whoever's that is.
 
     Args:
         torch: the module.
@@ -187,7 +187,7 @@ def blocks_at_peak(torch: Any, index: int, counts: Callable[[int], bool]) -> lis
 
 
 def parse_peak(trace: Iterable[Mapping[str, Any]], counts: Callable[[int], bool]) -> list[PeakBlock]:
-    """The same of the events of one card, as torch writes them."""
+    """Return the same of the events of one card, as torch writes them."""
     # A block that waits for a stream is not allocated any more, as torch counts it.
     events = [
         event
@@ -218,7 +218,7 @@ def parse_peak(trace: Iterable[Mapping[str, Any]], counts: Callable[[int], bool]
 def parse_stacks(
     segments: Iterable[Segment], device_index: int, addresses: Collection[int]
 ) -> dict[int, tuple[StackFrame, ...]]:
-    """Finds the blocks that hold the addresses, and the Python stacks with which they were allocated.
+    """Find the blocks that hold the addresses, and the Python stacks with which they were allocated.
 
     Args:
         segments: as `torch.cuda.memory_snapshot()` gives them.
@@ -253,5 +253,5 @@ def _frame(frame: Mapping[str, Any]) -> StackFrame:
 
 
 def _is_python(file: str) -> bool:
-    """Whether a frame is Python's: a history that the user records may have those of C++ too."""
+    """Return whether a frame is Python's: a history that the user records may have those of C++ too."""
     return file.endswith(".py") or file.startswith("<")

@@ -302,7 +302,7 @@ class _Deadline:
 def _first_answered(
     ask: Any, answers: Sequence[int], low: int, high: int, deadline: _Deadline, step: int = STEP_BYTES
 ) -> int | None:
-    """The first of `low` and the steps after it, below `high`, for which a function of the driver succeeds.
+    """Return the first of `low` and the steps after it, below `high`, for which a function of the driver succeeds.
 
     Args:
         ask: takes `answers`, and the address last; returns 0 if it succeeds.
@@ -331,12 +331,12 @@ def _portions(steps: range) -> Iterator[range]:
 
 
 def _next_step(address: int) -> int:
-    """The first step above an address."""
+    """Return the first step above an address."""
     return (address // STEP_BYTES + 1) * STEP_BYTES
 
 
 def _aligned(address: int) -> int:
-    """The first step that is not below an address."""
+    """Return the first step that is not below an address."""
     return -(-address // STEP_BYTES) * STEP_BYTES
 
 

@@ -40,7 +40,7 @@ class AllocatorSnapshots:
                 old.unlink(missing_ok=True)
 
     def file(self, name: str) -> str:
-        """The name of the file of what is kept as `name`, in `snapshots/`."""
+        """Return the name of the file of what is kept as `name`, in `snapshots/`."""
         words = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")
         return f"{_OURS}{words[-_LONGEST:]}.pickle"
 

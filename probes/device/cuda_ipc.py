@@ -74,7 +74,7 @@ class Counter:
         return int(self.file.split("_")[1])
 
     def value(self) -> int | None:
-        """How many importers have not closed it; below 0 where more have closed it than it was exported to.
+        """Return how many importers have not closed it; below 0 where more have closed it than it was exported to.
 
         None where the file is gone: with its process, or with the last of its exports.
         """

@@ -21,7 +21,7 @@ _KIB = 1024
 
 
 def workspace_sizes(torch: ModuleType, index: int) -> frozenset[int]:
-    """The sizes in bytes that torch gives to the BLAS libraries' workspaces on a device."""
+    """Return the sizes in bytes that torch gives to the BLAS libraries' workspaces on a device."""
     properties = torch.cuda.get_device_properties(index)
     hip = torch.version.hip is not None
     sizes = {
@@ -153,7 +153,7 @@ class PinnedReading:
 
 
 def read_allocators(claimed: Collection[int] | None = None) -> tuple[AllocatorReading, ...]:
-    """Reads torch's allocator on every device that has a context; empty before CUDA is initialised.
+    """Read torch's allocator on every device that has a context; empty before CUDA is initialised.
 
     Args:
         claimed: the addresses of all live storages, which separate tensors from a library's workspaces; looked up by
@@ -174,7 +174,7 @@ def read_allocators(claimed: Collection[int] | None = None) -> tuple[AllocatorRe
 
 
 def read_pinned() -> PinnedReading:
-    """Reads torch's pinned host cache; zero before CUDA is initialised, for nothing can be pinned before."""
+    """Read torch's pinned host cache; zero before CUDA is initialised, for nothing can be pinned before."""
     torch = initialized_torch()
     if torch is None:
         return PinnedReading(0, 0)
@@ -184,7 +184,7 @@ def read_pinned() -> PinnedReading:
 
 
 def has_context(torch: Any, index: int) -> bool:
-    """Whether this process has a context on the device; asking makes none."""
+    """Return whether this process has a context on the device; asking makes none."""
     return bool(torch._C._cuda_hasPrimaryContext(index))
 
 
@@ -286,7 +286,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def any_exported() -> bool:
-    """Whether this process has exported anything by CUDA IPC that it has not freed."""
+    """Return whether this process has exported anything by CUDA IPC that it has not freed."""
     return bool(_exported())
 
 
@@ -307,7 +307,7 @@ def parse_pools(
     workspace_sizes: Collection[int],
     exported: Collection[int] = (),
 ) -> tuple[PoolSegments, ...]:
-    """Adds up the segments of one device by pool; sorted by pool id.
+    """Add up the segments of one device by pool; sorted by pool id.
 
     Args:
         segments: as `torch.cuda.memory_snapshot()` gives them.
@@ -368,7 +368,7 @@ class UnexplainedBlocks(NamedTuple):
 
 
 def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlocks | None:
-    """The blocks of a card that no storage at a `claimed` address explains; None without a snapshot."""
+    """Return the blocks of a card that no storage at a `claimed` address explains; None without a snapshot."""
     torch = initialized_torch()
     segments = None if torch is None else all_segments(torch)[0]
     if torch is None or segments is None:
@@ -391,7 +391,7 @@ def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlock
 
 
 def workspace_sizes_here(index: int) -> frozenset[int]:
-    """The sizes in bytes that workspaces of BLAS libraries may have on a card; none before torch uses cards."""
+    """Return the sizes in bytes that workspaces of BLAS libraries may have on a card; none before torch uses cards."""
     torch = initialized_torch()
     return frozenset() if torch is None else workspace_sizes(torch, index)
 
@@ -429,7 +429,7 @@ class Room(NamedTuple):
 
 
 def read_room(index: int) -> Room | None:
-    """How torch's memory on a card is divided; None without a snapshot."""
+    """Return how torch's memory on a card is divided; None without a snapshot."""
     torch = initialized_torch()
     segments = None if torch is None else all_segments(torch)[0]
     if segments is None:
@@ -465,7 +465,7 @@ class StrandedSegment(NamedTuple):
 
 
 def stranded_segments() -> tuple[StrandedSegment, ...]:
-    """The segments that wait for streams that are gone, sorted; goes through the heap where there may be any."""
+    """Return the segments that wait for streams that are gone, sorted; go through the heap where there may be any."""
     torch = initialized_torch()
     segments = None if torch is None else all_segments(torch)[0]
     found = [
@@ -494,7 +494,7 @@ class AllocatedRanges(NamedTuple):
 
 
 def allocated_ranges(index: int) -> AllocatedRanges | None:
-    """The segments of a card, and the blocks in them that are in use; None without a snapshot."""
+    """Return the segments of a card, and the blocks in them that are in use; None without a snapshot."""
     torch = initialized_torch()
     segments = None if torch is None else all_segments(torch)[0]
     if segments is None:
@@ -536,7 +536,7 @@ def free_beside(index: int, groups: Sequence[Collection[int]]) -> list[int]:
 
 
 def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collection[int]) -> bool:
-    """Whether a block is a BLAS workspace: in use, of exactly that size, with no storage in it.
+    """Return whether a block is a BLAS workspace: in use, of exactly that size, with no storage in it.
 
     Args:
         block: with `address`, `size`, `requested_size` and `state`.
@@ -550,20 +550,20 @@ def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collec
 
 
 def is_pending(block: Block) -> bool:
-    """Whether a block was freed while a stream still worked on it."""
+    """Return whether a block was freed while a stream still worked on it."""
     # Its name differs: `active_pending_free` in snapshots, `active_awaiting_free` in torch's documentation.
     return str(block["state"]).startswith("active_") and block["state"] != "active_allocated"
 
 
 def is_claimed(block: Block, addresses: Sequence[int]) -> bool:
-    """Whether a live storage begins in the block; `addresses` are those of the live storages, sorted."""
+    """Return whether a live storage begins in the block; `addresses` are those of the live storages, sorted."""
     start = block["address"]
     nearest = bisect_left(addresses, start)
     return nearest < len(addresses) and addresses[nearest] < start + block["size"]
 
 
 def parse_pinned(stats: Mapping[str, Any]) -> PinnedReading:
-    """Reads `torch.cuda.host_memory_stats()`, whose names changed between torch versions.
+    """Read `torch.cuda.host_memory_stats()`, whose names changed between torch versions.
 
     Earlier, `allocated_bytes` was what tensors hold and `reserved_bytes` what the cache holds; later `active_bytes` and
     `allocated_bytes` are the two.

@@ -123,7 +123,7 @@ class CollectionRecord:
         )
 
     def _acted(self, event: deque[tuple[str, dict[str, int]]]) -> _Step:
-        """What does what is to be done at an event."""
+        """Return what does what is to be done at an event."""
         phase = _through(_only(event), operator.itemgetter(0))
         # Not by a text made of both: Python looks for signals whenever it makes a text of an object.
         generation = _through(_only(event), operator.itemgetter(1), operator.itemgetter("generation"))
@@ -216,12 +216,12 @@ class CollectionRecord:
 
 
 def _collections() -> int:
-    """How many collections there were that can have made an object old."""
+    """Return how many collections there were that can have made an object old."""
     return sum(int(generation["collections"]) for generation in _get_stats()[1:])
 
 
 def _only(variable: deque[Any]) -> Iterator[Any]:
-    """What a deque of one entry holds, looked up anew for each."""
+    """Yield what a deque of one entry holds, looked up anew for each."""
     return map(operator.getitem, repeat(variable), repeat(0))
 
 
@@ -233,7 +233,7 @@ def _through(values: Iterator[Any], *functions: Callable[[Any], Any]) -> Iterato
 
 
 def _of_any_arguments(*steps: _Step) -> Callable[..., Any]:
-    """What takes each step once, in order, whatever iterables of hashables it is called with itself."""
+    """Return what takes each step once, in order, whatever iterables of hashables it is called with itself."""
     if sys.version_info >= (3, 12):
         # `zip` stops, for this once, where one of its iterators has no value.
         return partial(frozenset[Any]().union, zip(*steps, iter(()), strict=False))
@@ -623,7 +623,7 @@ class Births:
             return set(listed[wanted.holds(listed)].tolist())
 
     def add(self, item: object, like: Newborn) -> Newborn:
-        """Takes in an object that asking for it has only now made, with the label of the one that holds it.
+        """Take in an object that asking for it has only now made, with the label of the one that holds it.
 
         Returns:
             It, with the label under which it was seen if that was before.
@@ -634,7 +634,7 @@ class Births:
         return Newborn(item, *self._noted.setdefault(id(item), (like.label, like.turn)))
 
     def _reveal(self, found: dict[int, Any]) -> None:
-        """Adds the tensors of TorchScript modules: until they are asked for there are none in Python."""
+        """Add the tensors of TorchScript modules: until they are asked for there are none in Python."""
         # Asked by the type, since there may be thousands of modules; by its identity, as a metaclass may hash it.
         kinds = {id(kind): kind for kind in map(type, found.values())}
         scripts = {key for key, kind in kinds.items() if is_script(kind)}
@@ -680,7 +680,7 @@ class Births:
         self._are_too_many = False
 
     def _old_among(self, wanted: set[int], census: Census | None) -> Iterator[Any]:
-        """Those old objects that have one of some identities and are of a kind to watch.
+        """Yield those old objects that have one of some identities and are of a kind to watch.
 
         Args:
             wanted: the identities.
@@ -698,7 +698,7 @@ class Births:
         return (item for item in old if id(item) in wanted)
 
     def _old_objects(self) -> list[object]:
-        """The old objects among which those are that were born since the mark."""
+        """Return the old objects among which those are that were born since the mark."""
         if self.froze_until_last_look:
             return all_instances(*_classes())
         old = gc.get_objects(generation=2)
@@ -736,7 +736,7 @@ def _spans(ids: Ints, changes: list[_Change], label: str, turn: int) -> list[_Sp
 
 
 def _label_at_freeze(ids: Ints, changes: list[_Change], label: str) -> str:
-    """The label under which a freeze has taken the marks that are not among young objects any more.
+    """Return the label under which a freeze has taken the marks that are not among young objects any more.
 
     It took all that were made before it. Where none has gone, it was before the first, if there was one.
     """
@@ -766,7 +766,7 @@ _ANSWERS: list[bool] = []
 
 
 def young_generations_tell() -> bool:
-    """Whether this interpreter's collector has the generations that `Births` relies on; see `why_unusable`."""
+    """Return whether this interpreter's collector has the generations that `Births` relies on; see `why_unusable`."""
     if not _ANSWERS:
         _ANSWERS.append(not why_unusable(observed_collector()))
     return _ANSWERS[0]
@@ -814,7 +814,7 @@ def _young(oldest: int = 1) -> _Young:
 
 
 def _watched(objects: list[object]) -> Iterator[Any]:
-    """Those of the objects that are of a kind to watch."""
+    """Yield those of the objects that are of a kind to watch."""
     if len(objects) > _FEW:
         yield from _watched_among(Census(objects))
         return
@@ -836,7 +836,7 @@ def _classes() -> tuple[type, ...]:
 
 
 def _watched_kinds() -> Ints:
-    """The identities of all types of which the instances are watched, in any order."""
+    """Return the identities of all types of which the instances are watched, in any order."""
     return np.fromiter(map(id, all_classes(*_classes())), np.int64)
 
 

@@ -63,7 +63,7 @@ class CacheReading:
 def read_caches(
     objects: Iterable[object] | Census | None = None, *, max_objects: int = 100_000, max_in_all: int | None = None
 ) -> tuple[CacheReading, ...]:
-    """Reads every cache with at least one entry; sorted by name.
+    """Read every cache with at least one entry; sorted by name.
 
     Args:
         objects: what to look through; default: everything alive.
@@ -132,11 +132,11 @@ class CacheActivity:
         self._misses[places] = misses_of([self._caches[place] for place in places])
 
     def changed(self) -> list[Any]:
-        """The caches that were asked since the mark for what they did not have."""
+        """Return the caches that were asked since the mark for what they did not have."""
         return _alive(self._caches[place] for place in (self._read() != self._misses).nonzero()[0].tolist())
 
     def _read(self) -> Ints:
-        """How often each was asked for what it did not have, by their places; what is gone has none any more."""
+        """Return how often each was asked for what it did not have, by their places; what is gone has none any more."""
         misses = misses_of(self._caches)
         if misses.min(initial=0) >= 0:
             return misses
@@ -212,7 +212,7 @@ def _read(wrapper: Any, reached: list[Any], truncated: bool) -> CacheReading:
 
 
 def cache_entries(wrapper: Any) -> list[object]:
-    """The arguments and results that a cache holds, and the dict that holds them.
+    """Return the arguments and results that a cache holds, and the dict that holds them.
 
     A bounded cache shows every key and result to the collector directly, an unbounded one through its dict; what it
     shows besides, its function and its attributes, is left out.

@@ -72,7 +72,7 @@ def cycle_behind(target: object, ignore: Collection[int] = ()) -> list[CycleEdge
 
 
 def _is_of_checker(item: object) -> bool:
-    """Whether a frame is one of this module's, which refers to all that is looked at."""
+    """Return whether a frame is one of this module's, which refers to all that is looked at."""
     return type(item) is types.FrameType and item.f_globals is globals()
 
 

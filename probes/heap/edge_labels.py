@@ -340,7 +340,7 @@ class EdgeLabels:
         self.labels[places] = self._text(text)
 
     def _edges_of(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """The holder and the place of each edge of some nodes."""
+        """Return the holder and the place of each edge of some nodes."""
         starts = self._graph.offsets[nodes]
         counts = self._graph.offsets[nodes + 1] - starts
         before = np.cumsum(counts) - counts
@@ -379,7 +379,7 @@ def _has_dict(cls: type) -> bool:
 
 
 def _is_plain(cls: type, name: str) -> bool:
-    """Whether an instance's attribute of that name is found without running anything of its class."""
+    """Return whether an instance's attribute of that name is found without running anything of its class."""
     for base in mro_of(cls):
         value = namespace_of(base).get(name, MISSING)
         if value is not MISSING:
@@ -388,7 +388,7 @@ def _is_plain(cls: type, name: str) -> bool:
 
 
 def _are_attributes(item: object, entries: Any, is_plain: Callable[[str], bool]) -> bool:
-    """Whether one of the first keys of a dict is the name of an attribute that is what the dict has under it."""
+    """Return whether one of the first keys of a dict is the name of an attribute that is what the dict has under it."""
     return any(
         _attribute_inside(item, key) is value
         for key, value in _first(entries).items()

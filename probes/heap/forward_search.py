@@ -134,7 +134,7 @@ class ForwardSearch:
         return once
 
     def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
-        """How many edges each node has, and the places of all of them in the list of edges, node by node."""
+        """Return how many edges each node has, and the places of all of them in the list of edges, node by node."""
         starts = self._offsets[nodes]
         counts = self._offsets[nodes + 1] - starts
         ends = np.cumsum(counts)

@@ -82,7 +82,7 @@ class Graph:
         self._unfrozen = listed if met > FROZEN_AT_STARTUP else sys.maxsize
 
     def _read(self) -> None:
-        """Makes the walk."""
+        """Make the walk."""
         self._walk.read()
         self._take_over()
         self.checkers = np.concatenate([self._checkers_generators(), self._checkers_probes()])
@@ -94,20 +94,20 @@ class Graph:
         self.roots.clear()
 
     def has(self, item: object) -> bool:
-        """Whether an object is a node."""
+        """Return whether an object is a node."""
         return bool(self.find([item])[0] >= 0)
 
     def find(self, items: Sequence[object]) -> Indices:
-        """The node of each object, shape [len(items)]; -1 for one that has none."""
+        """Return the node of each object, shape [len(items)]; -1 for one that has none."""
         return self._walk.find(identities(list(items)))
 
     def find_ids(self, ids: Collection[int]) -> Indices:
-        """The nodes of those objects that have one, by their identities."""
+        """Return the nodes of those objects that have one, by their identities."""
         found = self._walk.find(np.fromiter(ids, np.int64, len(ids)))
         return found[found >= 0]
 
     def nodes_of(self, ids: Ints) -> Indices:
-        """The node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
+        """Return the node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
         return self._walk.find(ids)
 
     def all_objects(self) -> Iterable[object]:
@@ -115,7 +115,7 @@ class Graph:
         return self.objects
 
     def census(self) -> Census:
-        """The nodes by their types."""
+        """Return the nodes by their types."""
         return Census.of_kinds(self.objects, self.kinds, self.types)
 
     def by_type(self) -> list[tuple[type, Ints]]:
@@ -129,21 +129,21 @@ class Graph:
         ]
 
     def is_frozen(self, node: int) -> bool:
-        """Whether the node's object is in the permanent generation."""
+        """Return whether the node's object is in the permanent generation."""
         return bool(node >= self._unfrozen) and gc.is_tracked(self.objects[node])
 
     def frozen_nodes(self) -> Ints:
-        """The nodes whose objects are in the permanent generation."""
+        """Return the nodes whose objects are in the permanent generation."""
         first = min(self._unfrozen, len(self.objects))
         return first + np.flatnonzero(are_tracked(identities(self.objects[first:])))
 
     def is_listed(self, node: int) -> bool:
-        """Whether the node's object is one that the collector lists: tracked, and not frozen."""
+        """Return whether the node's object is one that the collector lists: tracked, and not frozen."""
         item = self.objects[node]
         return node < self._listed and id(item) not in self.own and gc.is_tracked(item)
 
     def comes_later(self, node: int) -> bool:
-        """Whether a node that is no root waits until nothing else is left to search."""
+        """Return whether a node that is no root waits until nothing else is left to search."""
         return comes_later(self.types[int(self.kinds[node])])
 
     def holders_of(self, nodes: Collection[int]) -> Mapping[int, list[int]]:
@@ -185,12 +185,12 @@ class Graph:
         return np.flatnonzero(leads).astype(np.int32), older
 
     def _own_parts(self) -> list[int]:
-        """The identities of the objects by which this knows its roots and nodes."""
+        """Return the identities of the objects by which this knows its roots and nodes."""
         of_roots = (id(part) for root in self.roots for part in (root, root.also, root.variables, *root.variables))
         return [*self.own, *of_roots]
 
     def referrers_since(self, nodes: Collection[int]) -> list[object]:
-        """The objects that are no nodes, since they were made later, and refer to one of some nodes."""
+        """Return the objects that are no nodes, since they were made later, and refer to one of some nodes."""
         wanted = {id(self.objects[node]) for node in nodes}
         listed = gc.get_objects()
         ids = identities(listed)
@@ -231,7 +231,7 @@ class Graph:
         return self.offsets + np.cumsum(more), edges
 
     def _add(self, items: Sequence[object]) -> None:
-        """Makes nodes of objects that came to light later, which most searches pass over."""
+        """Make nodes of objects that came to light later, which most searches pass over."""
         if not items:
             return
         first = len(self.objects)
@@ -243,14 +243,14 @@ class Graph:
         self.turns = np.concatenate([self.turns, np.full(len(self.objects) - first, FIRST, np.uint8)])
 
     def _take_over(self) -> None:
-        """Takes what the walk has read."""
+        """Take what the walk has read."""
         walk = self._walk
         self.kinds, self.types, self.offsets, self.edges = walk.kinds, walk.types, walk.offsets, walk.edges
         self.passed_over = walk.passed_over
         self.scratch = np.zeros(len(self.objects), np.int32)
 
     def _checkers_generators(self) -> Indices:
-        """The checker's own suspended generators: like its frames, they hold what it looks at."""
+        """Return the checker's own suspended generators: like its frames, they hold what it looks at."""
         files = _checkers_files()
         places = np.flatnonzero(np.isin(self.kinds, list(GENERATORS))).tolist()
         return np.array([place for place in places if _code_file(self.objects[place]) in files], np.int32)

@@ -68,7 +68,7 @@ class SharedWalk:
         return self._graph is not None
 
     def graph(self, needed: Sequence[object] = ()) -> Graph:
-        """The heap.
+        """Return the heap.
 
         Args:
             needed: objects that shall be in it; where one is not, as it was made since, the walk is made again.
@@ -116,7 +116,7 @@ def sharing_walk(walk: SharedWalk | None = None) -> Iterator[SharedWalk]:
 
 
 def objects_of(ids: Collection[int], walk: SharedWalk | None) -> list[object]:
-    """The objects of some identities, from a walk, or where there is none by going through the heap."""
+    """Return the objects of some identities, from a walk, or where there is none by going through the heap."""
     if walk is None:
         return [item for item in all_objects() if id(item) in ids]
     graph = walk.graph()
@@ -218,7 +218,7 @@ class Traces:
             self._heap = self._sweeper = None
 
     def reaches(self, place: int) -> bool:
-        """Whether any root leads to a target."""
+        """Return whether any root leads to a target."""
         return bool(self._nodes(place))
 
     @property
@@ -228,7 +228,7 @@ class Traces:
         return any(target >= 0 and self._parents[target] == UNSEEN for target in targets)
 
     def is_frozen(self, place: int) -> bool:
-        """Whether a target lies in the permanent generation, or nothing lists it."""
+        """Return whether a target lies in the permanent generation, or nothing lists it."""
         if self._heap is None:
             return False
         node = int(self._heap.targets[place])
@@ -259,11 +259,11 @@ class Traces:
         return found
 
     def is_held_from_c(self, place: int) -> bool:
-        """Whether C or C++ refers to a target itself, which no root leads to; known of a thorough walk."""
+        """Return whether C or C++ refers to a target itself, which no root leads to; known of a thorough walk."""
         return self._heap is not None and int(self._heap.targets[place]) in self._heap.held_from_c
 
     def path(self, place: int, inspect: Inspector | None = None) -> Path | None:
-        """The path to a target; None if no root reaches it."""
+        """Return the path to a target; None if no root reaches it."""
         nodes = self._nodes(place)
         if self._heap is None or not nodes:
             return None
@@ -291,12 +291,12 @@ class Traces:
         return Path(root.kind, root.name, steps, len(nodes) - 1, root.thread)
 
     def through(self, place: int) -> frozenset[int]:
-        """The identities of all objects that the path to a target leads through, without the target."""
+        """Return the identities of all objects that the path to a target leads through, without the target."""
         heap = self._heap
         return frozenset() if heap is None else frozenset(id(heap.objects[node]) for node in self._nodes(place)[:-1])
 
     def way(self, place: int) -> list[int]:
-        """The same in their order, from the root on: however long it is, no edge is looked at."""
+        """Return the same in their order, from the root on: however long it is, no edge is looked at."""
         heap = self._heap
         return [] if heap is None else [id(heap.objects[node]) for node in self._nodes(place)[:-1]]
 
@@ -311,7 +311,7 @@ class Traces:
         return Link(edge.text, edge.kind, owner, carrier, id(held))
 
     def will_be_cut(self, firsts: Mapping[int, int]) -> None:
-        """Says for which targets `freed_by_cutting` may be asked, and from which step on."""
+        """Say for which targets `freed_by_cutting` may be asked, and from which step on."""
         self._firsts = dict(firsts)
 
     def freed_by_cutting(self, place: int, first: int) -> list[Freed]:
@@ -348,7 +348,7 @@ class Traces:
         return self._entries[cache]
 
     def root(self, place: int) -> object:
-        """What the path to a target begins at; None where there is none."""
+        """Return what the path to a target begins at; None where there is none."""
         if self._heap is None or not self._is_reached(place):
             return None
         trail = [int(self._heap.targets[place])]
@@ -359,7 +359,7 @@ class Traces:
         return self._heap.objects[root]
 
     def mark(self, place: int, step: int, number: int) -> None:
-        """Gives what a step of the path to a target leads to a number, by which `behind` knows it.
+        """Give what a step of the path to a target leads to a number, by which `behind` knows it.
 
         Args:
             place: the target's.
@@ -374,7 +374,7 @@ class Traces:
             self._behind.pop(node, None)
 
     def behind(self, place: int, kind_of: Callable[[object], Hashable]) -> tuple[int, frozenset[Hashable]] | None:
-        """The number of the last marked object that the path to a target leads through; None if it passes none.
+        """Return the number of the last marked object that the path to a target leads through; None if it passes none.
 
         Of each object it is found out once, however many paths lead through it.
 
@@ -401,7 +401,7 @@ class Traces:
         return found
 
     def _nodes(self, place: int) -> list[int]:
-        """The nodes from the root to a target; none if it was not reached."""
+        """Return the nodes from the root to a target; none if it was not reached."""
         if self._heap is None:
             return []
         if place not in self._paths:
@@ -421,7 +421,7 @@ class Traces:
         return nodes
 
     def _edges_of(self, place: int, nodes: Sequence[int]) -> list[tuple[int, Edge]]:
-        """The path's edges, each with the place of its first node."""
+        """Return the path's edges, each with the place of its first node."""
         assert self._heap is not None
         if place not in self._edges:
             objects = [self._heap.objects[node] for node in nodes]
@@ -540,7 +540,7 @@ class Sweeper:
         return [Freed(levels, None if first[at + 1] <= turn else turn) for turn, (at, _) in enumerate(parts)]
 
     def _freed(self, seen: npt.NDArray[np.bool_], places: Ints, holders: Ints) -> Indices:
-        """What some references lead to that start from what is reached, now that they count again."""
+        """Return what some references lead to that start from what is reached, now that they count again."""
         held: Indices = each_once(self._original[places[seen[holders]]])
         held = held[~seen[held]]
         seen[held] = True

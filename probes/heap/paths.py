@@ -141,7 +141,7 @@ def _logger(items: Sequence[object], edges: Sequence[str]) -> str:
 
 
 def _fixture_value(items: Sequence[object], edges: Sequence[str]) -> str:
-    """What pytest keeps of a fixture: its value for a test, its value for its scope, its generator."""
+    """Return what pytest keeps of a fixture: its value for a test, its value for its scope, its generator."""
     if len(items) > 2 and edges[-2] == ".funcargs" and _is_pytests(items[-3]):
         return f"fixture {edges[-1][1:-1]}"
     if len(items) > 2 and edges[-2:] == [".cached_result", "[0]"]:
@@ -175,7 +175,7 @@ def _is_pytests(item: object) -> bool:
 
 
 def _event_loop(items: Sequence[object], edges: Sequence[str]) -> str:
-    """The event loop that the program has set for this thread, and not closed."""
+    """Return the event loop that the program has set for this thread, and not closed."""
     is_set = edges[-2:] == ["._local", "._loop"] or edges[-2:] == [".__dict__", "['_loop']"]
     is_policys = len(items) > 2 and any(
         type_name(base) == "asyncio.events.BaseDefaultEventLoopPolicy" for base in mro_of(type(items[-3]))
@@ -195,7 +195,7 @@ def _finalizer(items: Sequence[object], edges: Sequence[str]) -> str:
 
 
 def _function(function: object) -> str:
-    """What a callback is called: `Engine.on`; `<partial>` for what has no name of its own."""
+    """Return what a callback is called: `Engine.on`; `<partial>` for what has no name of its own."""
     while type(function) is MethodType:
         function = function.__func__
     if type(function) is FunctionType or type(function) is BuiltinFunctionType:

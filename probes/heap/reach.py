@@ -237,7 +237,7 @@ def _held_by_function(function: Any) -> Iterator[object]:
 
 
 def _attributes_of_function(function: Any) -> list[object]:
-    """The dict of a function's attributes, where it has one: asking the function for it would make it."""
+    """Return the dict of a function's attributes, where it has one: asking the function for it would make it."""
     others = (function.__globals__, function.__builtins__)
     dicts = (part for part in gc.get_referents(function) if type(part) is dict)
     return [part for part in dicts if not any(part is other for other in others)]

@@ -86,7 +86,7 @@ def roots() -> Iterator[Root]:
 
 
 def modules_among(identities: Container[int]) -> list[Root]:
-    """Those modules that have one of some identities, in the order of `roots`."""
+    """Return those modules that have one of some identities, in the order of `roots`."""
     return [_root_at(each) for each in _modules() if id(each[1]) in identities]
 
 
@@ -141,13 +141,13 @@ def _root_at(named: tuple[str, object]) -> Root:
 
 
 def _own_name(module: object, name: str) -> str:
-    """The name that a module has itself, where it is found by that too; else the one that it is found by."""
+    """Return the name that a module has itself, where it is found by that too; else the one that it is found by."""
     own = dict.get(dict_of_module(module), "__name__") if is_a(module, ModuleType) else None
     return own if type(own) is str and sys.modules.get(own) is module else name
 
 
 def _runs_for_a_library(thread: object) -> bool:
-    """Whether a thread runs a library's function, as a pool's does: what it was given has a name elsewhere."""
+    """Return whether a thread runs a library's function, as a pool's does: what it was given has a name elsewhere."""
     target = attribute(thread, "_target")
     if type(target) is not FunctionType:
         return False
@@ -156,7 +156,7 @@ def _runs_for_a_library(thread: object) -> bool:
 
 
 def running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int]]:
-    """The frames of all threads, the checker's or all others, each with its thread's identifier."""
+    """Yield the frames of all threads, the checker's or all others, each with its thread's identifier."""
     waiting: list[tuple[FrameType | None, int]] = [(frame, ident) for ident, frame in sys._current_frames().items()]
     while waiting:
         # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
@@ -168,13 +168,13 @@ def running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int
 
 
 def is_checkers(frame: FrameType) -> bool:
-    """Whether the frame is the checker's, which holds what it looks at."""
+    """Return whether the frame is the checker's, which holds what it looks at."""
     name = dict.get(frame.f_globals, "__name__", "")
     return type(name) is str and f"{name}.".startswith(CHECKER)
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is the interpreter's, torch's, the test runner's or the checker's own."""
+    """Return whether a module is the interpreter's, torch's, the test runner's or the checker's own."""
     top = module.partition(".")[0]
     return top in sys.stdlib_module_names or top in _LIBRARIES or f"{module}.".startswith(CHECKER)
 
@@ -194,6 +194,6 @@ def frames_of(ident: int) -> list[str]:
 
 
 def comes_later(cls: type) -> bool:
-    """Whether paths through instances of a class are given only where there is no other."""
+    """Return whether paths through instances of a class are given only where there is no other."""
     name = type_name(cls)
     return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))

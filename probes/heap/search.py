@@ -82,7 +82,7 @@ class Search:
         return [self.root_at(node) for node in (*self._roots.tolist(), *self._native_roots)]
 
     def root_at(self, node: int) -> Root:
-        """The root that a node is."""
+        """Return the root that a node is."""
         if node in self._native_roots:
             return self._native_roots[node]
         return self._given[node] if node in self._given else self.graph.roots[node]
@@ -91,7 +91,7 @@ class Search:
         return np.concatenate([self._roots, np.array(list(self._native_roots), np.int32)])
 
     def entries_of_cache(self, cache: int) -> list[int]:
-        """The places, in the list of edges, of all by which an `lru_cache` holds its entries."""
+        """Return the places, in the list of edges, of all by which an `lru_cache` holds its entries."""
         own = self.objects[cache]
         if type(own) is not LRU_CACHE:
             return []
@@ -108,7 +108,7 @@ class Search:
         return places
 
     def reference(self, holder: int, held: int) -> int:
-        """The place, in the list of edges, of one reference."""
+        """Return the place, in the list of edges, of one reference."""
         start, stop = int(self.offsets[holder]), int(self.offsets[holder + 1])
         if stop - start <= _FEW or holder not in self._asked:
             self._asked.add(holder)
@@ -130,7 +130,7 @@ class Search:
         return seen
 
     def search(self) -> Indices:
-        """The node before each node on a shortest path from a root, or why there is none.
+        """Return the node before each node on a shortest path from a root, or why there is none.
 
         Breadth first, a level at a time; what comes last waits until nothing else is left to search. Ends as soon as
         every target is reached.
@@ -151,7 +151,7 @@ class Search:
         return parents
 
     def _add_native_roots(self, parents: Indices, lost: Indices) -> Indices:
-        """Makes roots of what C or C++ holds and what leads to the lost nodes, as far out as Python's graph goes."""
+        """Make roots of what C or C++ holds and what leads to the lost nodes, as far out as Python's graph goes."""
         unseen = parents == UNSEEN
         places = np.flatnonzero(unseen[self.edges])
         held = self.edges[places]
@@ -201,14 +201,14 @@ class Search:
 
 
 def _all_held_by(item: object) -> list[object]:
-    """What an object refers to, as the collector is shown it and as it is not."""
+    """Return what an object refers to, as the collector is shown it and as it is not."""
     reader = reader_of(type(item))
     shown = gc.get_referents(without_state(item) if is_a(item, ModuleType) else item)
     return shown if reader is None else [*shown, *reader(item)]
 
 
 def _is_checkers_object(item: object) -> bool:
-    """Whether an object is one of the checker's functions, or an instance of one of its classes."""
+    """Return whether an object is one of the checker's functions, or an instance of one of its classes."""
     if type(item) is FunctionType:
         name = dict.get(item.__globals__, "__name__")
         return type(name) is str and name.startswith(CHECKER)

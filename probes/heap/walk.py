@@ -77,22 +77,22 @@ class Walk(ABC):
 
     @abstractmethod
     def add(self, items: list[object]) -> None:
-        """Makes nodes of those objects that are none."""
+        """Make nodes of those objects that are none."""
 
     @abstractmethod
     def read(self) -> None:
-        """Reads the references of all nodes that were not read yet, making nodes of what it meets."""
+        """Read the references of all nodes that were not read yet, making nodes of what it meets."""
 
     @abstractmethod
     def find(self, ids: Ints) -> Indices:
-        """The node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
+        """Return the node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
 
     def pass_over(self, nodes: Indices) -> None:
         """Has most searches pass over some nodes."""
         self.passed_over = np.concatenate([self.passed_over, nodes])
 
     def _manner_of(self, cls: type) -> int:
-        """How instances of a type are gone through; asked once for each type."""
+        """Return how instances of a type are gone through; asked once for each type."""
         self.types[id(cls)] = cls
         bases = [id(base) for base in mro_of(cls)]
         reader = first_reader(self._readers_of, bases)
@@ -110,11 +110,11 @@ class Walk(ABC):
         return manner
 
     def _more(self, item: object) -> list[object]:
-        """What an object with a reader refers to beyond what the collector shows."""
+        """Return what an object with a reader refers to beyond what the collector shows."""
         return [*self._readers[id(type(item))](item)]
 
     def _grow(self, kind_places: Indices, ends: Ints, edges: Indices, passed_over: Indices) -> None:
-        """Adds what was read."""
+        """Add what was read."""
         self.kind_places = np.concatenate([self.kind_places, kind_places])
         self.kinds = np.fromiter(self.types, np.int64, len(self.types)).take(self.kind_places)
         self.offsets = np.concatenate([self.offsets, ends])
@@ -223,7 +223,7 @@ class NumpyWalk(Walk):
         return self._table.find(ids)
 
     def _places_of_kinds(self, kinds: Ints) -> Indices:
-        """The place of each type among those known, which those become that were not met before."""
+        """Return the place of each type among those known, which those become that were not met before."""
         places = self._known_kinds.find(kinds)
         new = np.unique(kinds[places < 0])
         if not len(new):
@@ -234,7 +234,7 @@ class NumpyWalk(Walk):
         return self._known_kinds.find(kinds)
 
     def _read_more(self, first: int, chunk: list[object], kinds: Indices, sizes: Ints) -> dict[int, list[object]]:
-        """What objects refer to beyond what the collector shows, by their places in a chunk.
+        """Return what objects refer to beyond what the collector shows, by their places in a chunk.
 
         Args:
             first: the node of the chunk's first object.
@@ -285,12 +285,12 @@ class NarrowWalk(NumpyWalk):
 
 
 def walk_from(roots: list[Root]) -> Walk:
-    """The fastest walk that there is here, before its first step."""
+    """Return the fastest walk that there is here, before its first step."""
     return NumpyWalk(roots) if native.Walk is None else NativeWalk(roots)
 
 
 def _stand_in(item: Any) -> object:
-    """What to ask the collector in place of a module or frame.
+    """Return what to ask the collector in place of a module or frame.
 
     Of a frame of the checker's only who called it: its variables hold what it looks at, but an exception or a frame of
     the program's may be kept by which it was called, and with that the program's own frames behind it.
@@ -311,7 +311,7 @@ def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tupl
 
 
 def _sums(is_counted: npt.NDArray[np.bool_], sizes: Ints) -> Ints:
-    """How many are counted in each of some runs that lie one behind the other, by the runs' sizes."""
+    """Return how many are counted in each of some runs that lie one behind the other, by the runs' sizes."""
     before = np.zeros(len(is_counted) + 1, np.int32)
     np.cumsum(is_counted, out=before[1:])
     return np.diff(before[np.cumsum(sizes)], prepend=0).astype(np.int64)

@@ -117,7 +117,7 @@ class SettingReader:
         self._settings: Mapping[str, str] = MappingProxyType({})
 
     def read(self, *, of_libraries: bool = True) -> Mapping[str, str]:
-        """The settings, by name.
+        """Return the settings, by name.
 
         Args:
             of_libraries: whether to read what no runner sets, too, which is most of the work: torch's, other
@@ -322,7 +322,7 @@ def _listed_bytes(index: int) -> tuple[int | None, str]:
 
 
 def read_status() -> bytes:
-    """The kernel's /proc/self/status."""
+    """Return the kernel's /proc/self/status."""
     return contents("/proc/self/status")
 
 
@@ -352,7 +352,7 @@ def _figure(status: bytes, name: bytes) -> int:
 
 
 def child_processes() -> list[int]:
-    """The process identifiers of the children that Python's threads have started.
+    """Return the process identifiers of the children that Python's threads have started.
 
     (The kernel lists a child with the thread that started it, or once that has ended with another one.)
     """
@@ -379,7 +379,7 @@ _EVERY_KIND = 0x40000000
 
 
 def _is_childless() -> bool:
-    """Whether the kernel says that there is nothing to wait for; takes a microsecond, and waits for nobody."""
+    """Return whether the kernel says that there is nothing to wait for, in a microsecond, without waiting."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | _EVERY_KIND)
     except ChildProcessError:
@@ -408,7 +408,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def _files_of(numbers: Iterable[int]) -> dict[int, object]:
-    """What some descriptors are open on, by their numbers; without those that are closed, as a listing's own."""
+    """Return what some descriptors are open on, by their numbers; without those that are closed, as a listing's own."""
     found: dict[int, object] = {}
     for number in numbers:
         try:

@@ -129,24 +129,24 @@ class Makers:
         return self._stand_ins.of(os_module)
 
     def of_thread(self, ident: int) -> Maker | None:
-        """Who started a Python thread; None if that was not seen."""
+        """Return who started a Python thread; None if that was not seen."""
         return self._threads.get(ident)
 
     def of_process(self, pid: int) -> Maker | None:
-        """Who started a child process; None if that was not seen."""
+        """Return who started a child process; None if that was not seen."""
         return self._processes.get(pid)
 
     def processes(self) -> Collection[int]:
-        """The numbers of the child processes that were seen to start, ended or not."""
+        """Return the numbers of the child processes that were seen to start, ended or not."""
         return self.began.keys()
 
     def of_descriptor(self, number: int) -> Maker | None:
-        """Who made what a descriptor is open on; None if that was not seen."""
+        """Return who made what a descriptor is open on; None if that was not seen."""
         maker = self._descriptors.get(number)
         return maker if maker is not None and maker.identity == _identity(number) else None
 
     def closed_sockets(self) -> dict[str, Maker]:
-        """Who bound the Unix sockets that are closed here, by the path of the file to which each was bound.
+        """Return who bound the Unix sockets that are closed here, by the path of the file to which each was bound.
 
         Of one that ZeroMQ has bound nobody knows whether it is closed.
         """
@@ -254,7 +254,7 @@ class Makers:
             self.began[pid] = time.time() if process is None else began_at(process)
 
     def _forked(self, pid: int) -> Maker | None:
-        """Who made a child by a fork that was not seen: the kernel lists it with its thread."""
+        """Return who made a child by a fork that was not seen: the kernel lists it with its thread."""
         for thread in threading.enumerate():
             with contextlib.suppress(OSError):  # it ended, or the kernel was built without this file
                 if str(pid).encode() in contents(f"/proc/self/task/{thread.native_id}/children").split():

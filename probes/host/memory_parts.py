@@ -179,7 +179,7 @@ class Limit(NamedTuple):
 
 
 def memory_of_group() -> Limit | None:
-    """The narrowest limit of the control groups that this process is in; None where none limits its memory."""
+    """Return the narrowest limit of the control groups that this process is in; None where none limits its memory."""
     found: list[Limit] = []
     lines = b""
     with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def memory_of_group() -> Limit | None:
 
 
 def address_space() -> Limit | None:
-    """The limit of this process's addresses (`ulimit -v`); None where there is none."""
+    """Return the limit of this process's addresses (`ulimit -v`); None where there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return None

@@ -83,7 +83,7 @@ class Rollup:
 
 
 def stat(pid: int) -> ProcessStat | None:
-    """The process's line; None where it has ended."""
+    """Return the process's line; None where it has ended."""
     try:
         text = contents(f"/proc/{pid}/stat").decode(errors="replace")
     except OSError:  # it ended
@@ -133,13 +133,13 @@ def catches(pid: int, number: int) -> bool | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process's main thread computes, or waits for a processor to."""
+    """Return whether a process's main thread computes, or waits for a processor to."""
     process = stat(pid)
     return process is not None and process.state == "R"
 
 
 def resting_threads(pid: int, number: int) -> list[int]:
-    """The threads of a process that wait in the kernel and let a signal in, by their numbers."""
+    """Return the threads of a process that wait in the kernel and let a signal in, by their numbers."""
     resting = []
     with contextlib.suppress(OSError):  # it ended
         for name in os.listdir(f"/proc/{pid}/task"):
@@ -184,7 +184,7 @@ def waits_for_a_signal(pid: int) -> bool:
 
 
 def lives(pid: int, started: int) -> bool:
-    """Whether the process that began at this tick is there yet, and no zombie."""
+    """Return whether the process that began at this tick is there yet, and no zombie."""
     process = stat(pid)
     return process is not None and process.started == started and process.state != "Z"
 
@@ -195,7 +195,7 @@ def all_pids() -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that it has started and that are there; empty where that may not be read."""
+    """Return the processes that it has started and that are there; empty where that may not be read."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -267,7 +267,7 @@ def rollup(pid: int) -> Rollup | None:
 
 
 def has_opened_a_card(pid: int) -> bool:
-    """Whether a process has the device open through which memory on a card is taken."""
+    """Return whether a process has the device open through which memory on a card is taken."""
     return not {"/dev/nvidia-uvm", "/dev/kfd"}.isdisjoint(descriptors_of(pid))
 
 
@@ -279,7 +279,7 @@ def _target(path: str) -> str:
 
 
 def command_line(pid: int) -> str:
-    """What it was started with, the words apart by blanks; empty where it has ended."""
+    """Return what it was started with, the words apart by blanks; empty where it has ended."""
     try:
         return contents(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it ended meanwhile
@@ -287,7 +287,7 @@ def command_line(pid: int) -> str:
 
 
 def open_files(pid: int) -> set[str]:
-    """What its descriptors lead to; empty where that may not be read."""
+    """Return what its descriptors lead to; empty where that may not be read."""
     return set(descriptors_of(pid))
 
 
@@ -343,7 +343,7 @@ def mapped_files(pid: int) -> list[tuple[str, int]]:
 
 
 def count_descriptors(pid: int) -> int | None:
-    """How many descriptors it has open; None where that may not be read."""
+    """Return how many descriptors it has open; None where that may not be read."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:  # it ended, or is another user's
@@ -351,7 +351,7 @@ def count_descriptors(pid: int) -> int | None:
 
 
 def thread_names(pid: int) -> tuple[str, ...]:
-    """The names of its threads as the kernel keeps them, up to 15 characters each; empty where it has ended."""
+    """Return the names of its threads as the kernel keeps them, up to 15 characters each; empty where it has ended."""
     return tuple(numbered_threads(pid).values())
 
 
@@ -367,7 +367,7 @@ def numbered_threads(pid: int) -> dict[int, str]:
 
 
 def environment(pid: int) -> dict[str, str] | None:
-    """The variables that it was started with, not what it has set since; None where they may not be read."""
+    """Return the variables that it was started with, not what it has set since; None where they may not be read."""
     try:
         entries = contents(f"/proc/{pid}/environ").split(b"\0")
     except OSError:  # it ended, or is another user's
@@ -377,7 +377,7 @@ def environment(pid: int) -> dict[str, str] | None:
 
 
 def runs_python(process: ProcessStat) -> bool:
-    """Whether a process is a Python; by its name where its program may not be read."""
+    """Return whether a process is a Python; by its name where its program may not be read."""
     try:
         return os.path.basename(os.readlink(f"/proc/{process.pid}/exe")).startswith("python")
     except OSError:  # another user's
@@ -385,7 +385,7 @@ def runs_python(process: ProcessStat) -> bool:
 
 
 def name_of(pid: int, called: str = "") -> str:
-    """How a person knows a process: its own title, its name in `multiprocessing`, its module, or its command.
+    """Return how a person knows a process: its own title, its name in `multiprocessing`, its module, or its command.
 
     Args:
         pid: its process identifier.
@@ -415,7 +415,7 @@ def name_of(pid: int, called: str = "") -> str:
 
 
 def _words(pid: int) -> list[str]:
-    """The words of its command line, or its title as one word; one empty word where it has ended."""
+    """Return the words of its command line, or its title as one word; one empty word where it has ended."""
     try:
         words = contents(f"/proc/{pid}/cmdline").rstrip(b"\0").split(b"\0")
     except OSError:
@@ -424,7 +424,7 @@ def _words(pid: int) -> list[str]:
 
 
 def _multiprocessing_name(pid: int) -> str:
-    """The name of the process object for a child that `multiprocessing` has started; empty if it has not."""
+    """Return the name of the process object for a child that `multiprocessing` has started; empty if it has not."""
     module: Any = loaded("multiprocessing.process")
     for child in list(getattr(module, "_children", ())):
         facts = vars(child)

@@ -110,12 +110,12 @@ class ProcessTree:
             os.environ.pop(MARK, None)
 
     def any_alive(self) -> bool:
-        """Whether there is any; next to free."""
+        """Return whether there is any; next to free."""
         children = child_processes()
         return bool(children or self._look_for_orphans(children))
 
     def orphans(self, children: list[int] | None = None) -> list[int]:
-        """The descendants whose parent has ended, and not those below them; sorted.
+        """Return the descendants whose parent has ended, and not those below them; sorted.
 
         All processes are gone through only where one of this process's children has started or ended since.
 
@@ -125,7 +125,7 @@ class ProcessTree:
         return sorted(self._look_for_orphans(child_processes() if children is None else children))
 
     def lost_an_orphan(self) -> bool:
-        """Whether one of those that were there at the last look has ended since: it may have left others."""
+        """Return whether one of those that were there at the last look has ended since: it may have left others."""
         return any(not lives(pid, started) for pid, started in self._orphans.items())
 
     def _look_for_orphans(self, children: list[int]) -> dict[int, int]:
@@ -158,7 +158,7 @@ class ProcessTree:
         return sorted(self._family())
 
     def with_descendants(self, pids: Iterable[int]) -> set[int]:
-        """Those of some processes that are of the tree, and what they have started."""
+        """Return those of some processes that are of the tree, and what they have started."""
         family = self._family()
         return set(self._from([pid for pid in pids if pid in family]))
 
@@ -239,13 +239,13 @@ def _addresses_are_drawn() -> bool:
 
 
 def _is_in_a_session_of(process: ProcessStat, started: Collection[int], marks: Collection[str]) -> bool:
-    """Whether one of some processes led the session or the group of another one, and has ended."""
+    """Return whether one of some processes led the session or the group of another one, and has ended."""
     leaders = {process.session, process.group} & set(started)
     return not marks and any(stat(leader) is None for leader in leaders)
 
 
 def _marks_of(pid: int) -> list[str]:
-    """The trees whose marks a process has; none of one that ended, or is another user's."""
+    """Return the trees whose marks a process has; none of one that ended, or is another user's."""
     try:
         environment = contents(f"/proc/{pid}/environ")
     except OSError:
@@ -368,7 +368,7 @@ class _Memory:
 
 
 def _own_of_fork(process: ProcessStat, memory: Rollup, fresh: int) -> int:
-    """What of a fork's memory is no copy that it took by looking at its parent's objects.
+    """Return what of a fork's memory is no copy that it took by looking at its parent's objects.
 
     What its parent has taken between the last look and the fork seems fresh.  The fork has not touched it, though, and
     the kernel counts what it touches: so no code needs to run at a fork to read what the parent held then.

@@ -117,7 +117,7 @@ class Resident:
 
 
 def read_host() -> HostReading:
-    """Reads this process's facts.
+    """Read this process's facts.
 
     Raises:
         HostReadError: /proc cannot be read (this is not Linux, or /proc is not mounted).
@@ -246,7 +246,7 @@ def resident_bytes(address: int, length: int) -> int:
 
 
 def resident_in(ranges: Iterable[Range], *, swapped: bool = False) -> Resident:
-    """How much of `ranges` is in physical memory, by kind of mapping; what is not mapped is not.
+    """Return how much of `ranges` is in physical memory, by kind of mapping; what is not mapped is not.
 
     Args:
         ranges: the addresses.
@@ -330,7 +330,7 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
 
 
 def shared_file_bytes(name: str) -> int:
-    """The length of a file in /dev/shm; 0 if it is gone by now."""
+    """Return the length of a file in /dev/shm; 0 if it is gone by now."""
     try:
         return os.stat(f"{_SHARED_MEMORY}/{name}").st_size
     except OSError:

@@ -312,7 +312,7 @@ class FirstValues:
         return [space.attributes for space in spaces]
 
     def _is_state(self, space: _Space, name: str) -> bool:
-        """Whether the code of the module itself sets an attribute, and not only a setter to what it is given.
+        """Return whether the code of the module itself sets an attribute, and not only a setter to what it is given.
 
         As a counter, a cache, or whether something was done already; of a class plain values only.
         """
@@ -333,7 +333,7 @@ class Replaced:
     """The attributes of torch's and Python's modules and classes that are others than at first; stubs of modules."""
 
     def raw(self) -> object:
-        """The texts, which are the same objects while nothing has changed."""
+        """Return the texts, which are the same objects while nothing has changed."""
         return FIRST.read(), OPTIONS.read()
 
     def texts(self) -> dict[str, str]:
@@ -367,14 +367,14 @@ _marks_of = native.marks_of or _slow_marks
 
 
 def _is_watched(name: str) -> bool:
-    """Whether the module of this name is torch's, or a public one of Python's."""
+    """Return whether the module of this name is torch's, or a public one of Python's."""
     if _marks_of is _slow_marks:
         return name in _WITHOUT_C
     return _is_own(name) and (name.partition(".")[0] == "torch" or not ("._" in name or name.startswith("_")))
 
 
 def _is_own(module: str) -> bool:
-    """Whether a module is torch's or Python's."""
+    """Return whether a module is torch's or Python's."""
     top = module.partition(".")[0]
     return top == "torch" or top in sys.stdlib_module_names
 
@@ -410,13 +410,13 @@ def _is_stub(name: str, item: Any) -> bool:
 
 
 def _is_extension(item: Any) -> bool:
-    """Whether an import has made a module from a file of C."""
+    """Return whether an import has made a module from a file of C."""
     spec = dict_of_module(item).get("__spec__") if is_a(item, ModuleType) else None
     return type(getattr(spec, "loader", None)) is ExtensionFileLoader
 
 
 def _of_modules(setting: str) -> str | None:
-    """The name of a module, of `sys.modules['name']`."""
+    """Return the name of a module, of `sys.modules['name']`."""
     if not setting.startswith("sys.modules["):
         return None
     return str(ast.literal_eval(setting.removeprefix("sys.modules[").removesuffix("]")))
@@ -446,7 +446,7 @@ def _is_of_libraries(value: Any) -> bool:
 
 
 def _is_as_good(first: Any, now: Any) -> bool:
-    """Whether what is there is as what was there first, or the library's own, made when it was first needed.
+    """Return whether what is there is as what was there first, or the library's own, made when it was first needed.
 
     Whoever puts back what `Class.method` gave puts back the bound method of a class method; and tools that run tests
     have their own reasons.
@@ -578,7 +578,7 @@ class Options:
 
 
 def _option(entry: Any) -> str:
-    """What an option is, as code; of one that is no plain value, its class."""
+    """Return what an option is, as code; of one that is no plain value, its class."""
     override = entry.user_override.get() if type(entry.user_override) is ContextVar else entry.user_override
     choices = (getattr(entry, "env_value_force", _UNSET), override, getattr(entry, "env_value_default", _UNSET))
     value = next((choice for choice in choices if type(choice) is not object), entry.default)

@@ -55,7 +55,7 @@ class Values:
         self._readers = _once(self._own)
 
     def raw(self) -> object:
-        """What they are."""
+        """Return what they are."""
         for name, bind in self._libraries.items():
             module = loaded(name)
             if module is not self._bound.get(name, (None,))[0]:
@@ -81,7 +81,7 @@ class Values:
 
 
 def _once(values: list[Value]) -> list[Callable[[], Any]]:
-    """What reads the values; some read several of them."""
+    """Return what reads the values; some read several of them."""
     return list(dict.fromkeys(value.read for value in values))
 
 
@@ -96,7 +96,7 @@ def _read(value: Value) -> Any:
 
 
 def is_loaded(module: object) -> bool:
-    """Whether it is a module, no stand-in, and its import is over."""
+    """Return whether it is a module, no stand-in, and its import is over."""
     if not any(base is ModuleType for base in mro_of(type(module))):
         return False
     return getattr(vars(module).get("__spec__"), "_initializing", False) is False
@@ -142,7 +142,7 @@ def _object(name: str, get: Callable[[], Any], text: Text = described) -> Value:
 
 
 def process_values() -> Values:
-    """The limits of the process and the like: the kernel is asked for nearly each, and no runner sets them."""
+    """Return the limits of the process and the like: the kernel is asked for nearly each, and no runner sets them."""
     return Values(
         Value("sys.get_int_max_str_digits()", getattr(sys, "get_int_max_str_digits", int)),
         Value("os.getpriority(os.PRIO_PROCESS, 0)", functools.partial(os.getpriority, os.PRIO_PROCESS, 0)),
@@ -160,7 +160,7 @@ _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_S
 
 
 def library_values() -> Values:
-    """The settings of the standard library, where it is loaded, of numpy and of cupy."""
+    """Return the settings of the standard library, where it is loaded, of numpy and of cupy."""
     return Values(
         Value("threading.stack_size()", _stack_size),
         # Built into the interpreter: a test that imports what sets them has not imported them.
@@ -279,7 +279,7 @@ class Environment:
     """Environment variables, as Python knows them."""
 
     def raw(self) -> object:
-        """The variables, but for the one in which pytest says what runs."""
+        """Return the variables, but for the one in which pytest says what runs."""
         variables: Any = os.environ
         if type(variables) is not _ENVIRON:
             return id(variables)
@@ -300,7 +300,7 @@ class ModuleSearchPath:
     """The entries of `sys.path`."""
 
     def raw(self) -> object:
-        """The entries in their order."""
+        """Return the entries in their order."""
         path = sys.path
         return [entry for entry in path if type(entry) is str] if type(path) is list else id(path)
 
@@ -331,7 +331,7 @@ class Finders:
 
 
 def is_of_library(item: Any) -> bool:
-    """Whether a function, a class or an object is an installed library's, or a tool's that runs tests."""
+    """Return whether a function, a class or an object is an installed library's, or a tool's that runs tests."""
     if is_librarys(item):
         return True
     module = item.__module__ if type(item) in (FunctionType, BuiltinFunctionType) else None
@@ -347,7 +347,7 @@ class Signals:
         self._numbers = sorted(number for number in signal.valid_signals() if number < _FIRST_REAL_TIME_SIGNAL)
 
     def raw(self) -> object:
-        """The identities of the handlers."""
+        """Return the identities of the handlers."""
         return tuple(map(id, map(HANDLER_OF, self._numbers)))
 
     def texts(self) -> dict[str, str]:
@@ -407,7 +407,7 @@ class Reducers:
     """What `copyreg.pickle` has registered that is the program's own."""
 
     def raw(self) -> object:
-        """The identities of the classes and of the functions."""
+        """Return the identities of the classes and of the functions."""
         table = copyreg.dispatch_table
         return (*map(id, table), *map(id, table.values())) if type(table) is dict else id(table)
 
@@ -459,7 +459,7 @@ class Filters:
 
 
 def _module_of(entry: tuple[Any, ...]) -> str:
-    """The module that defines a filter's category, if it is an installed one; else empty."""
+    """Return the module that defines a filter's category, if it is an installed one; else empty."""
     category = entry[2] if len(entry) > 2 else None
     module = module_of_class(category) if type(category) is type else ""
     return module if is_installed_module(module) else ""
@@ -498,7 +498,7 @@ class KernelStatus:
         self._status = status or functools.partial(contents, "/proc/self/status")
 
     def raw(self) -> object:
-        """The lines about them; nothing where /proc does not show it."""
+        """Return the lines about them; nothing where /proc does not show it."""
         try:
             status = self._status()
             return tuple(_line(status, name) for name in (b"\nUmask:", b"\nCpus_allowed:", b"\nSigBlk:"))
@@ -506,7 +506,7 @@ class KernelStatus:
             return ()
 
     def texts(self) -> dict[str, str]:
-        """The umask in octal digits, the others as sets."""
+        """Return the umask in octal digits, the others as sets."""
         raw: Any = self.raw()
         if not raw:
             return {}
@@ -524,7 +524,7 @@ def _line(status: bytes, name: bytes) -> bytes:
 
 
 def _members(mask: bytes, first: int) -> str:
-    """The places of the bits of a mask in hexadecimal digits, as code."""
+    """Return the places of the bits of a mask in hexadecimal digits, as code."""
     number = int(mask, 16)
     return repr({place + first for place in range(number.bit_length()) if number >> place & 1})
 
@@ -561,7 +561,7 @@ class Loggers:
         self._own_handlers: set[int] = set()
 
     def raw(self) -> object:
-        """What says that a level or a handler may have changed."""
+        """Return what says that a level or a handler may have changed."""
         known: dict[str, Any] = logging.root.manager.loggerDict
         if len(known) != self._count or any(map(operator.is_not, map(known.get, self._places), self._placeholders)):
             self._list(known)
@@ -661,7 +661,7 @@ class Loggers:
 
 
 def _is_of_same_library(handler: Any, logger: str) -> bool:
-    """Whether a handler, or its formatter, is of the library whose logger has it.
+    """Return whether a handler, or its formatter, is of the library whose logger has it.
 
     torch takes its lazy one away when it is first used; uvicorn formats its own with each configuration.
     """
@@ -734,7 +734,7 @@ _ENTRIES = (
 
 
 def is_entry(name: str) -> bool:
-    """Whether a setting is one of many of its kind, so that it may be added or removed.
+    """Return whether a setting is one of many of its kind, so that it may be added or removed.
 
     Of any other one that a reading does not have it is not known what it was: its library was not there yet.
     """

@@ -79,7 +79,7 @@ _AUTOCAST = ("cpu", "cuda")
 
 
 def torch_values() -> Values:
-    """The settings of torch that are always there."""
+    """Return the settings of torch that are always there."""
     return Values(
         libraries={
             "torch": _torch,
@@ -258,7 +258,7 @@ class CardLimits:
         self._place = ctypes.byref(self._value)
 
     def raw(self) -> object:
-        """The limits, in the order of their names."""
+        """Return the limits, in the order of their names."""
         torch = torch_with_cuda()
         if torch is None or not torch.cuda.is_initialized():
             return ()
@@ -342,7 +342,7 @@ class ModuleHooks:
         self._tables: list[tuple[str, dict[int, Any]]] = []
 
     def raw(self) -> object:
-        """The numbers of their handles, which are never used again."""
+        """Return the numbers of their handles, which are never used again."""
         modules: list[Any] = [loaded(name) for name in _GLOBAL_HOOKS]
         if len(self._bound) != len(modules) or any(map(operator.is_not, modules, self._bound)):
             self._bound = modules

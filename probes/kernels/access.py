@@ -32,7 +32,7 @@ def fingerprint_version(device: torch.device) -> Fingerprints:
 
 
 def search_version(device: torch.device) -> FindWords:
-    """What looks for addresses in tensors on `device`: as `fingerprint_version`."""
+    """Return what looks for addresses in tensors on `device`: as `fingerprint_version`."""
     return _version(device).find_words
 
 

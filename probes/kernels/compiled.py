@@ -66,7 +66,7 @@ def _hash(  # type: ignore[no-untyped-def]
     ROUNDS: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
 ):
-    """Adds the mixed states of the lanes of some sections, `first` and those after it, to the two `sums`.
+    """Add the mixed states of the lanes of some sections, `first` and those after it, to the two `sums`.
 
     `data` has `units` numbers of UNIT bytes; KEYS has the first and the second key of each round. WHOLE sections lie
     wholly inside and are read without a mask.
@@ -163,14 +163,14 @@ def _search(  # type: ignore[no-untyped-def]
 
 
 def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
-    """The fingerprint by `definition` of each of some readable tensors on one device; waits for it once."""
+    """Return the fingerprint by `definition` of each of some readable tensors on one device; wait for it once."""
     return finish_all(fingerprint_sums(tensors, device), (tensor.nbytes for tensor in tensors))
 
 
 def fingerprint_sums(
     tensors: Sequence[torch.Tensor], device: torch.device, geometry: Geometry = GEOMETRY
 ) -> list[tuple[int, int]]:
-    """The two sums that `definition.finish` takes, of readable tensors on one device; waits for it once.
+    """Return the two sums that `definition.finish` takes, of readable tensors on one device; wait for it once.
 
     Runs on the current stream. Reads 16 bytes at a time where the tensor begins at a multiple of 16; one that does not
     begin at a multiple of 8 is read in the largest units that fit its address, which is slower.
@@ -216,7 +216,7 @@ def find_words(
     room: int = 8192,
     geometry: Geometry = GEOMETRY,
 ) -> list[Hits]:
-    """The words of readable tensors on one device that are addresses in the ranges of `table`.
+    """Return the words of readable tensors on one device that are addresses in the ranges of `table`.
 
     Args:
         tensors: on `device`.
@@ -305,12 +305,12 @@ def _launch_search(
 
 
 def _programs(device: torch.device, sections: int) -> int:
-    """How many programs share the sections."""
+    """Return how many programs share the sections."""
     if device.type != "cuda":
         return min(sections, 2)  # Triton's interpreter runs one after the other
     return min(sections, _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a card the current one: that is where Triton launches."""
+    """Make a card the current one: that is where Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

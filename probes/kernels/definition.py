@@ -67,7 +67,7 @@ def mix(value: int) -> int:
 
 
 def key(which: int, round_index: int) -> int:
-    """The 64 key bits of a round under the first (0) or the second (1) key."""
+    """Return the 64 key bits of a round under the first (0) or the second (1) key."""
     return mix((2 * round_index + which + 1) * GOLDEN & _MASK)
 
 
@@ -77,7 +77,7 @@ def finish_all(sums: Iterable[tuple[int, int]], lengths: Iterable[int]) -> list[
 
 
 def finish(first: int, second: int, length: int) -> int:
-    """The fingerprint, 128 bits, from the two sums over all lanes and the length in bytes."""
+    """Return the fingerprint, 128 bits, from the two sums over all lanes and the length in bytes."""
     high = mix(first + length * GOLDEN & _MASK)
     low = mix(second + high * CHAIN & _MASK)
     return high << 64 | low
@@ -174,7 +174,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_lazy_copy(tensor: torch.Tensor) -> bool:
-    """Whether this is a copy on write that was not made yet."""
+    """Return whether this is a copy on write that was not made yet."""
     import torch
 
     internals: Any = torch._C

@@ -61,7 +61,7 @@ def _digest(data: NDArray[np.uint8]) -> int:
 
 
 def find_words(tensors: Sequence[torch.Tensor], device: torch.device, table: RangeTable, listed: int) -> list[Hits]:
-    """The words of readable tensors in host memory that are addresses in the ranges of `table`.
+    """Return the words of readable tensors in host memory that are addresses in the ranges of `table`.
 
     A large tensor is shared out to as many threads as torch uses, which end with the call.
 
@@ -95,7 +95,7 @@ class _Search:
         self._misalignment = np.uint64(table.misalignment)
 
     def find(self, tensor: torch.Tensor) -> Hits:
-        """What one contiguous tensor has."""
+        """Return what one contiguous tensor has."""
         skipped, count = aligned_part(tensor)
         words: Words = _bytes(tensor)[skipped : skipped + count * WORD].view(np.uint64)
         threads = _threads(words.nbytes)
@@ -137,12 +137,12 @@ def _pieces(words: Words, first: int, stop: int) -> Iterator[tuple[int, Words]]:
 
 
 def _threads(size: int) -> int:
-    """How many threads read so many bytes."""
+    """Return how many threads read so many bytes."""
     return torch.get_num_threads() if size >= _WORTH_THREADS else 1
 
 
 def _shared_out(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
-    """What `work` makes of each."""
+    """Return what `work` makes of each."""
     if min(threads, len(items)) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads, thread_name_prefix="lowtide-read") as pool:
@@ -166,5 +166,5 @@ class _Memory:
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous tensor, in place, to be read only."""
+    """Return the bytes of a contiguous tensor, in place, to be read only."""
     return np.asarray(_Memory(tensor)) if tensor.nbytes else np.empty(0, np.uint8)

@@ -31,14 +31,14 @@ _LEAST = -(1 << 63)
 
 
 def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
-    """The fingerprint by `definition` of each of some readable tensors on one device; waits for it once."""
+    """Return the fingerprint by `definition` of each of some readable tensors on one device; wait for it once."""
     return finish_all(fingerprint_sums(tensors, device), (tensor.nbytes for tensor in tensors))
 
 
 def fingerprint_sums(
     tensors: Sequence[torch.Tensor], device: torch.device, geometry: Geometry = GEOMETRY
 ) -> list[tuple[int, int]]:
-    """The two sums that `definition.finish` takes, of readable tensors on one device.
+    """Return the two sums that `definition.finish` takes, of readable tensors on one device.
 
     Waits for the device once. Takes a working memory of three pieces: 384 KiB on the CPU, 192 MiB on a card.
     """
@@ -65,7 +65,7 @@ class _Hasher:
         self._lanes = torch.arange(self._mixed * geometry.lanes, dtype=torch.int64, device=device)
 
     def add(self, tensor: torch.Tensor, sums: torch.Tensor) -> None:
-        """Adds a tensor's mixed states to `sums`, two 64-bit numbers."""
+        """Add a tensor's mixed states to `sums`, two 64-bit numbers."""
         data = as_bytes(tensor)
         size = self._geometry.section
         sections = -(-data.numel() // size)
@@ -88,7 +88,7 @@ class _Hasher:
         return copied
 
     def _hash(self, words: torch.Tensor, states: torch.Tensor) -> None:
-        """Writes the two states of each lane of some sections."""
+        """Write the two states of each lane of some sections."""
         keyed, low = self._keyed[: len(words)], self._low[: len(words)]
         for keys, state in zip(self._keys, states, strict=True):
             torch.bitwise_xor(words, keys, out=keyed)
@@ -119,7 +119,7 @@ def _shifted(values: torch.Tensor, places: int) -> torch.Tensor:
 def find_words(
     tensors: Sequence[torch.Tensor], device: torch.device, table: RangeTable, listed: int, piece: int | None = None
 ) -> list[Hits]:
-    """The words of readable tensors on one device that are addresses in the ranges of `table`.
+    """Return the words of readable tensors on one device that are addresses in the ranges of `table`.
 
     Args:
         tensors: on `device`.
@@ -198,7 +198,7 @@ def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[tuple[int, 
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, in place."""
+    """Return the bytes of a contiguous tensor, in place."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -69,7 +69,7 @@ def is_node(kind: type) -> bool:
 
 
 def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
-    """What the nodes of a tensor's graph have saved, each node looked at once.
+    """Yield what the nodes of a tensor's graph have saved, each node looked at once.
 
     No code of the program runs: what it would have to unpack is left out. Drop what comes soon: it holds the graph.
 
@@ -93,7 +93,7 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
 
 
 def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, GraphPath]]:
-    """The nodes of a tensor's graph, each once, with the way to it from the tensor.
+    """Yield the nodes of a tensor's graph, each once, with the way to it from the tensor.
 
     Args:
         output: the tensor, or a node: a program may keep a `grad_fn` alone.
@@ -115,7 +115,7 @@ def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, GraphPath]]
 
 
 def _tensors_in(node: Any, what: str) -> Iterator[Any]:
-    """What a node saved under a name; nothing where getting it would run the program's code, or it was freed.
+    """Yield what a node saved under a name; nothing where getting it would run the program's code, or it was freed.
 
     As the node itself would take it: `SavedTensor.data` is a tensor that stays for as long as the graph does, and the
     next reading of this process would find it alive.

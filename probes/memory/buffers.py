@@ -62,7 +62,7 @@ class Buffer:
 
 
 def large_buffers(least: int = LEAST) -> list[Buffer]:
-    """Goes through the heap once for the objects that own at least so many bytes; drop them soon.
+    """Go through the heap once for the objects that own at least so many bytes; drop them soon.
 
     The collector tracks none of them but a map, nor for long the containers that hold nothing else. No code of the
     program runs: a subclass is asked as the class that it derives from.

@@ -89,7 +89,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 
 def take_fingerprints(tensors: Mapping[str, torch.Tensor]) -> Contents:
-    """Reads the contents of some tensors, as they are once the work that the current stream has queued is done.
+    """Read the contents of some tensors, as they are once the work that the current stream has queued is done.
 
     Waits for each device once, however many tensors it holds. A tensor whose elements lie in memory in their logical
     order is read where it is; any other (transposed, expanded, sliced along an inner dimension) is copied whole on its
@@ -129,7 +129,7 @@ def take_fingerprints(tensors: Mapping[str, torch.Tensor]) -> Contents:
 
 
 def _read(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The fingerprints of tensors on one device."""
+    """Return the fingerprints of tensors on one device."""
     for name, tensor in tensors.items():
         try:
             check_readable(tensor)

@@ -140,7 +140,7 @@ def find_pointers(
     alignment: int = ALIGNMENT,
     listed: int = 64,
 ) -> PointerReading:
-    """Reads every word of some tensors and reports those that point into the ranges.
+    """Read every word of some tensors and reports those that point into the ranges.
 
     Args:
         tensors: what to read. Words at multiples of 8 that lie wholly inside are read; a tensor whose elements are not
@@ -185,7 +185,7 @@ def find_pointers(
 
 
 def _table(ranges: Sequence[LabelledRange], alignment: int) -> RangeTable | None:
-    """The ranges as the kernels take them; None if there are none."""
+    """Return the ranges as the kernels take them; None if there are none."""
     if alignment < 2 or alignment & (alignment - 1):
         raise PointerScanError(f"pointers cannot be multiples of {alignment}; give a power of two, at least 2")
     for part in ranges:
@@ -256,7 +256,7 @@ def expected_by_chance(
 
 
 def chance_of(count: int, expected: float) -> float:
-    """The chance of at least `count` events where `expected` happen on average (Poisson)."""
+    """Return the chance of at least `count` events where `expected` happen on average (Poisson)."""
     if count <= expected:
         return 1.0  # an upper bound; that close to the average no answer depends on it
     term = math.exp(count * math.log(expected) - expected - math.lgamma(count + 1)) if expected > 0 else 0.0
@@ -269,7 +269,7 @@ def chance_of(count: int, expected: float) -> float:
 
 
 def gone_since(before: Iterable[LabelledRange], now: Iterable[Range]) -> tuple[LabelledRange, ...]:
-    """The parts of labelled memory that are not there any more, sorted by address and apart: what to scan for.
+    """Return the parts of labelled memory that are not there any more, sorted by address and apart: what to scan for.
 
     Args:
         before: the memory at the mark. Where two overlap, the bytes they share are the one's that starts first.

@@ -28,7 +28,7 @@ def total(ranges: Iterable[Range]) -> int:
 
 
 def common(some: Iterable[Range], others: Iterable[Range]) -> tuple[Range, ...]:
-    """The ranges that lie in both; merged."""
+    """Return the ranges that lie in both; merged."""
     left, right = merge(some), merge(others)
     found: list[Range] = []
     i = j = 0
@@ -46,7 +46,7 @@ def common(some: Iterable[Range], others: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def without(some: Iterable[Range], gone: Iterable[Range]) -> tuple[Range, ...]:
-    """The parts of `some` that do not lie in `gone`; merged."""
+    """Return the parts of `some` that do not lie in `gone`; merged."""
     left: list[Range] = []
     holes = iter(common(some, gone))
     hole = next(holes, None)

@@ -41,7 +41,7 @@ class StackFrame(NamedTuple):
 
 
 def allocating_function(stack: Iterable[StackFrame]) -> str:
-    """The name of the innermost function that is not a library's or Python's own, without what it is defined in.
+    """Return the name of the innermost function that is not a library's or Python's own, without what it is defined in.
 
     It is the same on every machine and in every version of Python, and so can be part of a fingerprint. Empty if there
     is no such function.

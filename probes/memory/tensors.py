@@ -81,7 +81,7 @@ class TensorReading:
     unreadable: int
 
     def on(self, device: str) -> DeviceTensors:
-        """The reading of one device; zeros where no tensor lives there."""
+        """Return the reading of one device; zeros where no tensor lives there."""
         for reading in self.per_device:
             if reading.device == device:
                 return reading
@@ -111,7 +111,7 @@ class StorageSurvey:
 
 
 def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolReading] | None = None) -> TensorReading:
-    """Reads which memory the live tensors hold.
+    """Read which memory the live tensors hold.
 
     Args:
         objects: what to look through; default: everything alive.
@@ -125,7 +125,7 @@ def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolRe
 
 
 def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorReading:
-    """Adds the storages up by device, each byte once."""
+    """Add the storages up by device, each byte once."""
     by_device: dict[str, list[StorageReading]] = defaultdict(list)
     for storage in survey.storages:
         by_device[storage.device].append(storage)
@@ -154,7 +154,7 @@ def storage_classes() -> tuple[type, ...]:
 
 
 def survey_storages(objects: Iterable[object] | Census | None = None) -> StorageSurvey:
-    """Finds the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
+    """Find the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
 
     They are sorted by device and address; what is found keeps no object alive.
 
@@ -219,7 +219,7 @@ def bytes_shown(items: Iterable[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def plain_tensors(torch: ModuleType) -> Iterator[None]:
-    """Makes torch's calls see tensors as plain data: no subclass's or mode's code runs, no graph is recorded."""
+    """Make torch's calls see tensors as plain data: no subclass's or mode's code runs, no graph is recorded."""
     core = torch._C
     # In this order: switching the gradients off is a torch function too.
     with core.DisableTorchFunction(), core._DisableTorchDispatch():
@@ -266,7 +266,7 @@ class _Found:
         self._fake_tensor: type | None = getattr(fake, "FakeTensor", None)
 
     def add_storage(self, storage: Any) -> None:
-        """Adds a storage that Python holds itself; one without memory (meta, a subclass's stand-in) is left out."""
+        """Add a storage that Python holds itself; one without memory (meta, a subclass's stand-in) is left out."""
         device = storage.device
         if device.type == "meta":
             return
@@ -282,7 +282,7 @@ class _Found:
             self._entries.setdefault((str(device), address), _Entry(size))
 
     def add_tensor(self, tensor: Any) -> None:
-        """Adds the storage under a tensor, or those under its parts if it is sparse."""
+        """Add the storage under a tensor, or those under its parts if it is sparse."""
         fake = self._fake_tensor
         if fake is not None and any(base is fake for base in mro_of(type(tensor))):
             return  # says that it is on a device, and holds nothing there
@@ -294,7 +294,7 @@ class _Found:
             self.unreadable += 1
 
     def keys_of(self, item: Any) -> frozenset[tuple[str, int]]:
-        """The storages under one tensor, or the one that a storage object is; nothing is added."""
+        """Return the storages under one tensor, or the one that a storage object is; nothing is added."""
         if not any(base is self._torch.Tensor for base in mro_of(type(item))):
             alone = _Found(self._torch)
             alone.add_storage(item)
@@ -308,7 +308,7 @@ class _Found:
         return frozenset(key for key in keys if key is not None)
 
     def holds(self, item: Any) -> bool:
-        """Whether a tensor, or a storage object, holds memory or may hold some; nothing is added."""
+        """Return whether a tensor, or a storage object, holds memory or may hold some; nothing is added."""
         if not any(base is self._torch.Tensor for base in mro_of(type(item))):
             try:
                 return bool(item.device.type != "meta" and item.nbytes())
@@ -361,7 +361,7 @@ class _Found:
 
 
 def _parts(torch: ModuleType, tensor: Any) -> tuple[Any, ...]:
-    """The strided tensors that hold a tensor's data."""
+    """Return the strided tensors that hold a tensor's data."""
     functorch: Any = getattr(torch._C, "_functorch", None)
     # What `vmap` and `grad` give a function, which may keep it: each wraps what the transformation around it gave.
     while functorch is not None and functorch.is_functorch_wrapped_tensor(tensor):
@@ -410,7 +410,7 @@ def _storage_bytes(tensor: Any) -> int:
 
 
 def held_ranges(survey: StorageSurvey) -> tuple[tuple[str, int, int], ...]:
-    """The memory under some storages as device, address, length; merged per device."""
+    """Return the memory under some storages as device, address, length; merged per device."""
     by_device: dict[str, list[Range]] = defaultdict(list)
     for storage in survey.storages:
         by_device[storage.device].append((storage.address, storage.bytes))

@@ -78,7 +78,7 @@ class AddressTable:
         self.add(ids)
 
     def add(self, ids: Ints) -> None:
-        """Adds addresses; of one that is there already, or comes twice, `find` may give either place."""
+        """Add addresses; of one that is there already, or comes twice, `find` may give either place."""
         first, self._count = self._count, self._count + len(ids)
         if self._count > len(self._ids):
             self._ids = np.concatenate([self._ids[:first], np.zeros(2 * self._count - first, np.int64)])
@@ -96,7 +96,7 @@ class AddressTable:
             places, slots = places[lost], self._next(slots[lost])
 
     def add_new(self, ids: Ints, which: Callable[[Ints], npt.NDArray[np.bool_]]) -> Ints:
-        """Adds those addresses that are not there yet and are chosen, each once.
+        """Add those addresses that are not there yet and are chosen, each once.
 
         Args:
             ids: the addresses, some of them several times.
@@ -116,7 +116,7 @@ class AddressTable:
         return first_places(ids)
 
     def find(self, ids: Ints) -> Indices:
-        """The place of each address, -1 for one that was not added."""
+        """Return the place of each address, -1 for one that was not added."""
         if not self._count:
             return np.full(len(ids), -1, np.int32)
         slots = _hash(ids, self._bits)

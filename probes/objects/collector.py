@@ -83,5 +83,5 @@ class GcReading:
 
 
 def read_gc() -> GcReading:
-    """Reads the collector's state without running it."""
+    """Read the collector's state without running it."""
     return GcReading(gc.get_freeze_count(), len(gc.garbage), gc.isenabled(), gc.get_threshold())

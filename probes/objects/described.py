@@ -17,7 +17,7 @@ from lowtide.probes.originals import loaded
 
 
 def installed_in(entries: Iterable[str], here: Path) -> set[str]:
-    """The places of the import path where packages were installed: not only those of this interpreter's scheme.
+    """Return the places of the import path where packages were installed: not only those of this interpreter's scheme.
 
     A user's own, those that a virtual environment takes from the system, and folders of `pip install --target`, where
     what was installed is noted beside it.
@@ -38,22 +38,22 @@ _PLACES = ("<frozen ", *_SITE, *_with_links(sysconfig.get_path(name) for name in
 
 
 def is_library(file: str) -> bool:
-    """Whether code in this file belongs to Python, or to an installed package, and not to the program."""
+    """Return whether code in this file belongs to Python, or to an installed package, and not to the program."""
     return file.startswith(_PLACES)
 
 
 def is_of_site(file: str) -> bool:
-    """Whether code in `file` is an installed library's."""
+    """Return whether code in `file` is an installed library's."""
     return file.startswith(_SITE)
 
 
 def is_of_python(file: str) -> bool:
-    """Whether code in `file` is of Python's own library."""
+    """Return whether code in `file` is of Python's own library."""
     return is_library(file) and not is_of_site(file)
 
 
 def program_modules() -> list[ModuleType]:
-    """The modules that have a file and are no library's, and not of this checker."""
+    """Return the modules that have a file and are no library's, and not of this checker."""
     found = [module for module, file in _files() if not is_library(file)]
     return [module for module in found if not f"{module.__name__}.".startswith("lowtide.")]
 
@@ -103,12 +103,12 @@ def constant_text(item: object) -> str:
 
 
 def identified(item: object) -> str:
-    """The same, whoever made it."""
+    """Return the same, whoever made it."""
     return f"{name_of(item)} at {id(item):#x}"
 
 
 def name_of(item: object) -> str:
-    """What an object is: a function and a class by their names, a method with its object's class."""
+    """Return what an object is: a function and a class by their names, a method with its object's class."""
     if type(item) is FunctionType or type(item) is BuiltinFunctionType:
         module, name = item.__module__, item.__qualname__
         return f"{module}.{name}" if type(module) is str else name
@@ -123,7 +123,7 @@ def name_of(item: object) -> str:
 
 
 def is_librarys(item: object) -> bool:
-    """Whether it is a function of an installed library, or an object of a tool that runs tests.
+    """Return whether it is a function of an installed library, or an object of a tool that runs tests.
 
     A method of a library's object is not: who set it made the object.
     """
@@ -136,7 +136,7 @@ def is_librarys(item: object) -> bool:
 
 
 def is_tools(cls: type) -> bool:
-    """Whether a class is of a tool that runs tests, or of a debugger."""
+    """Return whether a class is of a tool that runs tests, or of a debugger."""
     return is_of_tools(module_of_class(cls))
 
 
@@ -146,12 +146,12 @@ def is_of_tools(module: str) -> bool:
 
 
 def is_text_of_tool(text: str) -> bool:
-    """Whether a text of `described` is that of a function or an object of a tool that runs tests."""
+    """Return whether a text of `described` is that of a function or an object of a tool that runs tests."""
     return is_of_tools(text.removeprefix(LIBRARYS))
 
 
 def is_installed_module(name: str) -> bool:
-    """Whether the package of a module is installed, and not the project's own."""
+    """Return whether the package of a module is installed, and not the project's own."""
     module: Any = loaded(name.partition(".")[0])
     is_module = any(base is ModuleType for base in mro_of(type(module)))
     origin = getattr(vars(module).get("__spec__") if is_module else None, "origin", None)

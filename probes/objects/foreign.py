@@ -89,7 +89,7 @@ def _errors_in(error: BaseException) -> Sequence[BaseException]:
 
 
 def namespace_of_class(cls: type) -> Any:
-    """The dict itself; `__dict__` of a class is a proxy of it."""
+    """Return the dict itself; `__dict__` of a class is a proxy of it."""
     return gc.get_referents(namespace_of(cls))[0]
 
 
@@ -100,7 +100,7 @@ def module_of_class(cls: type) -> str:
 
 
 def instance_dict(item: object) -> dict[str, object] | None:
-    """The `__dict__` of an instance, where the collector shows its values as the instance's own; else None.
+    """Return the `__dict__` of an instance, where the collector shows its values as the instance's own; else None.
 
     From Python 3.13 on that is so whether the dict was made or not, and before only where there is none.  Where there
     is none, this makes it, which takes some hundred bytes: so it is for the few objects that a finding is about.
@@ -124,7 +124,7 @@ def type_name(cls: type) -> str:
 
 
 def attribute(holder: object, name: str) -> object:
-    """The attribute as `object` itself finds it, `MISSING` where finding it could run foreign code."""
+    """Return the attribute as `object` itself finds it, `MISSING` where finding it could run foreign code."""
     for base in mro_of(type(holder)):
         value = namespace_of(base).get(name, MISSING)
         if value is not MISSING:
@@ -188,12 +188,12 @@ def described(item: Any) -> str:
 
 
 def is_callable(item: object) -> bool:
-    """Whether calling the object runs something: a function, or an instance whose class says what."""
+    """Return whether calling the object runs something: a function, or an instance whose class says what."""
     return any("__call__" in namespace_of(base) for base in mro_of(type(item)))
 
 
 def is_definition(item: object) -> bool:
-    """Whether the object is a module, class, function or cache: part of the program, made to stay."""
+    """Return whether the object is a module, class, function or cache: part of the program, made to stay."""
     return any(id(base) in _DEFINITIONS for base in mro_of(type(item)))
 
 
@@ -243,7 +243,7 @@ def _goes_on(thread: threading.Thread) -> bool:
 
 
 def thread_name(thread: threading.Thread) -> str:
-    """The name; that of the class where the thread has none."""
+    """Return the name; that of the class where the thread has none."""
     if id(type(thread)) in _PLAIN:
         return thread.name
     name = attribute(thread, "_name")
@@ -251,7 +251,7 @@ def thread_name(thread: threading.Thread) -> str:
 
 
 def thread_ident(thread: threading.Thread) -> int:
-    """The identifier; 0 where it does not run yet."""
+    """Return the identifier; 0 where it does not run yet."""
     ident = thread.ident if id(type(thread)) in _PLAIN else attribute(thread, "_ident")
     return ident if type(ident) is int else 0
 
@@ -267,7 +267,7 @@ _definition_of.restype = ctypes.c_void_p
 
 
 def is_kind_of_module(kind: type) -> bool:
-    """Whether instances of a class are modules; runs none of its code."""
+    """Return whether instances of a class are modules; run none of its code."""
     return any(base is ModuleType for base in mro_of(kind))
 
 

@@ -68,13 +68,13 @@ class ObjectPlaces:
         self.add(ids)
 
     def add(self, ids: Ints) -> None:
-        """Adds objects that are not there yet, each once."""
+        """Add objects that are not there yet, each once."""
         first, self._count = self._count, self._count + len(ids)
         slots = self._slots(ids)
         self._places[slots] = np.arange(first + 1, self._count + 1, dtype=np.int32)
 
     def find(self, ids: Ints) -> Indices:
-        """The place of each object, shape [len(ids)]; less than 0 for one that was not added."""
+        """Return the place of each object, shape [len(ids)]; less than 0 for one that was not added."""
         found: Indices = self._places.take(self._slots_of(ids))
         found -= 1
         return found
@@ -90,7 +90,7 @@ class ObjectPlaces:
         return found.astype(np.int64)
 
     def add_new(self, ids: Ints, which: Callable[[Ints], npt.NDArray[np.bool_]]) -> Ints:
-        """Adds those that are not there yet and are chosen, each once, in one look at where they belong.
+        """Add those that are not there yet and are chosen, each once, in one look at where they belong.
 
         What was not chosen is not asked about again: nine of ten references lead to names and numbers, met many times.
         (If such a one dies and another object takes its place, that is younger than the walk.)
@@ -126,7 +126,7 @@ class ObjectPlaces:
         return slots
 
     def _slots(self, ids: Ints) -> Ints:
-        """The same, with a page for each of them."""
+        """Return the same, with a page for each of them."""
         if _parts(ids)[:, 3].any():
             raise ValueError("an identity is no address")
         slots = self._slots_of(ids)
@@ -150,12 +150,12 @@ class ObjectPlaces:
 
 
 def _parts(ids: Ints) -> npt.NDArray[np.uint16]:
-    """The four parts of each address, shape [len(ids), 4], the lowest first."""
+    """Return the four parts of each address, shape [len(ids), 4], the lowest first."""
     return np.ascontiguousarray(ids).view(np.uint16).reshape(-1, 4)
 
 
 def _with_room(numbers: _Numbers, size: int) -> _Numbers:
-    """The same with at least so much room, where it is zero."""
+    """Return the same with at least so much room, where it is zero."""
     if len(numbers) >= size:
         return numbers
     # What is not written to takes no memory: the kernel gives it when it is.
@@ -271,7 +271,7 @@ def types_in_c() -> tuple[Callable[[Any], Any], ...]:
 
 
 def elements(lists: list[list[Any]]) -> tuple[Ints, Ints]:
-    """How many objects each list holds, shape [len(lists)], and the identities of all of them, list by list."""
+    """Return how many objects each list holds, shape [len(lists)], and the identities of all of them, list by list."""
     ids = identities(lists)
     if not _can_read(ids):
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
@@ -283,7 +283,7 @@ def elements(lists: list[list[Any]]) -> tuple[Ints, Ints]:
 
 
 def referents(objects: list[Any]) -> tuple[Ints, Ints, list[Any]]:
-    """How many objects each object refers to, the identities of all of these, and what keeps them alive.
+    """Return how many objects each object refers to, the identities of all of these, and what keeps them alive.
 
     One list for all of them, with a mark behind those of each: a list for each takes twice the time.
 
@@ -405,7 +405,7 @@ def misses_of(caches: list[weakref.ref[Any]]) -> Ints:
 
 
 def lengths_of(ids: Ints, kind: type) -> Ints:
-    """How many things each container holds, by its identity, shape [len(ids)].
+    """Return how many things each container holds, by its identity, shape [len(ids)].
 
     Args:
         ids: of objects that the caller keeps alive.
@@ -419,12 +419,12 @@ def lengths_of(ids: Ints, kind: type) -> Ints:
 
 
 def object_at(identity: int) -> Any:
-    """The object of an identity, which the caller keeps alive in some other way."""
+    """Return the object of an identity, which the caller keeps alive in some other way."""
     return ctypes.cast(identity, ctypes.py_object).value
 
 
 def objects_at(ids: Ints) -> list[Any]:
-    """The objects of many identities, which the caller keeps alive in some other way."""
+    """Return the objects of many identities, which the caller keeps alive in some other way."""
     ids = np.ascontiguousarray(ids)
     found: list[Any] = []
     for start in range(0, len(ids), _AT_A_TIME):
@@ -439,7 +439,7 @@ def _can_read(ids: Ints) -> bool:
 
 
 def _words_at(addresses: Ints) -> Ints:
-    """The word at each address, a multiple of its size."""
+    """Return the word at each address, a multiple of its size."""
     # Its elements are a word apart. It is made for this call only: whoever came across it and printed it would read
     # where nothing is.
     found: Ints = np.asarray(_Words(_WORD, (1 << _ADDRESS_BITS) // _WORD - 2)).take(addresses // _WORD - 1)
@@ -457,7 +457,7 @@ class _Words:
 
 
 def _is_laid_out(type_at: int, size_at: int, items_at: int, next_at: int, is_gc_at: int) -> bool:
-    """Whether this interpreter's lists and objects are as this module takes them to be."""
+    """Return whether this interpreter's lists and objects are as this module takes them to be."""
     if sys.implementation.name != "cpython" or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != _WORD:
         return False
     sample: list[Any] = [object(), 1, "one", (), {}, type, sys]
@@ -477,7 +477,7 @@ def _is_laid_out(type_at: int, size_at: int, items_at: int, next_at: int, is_gc_
 
 
 def _are_caches_laid_out(misses_at: int) -> bool:
-    """Whether this interpreter's `lru_cache`s, with a bound and without, are as this module takes them to be."""
+    """Return whether this interpreter's `lru_cache`s, with a bound and without, are as this module takes them to be."""
     for maxsize in (None, 0, 3):
         cache = functools.lru_cache(maxsize)(abs)
         for key in (1, 1, 1, 2, 3, 4, 5, 6, 7):
@@ -491,7 +491,7 @@ def _are_caches_laid_out(misses_at: int) -> bool:
 
 
 def _are_lengths_laid_out() -> bool:
-    """Whether this interpreter's containers have their lengths where this module takes them to be."""
+    """Return whether this interpreter's containers have their lengths where this module takes them to be."""
     for kind, at in _LENGTHS.items():
         sample: Any = kind(dict.fromkeys(range(5)))
         # Its place among the entries is left empty.

@@ -28,7 +28,7 @@ FROZEN_AT_STARTUP = 2000
 
 
 def frozen_by_program(count: int) -> int:
-    """How many objects a program has frozen: of so few as the interpreter itself keeps there, none.
+    """Return how many objects a program has frozen: of so few as the interpreter itself keeps there, none.
 
     Args:
         count: what `gc.get_freeze_count()` said.
@@ -84,7 +84,7 @@ def lists_can_be_read() -> bool:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keeps the garbage collector from running in the block, then leaves it on or off as it was.
+    """Keep the garbage collector from running in the block, then leaves it on or off as it was.
 
     A walk makes so many containers that automatic collections would cost more than the walk, and would change the
     heap that is being read.
@@ -192,7 +192,7 @@ class Census:
         return Census([self._objects[place] for place in places.tolist()])
 
     def instances_of(self, *classes: type) -> list[Any]:
-        """The objects whose type derives from one of the classes.
+        """Return the objects whose type derives from one of the classes.
 
         Not `isinstance`: it asks the object, and a weak proxy answers for its target, other objects warn or run code.
         """
@@ -215,7 +215,7 @@ class Census:
         return list({id(item): item for item in map(found.__getitem__, np.flatnonzero(wanted).tolist())}.values())
 
     def exactly(self, cls: type) -> list[Any]:
-        """The objects whose type is `cls` itself."""
+        """Return the objects whose type is `cls` itself."""
         return self._of({id(cls)} & self._types.keys())
 
     def _of(self, kinds: set[int]) -> list[Any]:
@@ -228,7 +228,7 @@ class Census:
 
 
 def _add_what_is_reached(found: list[object]) -> None:
-    """Adds to the objects every tracked one that they, the modules, classes and frames lead to; takes out the frames.
+    """Add to the objects every tracked one that they, the modules, classes and frames lead to; take out the frames.
 
     A step is a few calls per chunk, all of them in C: on a heap of a million objects that is the difference between
     a third of a second and ten.
@@ -269,7 +269,7 @@ def _add_what_is_reached(found: list[object]) -> None:
 
 
 def _roots() -> Iterator[object]:
-    """What a frozen object may hang on without an unfrozen tracked object in between."""
+    """Yield what a frozen object may hang on without an unfrozen tracked object in between."""
     for module in list(sys.modules.values()):
         if issubclass(type(module), ModuleType):
             yield module
@@ -300,7 +300,7 @@ def all_classes(*bases: type) -> Iterator[type]:
 
 
 def _running_frames() -> Iterator[FrameType]:
-    """The frames of all threads, except those of the probes, whose locals are the walk itself."""
+    """Yield the frames of all threads, except those of the probes, whose locals are the walk itself."""
     waiting: list[FrameType | None] = list(sys._current_frames().values())
     while waiting:
         # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
@@ -317,7 +317,7 @@ def running_locals() -> list[object]:
 
 
 def frame_locals(frame: FrameType, *, is_checkers: bool = False) -> list[object]:
-    """The values of a frame's local variables, leaving nothing behind.
+    """Return the values of a frame's local variables, leaving nothing behind.
 
     Args:
         frame: of a running function.

@@ -224,7 +224,7 @@ class Agents:
                 yield int(number), f"{self.folder}/{file}"
 
     def ask(self, pid: int, question: bytes, limit: float = 60.0, patience: float | None = None) -> bytes:
-        """What a process answers.
+        """Return what a process answers.
 
         Args:
             pid: the process.
@@ -319,7 +319,7 @@ class Agents:
             raise NoAgentError(f"pid {pid} has no agent: no Python, or started without this process's environment")
 
     def _is_asleep(self, pid: int) -> bool:
-        """Whether a process has not noticed the signal: Python forgets those that come before a fork is done."""
+        """Return whether a process has not noticed the signal: Python forgets those that come before a fork is done."""
         assert self.folder is not None
         return f"{pid}{_agent().ASK}" in os.listdir(self.folder)
 
@@ -336,7 +336,7 @@ class Agents:
         return agent_environment() if self.folder is not None else {}
 
     def elsewhere(self, family: Collection[int]) -> list[int]:
-        """The processes that have an agent of this object's and are not of some family; sorted.
+        """Return the processes that have an agent of this object's and are not of some family; sorted.
 
         Args:
             family: the processes that are known.
@@ -369,7 +369,7 @@ def agent_environment() -> dict[str, str]:
 
 
 def _agent() -> Any:
-    """The bootstrap's agent, as a module of this process."""
+    """Return the bootstrap's agent, as a module of this process."""
     name = "lowtide_agent"
     known = sys.modules.get(name)
     if known is not None:
@@ -462,7 +462,7 @@ def processes_with_agents() -> set[int]:
 
 
 def _folders() -> list[str]:
-    """Those of this user's runs; another user may call a folder of his what he likes."""
+    """Return those of this user's runs; another user may call a folder of his what he likes."""
     found = []
     with contextlib.suppress(OSError):
         place = _short_temporary_folder() or temporary_folder()
@@ -498,7 +498,7 @@ def _raise_if_ended(pid: int) -> None:
 
 
 def _has_made(pid: int, folder: str) -> bool:
-    """Whether a living process made a folder, and has not just the number of one that was killed and left it."""
+    """Return whether a living process made a folder, and has not just the number of one that was killed and left it."""
     process = stat(pid)
     try:
         return process is not None and began_at(process) <= os.lstat(folder).st_mtime + _CLOCK_S

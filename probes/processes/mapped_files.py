@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 def read_side_by_side(read: Callable[[int], Answer], pids: Iterable[int], patience: float) -> dict[int, Answer]:
-    """What was read of each process within the time; one that is missing did not let itself be read.
+    """Return what was read of each process within the time; one that is missing did not let itself be read.
 
     The kernel lets nobody read the memory maps of a process while it changes them, and a driver may keep it there for
     ever: then its thread stays, as a daemon, and the others' answers count.
@@ -122,7 +122,7 @@ def mapped_shared_memory(pid: int) -> tuple[SharedMapping, ...] | None:
 
 
 def maps_library(pid: int, name: str) -> bool:
-    """Whether a process maps a file with this in its name; False where that may not be read.
+    """Return whether a process maps a file with this in its name; False where that may not be read.
 
     Args:
         pid: its process identifier.

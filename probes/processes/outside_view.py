@@ -131,7 +131,7 @@ def read_process(pid: int, cards: ByCard = _NO_CARDS) -> ProcessView | None:
 
 
 def read_role_of(pid: int, variables: Mapping[str, str] = MappingProxyType({})) -> Role:
-    """The part that a process plays; that of an unknown one where it has ended.
+    """Return the part that a process plays; that of an unknown one where it has ended.
 
     Args:
         pid: its process identifier.
@@ -144,7 +144,7 @@ def read_role_of(pid: int, variables: Mapping[str, str] = MappingProxyType({})) 
 
 
 def is_left_by_an_engine(pid: int) -> bool:
-    """Whether a process is the orphan of an engine, or of a program that lowtide has watched."""
+    """Return whether a process is the orphan of an engine, or of a program that lowtide has watched."""
     process = stat(pid)
     if process is None or process.state == "Z":
         return False
@@ -184,7 +184,7 @@ def read_processes(
 
 
 def by_process(cards: Iterable[CardHolders]) -> dict[int, ByCard]:
-    """What the driver counts for each process that it lists, by device."""
+    """Return what the driver counts for each process that it lists, by device."""
     found: dict[int, dict[str, int | None]] = {}
     for card in cards:
         for pid, size in card.processes.items():
@@ -283,7 +283,7 @@ def _own_user() -> str:
 
 
 def is_orphan(process: ProcessStat, role: Role | None = None) -> bool:
-    """Whether the process that started another one has ended.
+    """Return whether the process that started another one has ended.
 
     The kernel then gives it the first process, or a session's, as its parent, which is also the parent of what an init
     system has started itself.  So the leader of its group or session must have ended, or it must be of a kind that
@@ -359,7 +359,7 @@ def read_holders(driver: Driver) -> Holders:
 
 
 def _is_here(pid: int) -> bool:
-    """Whether a number of the driver's is that of a process here, and not of another container's."""
+    """Return whether a number of the driver's is that of a process here, and not of another container's."""
     if stat(pid) is None:
         return False
     if count_descriptors(pid) is None or not any(device.exists() for device in _CARD_DEVICES):

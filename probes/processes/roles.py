@@ -131,7 +131,7 @@ def read_role(
     threads: Iterable[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Role:
-    """What part a process plays.
+    """Return what part a process plays.
 
     What a process calls itself counts before what it has in its environment, which a child has from its parent.
 

@@ -252,7 +252,7 @@ def _entry(path: Path, facts: os.stat_result, files: Mapping[Path, os.stat_resul
 
 
 def _maker_lives(entry: _Entry) -> bool:
-    """Whether the process lives whose number an entry's name has: it may open it again."""
+    """Return whether the process lives whose number an entry's name has: it may open it again."""
     pid = _maker_of(Path(entry.file.path).name)
     process = stat(pid) if pid is not None else None
     return process is not None and process.state != "Z" and _user_of(process.pid) == entry.user
@@ -285,7 +285,7 @@ def _user_of(pid: int) -> int | None:
 
 
 def _shares_nothing(pid: int) -> bool:
-    """Whether a process that may not be read takes part in no shared memory: an init, or one of `_HIDDEN`."""
+    """Return whether a process that may not be read takes part in no shared memory: an init, or one of `_HIDDEN`."""
     process = stat(pid)
     return process is None or process.command in _HIDDEN or (pid == 1 and not runs_python(process))
 

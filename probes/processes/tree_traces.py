@@ -168,7 +168,7 @@ class TreeTraces:
         return frozenset(self._started.keys() | with_agent | self._roots)
 
     def name(self, pid: int) -> str:
-        """How a person knew a process; empty if it was not seen while it lived."""
+        """Return how a person knew a process; empty if it was not seen while it lived."""
         return self._names.get(pid, "")
 
     def listener(self, path: str) -> int | None:
@@ -187,14 +187,14 @@ class TreeTraces:
         return {path for number, path in of if number > _STANDARD and path.startswith(f"{self._folder}/")}
 
     def on_cards(self) -> dict[int, ByCard]:
-        """What the driver counts for processes of the tree that have ended."""
+        """Return what the driver counts for processes of the tree that have ended."""
         if not self._with_card:
             return {}
         listed = by_process(read_card_holders(self._driver))
         return gone_on_cards(listed, self._started)
 
     def of_living(self, pid: int) -> ByCard:
-        """What the driver counts for one process of the tree; empty where none has used a card."""
+        """Return what the driver counts for one process of the tree; empty where none has used a card."""
         return by_process(read_card_holders(self._driver)).get(pid, {}) if self._with_card else {}
 
     @property
@@ -290,7 +290,7 @@ class TreeTraces:
         return ours, unknown, unseen
 
     def _is_same(self, pid: int) -> bool:
-        """Whether no other process has a number of the tree's now."""
+        """Return whether no other process has a number of the tree's now."""
         now = stat(pid)
         return now is None or self._started.get(pid, now.started) == now.started
 
@@ -313,7 +313,7 @@ class TreeTraces:
 
 
 def gone_on_cards(listed: dict[int, ByCard], started: dict[int, int]) -> dict[int, ByCard]:
-    """What the driver counts for processes that have ended.
+    """Return what the driver counts for processes that have ended.
 
     Args:
         listed: what it counts, by process identifier.
@@ -388,6 +388,6 @@ _GETPID = 11
 
 
 def _last_users(semaphores: int, count: int) -> list[int]:
-    """The processes that have last changed the semaphores of a set; those that may not be asked are left out."""
+    """Return the processes that have last changed the semaphores of a set; those that may not be asked are left out."""
     semctl = ctypes.CDLL(None).semctl
     return [pid for pid in (semctl(semaphores, turn, _GETPID) for turn in range(count)) if pid > 0]

@@ -61,7 +61,7 @@ _HOLDERS = (
 
 
 def held_as(addresses: Collection[int]) -> dict[int, str]:
-    """What keeps some Python objects in C++, by their addresses: `torch.library kernel of lib::op (CPU)`.
+    """Return what keeps some Python objects in C++, by their addresses: `torch.library kernel of lib::op (CPU)`.
 
     Reads all of the heap, which takes a third of a second for 200 MB; those whose holder is of no known class are left
     out.
@@ -152,7 +152,7 @@ class _Memory:
                     waiting.append((word, depth + 1, used))
 
     def _owned(self, words: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The words that may be pointers to what a C++ object owns, each with how many words of that are in use.
+        """Yield the words that may be pointers to what a C++ object owns, each with how many words of that are in use.
 
         What was never written in it is what the memory was before, and may point to somebody else's: that is the room
         that a `std::vector` has beyond its end, and the second word of a `std::function`, which only what owns nothing
@@ -185,7 +185,7 @@ class _Memory:
                 yield int(holder[0]), f"{namespace}::{operator} ({dispatch_key})"
 
     def _value_of(self, instance: object) -> int:
-        """The address of what an instance that pybind11 has made stands for; 0 if it cannot be read."""
+        """Return the address of what an instance that pybind11 has made stands for; 0 if it cannot be read."""
         words = self._words(id(instance) + _BEHIND_INSTANCE, 1)
         return int(words[0]) if len(words) else 0
 

@@ -46,7 +46,7 @@ def of_class(way: Rest) -> Edge | None:
 
 
 def of_type(way: Rest) -> Edge | None:
-    """The class of an instance."""
+    """Return the class of an instance."""
     return Edge(".__class__", "other") if way[1] is type(way[0]) else None
 
 
@@ -88,7 +88,7 @@ def _dict_of_bounded_cache(cache: Any) -> Any:
 
 
 def is_dict_of_cache(cache: Any, item: Any) -> bool:
-    """Whether an object that a cache refers to is the dict of its entries."""
+    """Return whether an object that a cache refers to is the dict of its entries."""
     if type(item) is not dict or item is vars(cache):
         return False
     # A bounded one leads from the keys to links of a type of their own, which hold the results.
@@ -116,7 +116,7 @@ def of_context(way: Rest) -> Edge | None:
 
 
 def _names_in_context(context: Context) -> dict[int, str]:
-    """The names of a context's variables, by the identities of their values; of several the first."""
+    """Return the names of a context's variables, by the identities of their values; of several the first."""
     names: dict[int, str] = {}
     for variable, value in context.items():
         names.setdefault(id(value), variable.name)
@@ -162,7 +162,7 @@ _TEXT_OF_FUTURE = {"_result": "._result", "_exception": "._exception", "_loop": 
 
 
 def _callback(way: Rest, callbacks: Sequence[tuple[object, object]]) -> Edge | None:
-    """The first callback and its context lie in the future itself, the others in a list of pairs."""
+    """Return the first callback and its context lie in the future itself, the others in a list of pairs."""
     for place, pair in enumerate(callbacks):
         for part, item in enumerate(pair):
             if item is way[1]:

@@ -68,7 +68,7 @@ from lowtide.probes.references.entries import (
 
 
 def names_in_class(cls: type) -> set[str]:
-    """What the functions of a class and of its bases mention."""
+    """Return what the functions of a class and of its bases mention."""
     names: set[str] = set()
     for base in mro_of(cls):
         for value in namespace_of(base).values():
@@ -92,7 +92,7 @@ def names_in_module(cls: type) -> set[str]:
 
 
 def add_names(code: CodeType, names: set[str]) -> None:
-    """Adds what the code could call an attribute: the names that it uses, and strings it could give to `setattr`."""
+    """Add what the code could call an attribute: the names that it uses, and strings it could give to `setattr`."""
     names.update(code.co_names)
     for constant in code.co_consts:
         if type(constant) is CodeType:
@@ -133,7 +133,7 @@ def of_hidden_attribute(way: Rest) -> Edge | None:
 
 
 def of_inline_attribute(way: Rest) -> Edge | None:
-    """The same for a value that lies in the instance although it is an entry of its `__dict__`, too."""
+    """Return the same for a value that lies in the instance although it is an entry of its `__dict__`, too."""
     holder, held = way[0], way[1]
     entries = instance_dict(holder)
     for key in () if entries is None else way.containers.keys_of(entries, held):
@@ -160,7 +160,7 @@ def of_nn_module(way: Rest) -> Edge | None:
 
 
 def _registered_text(module: object, registry: str, key: object) -> str:
-    """What a `torch.nn.Module` has registered under a key, as code."""
+    """Return what a `torch.nn.Module` has registered under a key, as code."""
     names = {type_name(base).rpartition(".")[2] for base in mro_of(type(module))}
     if names & {"ModuleDict", "ParameterDict"}:
         return f"[{key_text(key)}]"
@@ -366,7 +366,7 @@ def _of_callers(way: Rest) -> Edge:
 
 
 def has_values_inside(cls: type) -> bool:
-    """Whether instances have attributes in themselves and not in a dict, as no type written in C has."""
+    """Return whether instances have attributes in themselves and not in a dict, as no type written in C has."""
     return sys.version_info >= (3, 11) and bool(flags_of(cls) & _MANAGED_DICT)
 
 

@@ -176,12 +176,12 @@ def attribute_text(name: str) -> str:
 
 
 def is_name(key: object) -> bool:
-    """Whether it can stand behind a dot."""
+    """Return whether it can stand behind a dot."""
     return type(key) is str and key.isidentifier() and not keyword.iskeyword(key)
 
 
 def namespace_entry(way: Rest, kind: Kind, alone: str) -> Edge:
-    """The entry of a namespace, past the dict: `way` is its owner, the dict, and what the dict holds."""
+    """Return the entry of a namespace, past the dict: `way` is its owner, the dict, and what the dict holds."""
     if len(way) == 2:
         return Edge(alone, "other")
     for key in way.keys(1):

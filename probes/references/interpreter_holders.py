@@ -88,7 +88,7 @@ def exit_entries() -> list[list[object]]:
 
 
 def interpreter_words(file: int) -> Ints:
-    """The words of the interpreter's state, as many as can be read.
+    """Return the words of the interpreter's state, as many as can be read.
 
     Args:
         file: the process's memory, `/proc/self/mem`.
@@ -102,7 +102,7 @@ class InterpretersTables:
     """Names what only the interpreter's own tables hold, by what else is in them; they are read when first asked."""
 
     def of(self, item: Any) -> str:
-        """The function that puts an object into such a table, as code; empty where it is in none."""
+        """Return the function that puts an object into such a table, as code; empty where it is in none."""
         if type(item) is dict:
             strict = dict.get(item, "strict") if all(type(key) is str for key in dict.keys(item)) else None
             return "codecs.register_error()" if strict is codecs.strict_errors else ""
@@ -172,7 +172,7 @@ def _exit_function(function: object, *arguments: object) -> Iterator[tuple[str, 
 
 
 def _items_of_hidden_list(file: int, address: int) -> list[int]:
-    """The addresses of what is in a list that the collector does not track; none if none lies there.
+    """Return the addresses of what is in a list that the collector does not track; none if none lies there.
 
     Only words are read: of what lies there nobody knows that it is alive.
     """
@@ -185,13 +185,13 @@ def _items_of_hidden_list(file: int, address: int) -> list[int]:
 
 
 def _is(file: int, address: int, kind: type) -> bool:
-    """Whether an object of a type lies at an address, and is referred to."""
+    """Return whether an object of a type lies at an address, and is referred to."""
     words = _read(file, address, 4 * _WORD)
     return len(words) == 4 and int(words[0]) > 0 and int(words[1]) == id(kind)
 
 
 def _is_object(file: int, address: int) -> bool:
-    """Whether what lies at an address has a type, which is a class."""
+    """Return whether what lies at an address has a type, which is a class."""
     words = _read(file, address, 2 * _WORD)
     kinds = _read(file, int(words[1]), 2 * _WORD) if len(words) == 2 and int(words[0]) > 0 else words[:0]
     return len(kinds) == 2 and (int(kinds[1]) == id(type) or _is(file, int(kinds[1]), type))
@@ -216,7 +216,7 @@ def _signal_name(number: int) -> str:
 
 
 def _torchs_holders() -> Iterator[tuple[str, object]]:
-    """The modes that are entered, and the hooks that pack what graphs save."""
+    """Yield the modes that are entered, and the hooks that pack what graphs save."""
     torch: Any = loaded("torch")
     of_c = getattr(torch, "_C", None)
     stacks = (

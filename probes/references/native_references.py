@@ -48,7 +48,7 @@ def held_from_c(
     variables: Variables,
     more: Sequence[object] = (),
 ) -> list[int]:
-    """Those of some nodes of a heap to which C or C++ refers, in their order.
+    """Return those of some nodes of a heap to which C or C++ refers, in their order.
 
     Classes are left out, since the interpreter's own caches refer to them, and the checker's own containers.
 
@@ -74,7 +74,7 @@ def held_from_c(
 
 
 def references_of(frames: list[FrameType]) -> Variables:
-    """What the variables of some functions refer to.
+    """Return what the variables of some functions refer to.
 
     Args:
         frames: of the functions; empty afterwards, since this very function's and its caller's may be among them: they
@@ -93,7 +93,7 @@ def references_of(frames: list[FrameType]) -> Variables:
 
 
 def outermost(nodes: Collection[int], edges: Mapping[int, Collection[int]]) -> list[int]:
-    """Those of some nodes that no other one of them leads to; of several that lead to each other, the first.
+    """Return those of some nodes that no other one of them leads to; of several that lead to each other, the first.
 
     Args:
         nodes: the nodes.
@@ -150,7 +150,7 @@ def _count(objects: Sequence[object], node: int) -> int:
 
 
 def _content(cell: CellType) -> int:
-    """The identity of what a cell holds; 0 if it is empty."""
+    """Return the identity of what a cell holds; 0 if it is empty."""
     try:
         return id(cell.cell_contents)
     except ValueError:

@@ -121,7 +121,7 @@ def _of_array(array: Any) -> list[object]:
 
 
 def object_parts(array: Any) -> Iterator[tuple[str, Any]]:
-    """The fields of an array whose items are objects, or itself, each with its name as code."""
+    """Yield the fields of an array whose items are objects, or itself, each with its name as code."""
     numpy: Any = loaded("numpy")
     dtype = _array_member("dtype", array)
     if dtype.fields is not None:
@@ -157,7 +157,7 @@ def _operands(iterator: Any) -> list[object]:
 
 
 def _result(future: Any) -> list[object]:
-    """The result of a future of torch's that is done; what is still to come, and callbacks, lie in C++."""
+    """Return the result of a future of torch's that is done; what is still to come, and callbacks, lie in C++."""
     kind: Any = loaded("torch")._C.Future
     # One that has failed raises its exception, which would take the one that is being handled for its cause.
     if sys.exc_info()[1] is not None or not kind.done(future):
@@ -176,7 +176,7 @@ def _result_and_callbacks(future: Any) -> list[object]:
 
 
 def _undo_raising(error: BaseException) -> None:
-    """Gives an exception the traceback that it had before `_result` made torch raise it: it would keep our frames."""
+    """Give an exception the traceback that it had before `_result` made torch raise it: it would keep our frames."""
     trace = BaseException.__dict__["__traceback__"].__get__(error)
     while trace is not None and trace.tb_frame.f_code is not _result.__code__:
         trace = trace.tb_next
@@ -186,12 +186,12 @@ def _undo_raising(error: BaseException) -> None:
 
 
 def tensors_of_script(module: Any) -> list[Any]:
-    """The tensors of a TorchScript module, as Python objects, those of its parts left out."""
+    """Return the tensors of a TorchScript module, as Python objects, those of its parts left out."""
     return [tensor for _, tensor in _named_tensors_of_script(module)]
 
 
 def is_script(cls: type) -> bool:
-    """Whether instances of a type are TorchScript modules."""
+    """Return whether instances of a type are TorchScript modules."""
     return reader_of(cls, thorough=True) is _tensors_of_script
 
 

@@ -74,7 +74,7 @@ class LeakChange:
 
 
 def compare_reports(before: Report, after: Report) -> list[LeakChange]:
-    """What became of each leak, the worst first; findings are the same where their fingerprints are.
+    """Return what became of each leak, the worst first; findings are the same where their fingerprints are.
 
     A finding of today's whose `former_fingerprint` an older version of lowtide wrote is the same, too.
 
@@ -93,7 +93,7 @@ def compare_reports(before: Report, after: Report) -> list[LeakChange]:
 
 
 def _sides(subjects: Iterable[Subject], former: Collection[str]) -> dict[str, Side]:
-    """The leaks by fingerprint; by the former one where that is in `former`, and the one of today is not."""
+    """Return the leaks by fingerprint; by the former one where that is in `former`, and the one of today is not."""
     groups: dict[str, list[tuple[str, Finding]]] = {}
     for subject in subjects:
         for finding in subject.findings:
@@ -166,7 +166,7 @@ def render_for_terminal(changes: Sequence[LeakChange]) -> RenderableType:
 
 
 def render_as_markdown(changes: Sequence[LeakChange]) -> str:
-    """The verdict and a table of the first `MOST` changes, which are the worst."""
+    """Return the verdict and a table of the first `MOST` changes, which are the worst."""
     parts = ["## lowtide diff", f"**{verdict_of(changes)}**"]
     if changes:
         rows = [

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(numbered: Sequence[tuple[int, Subject]]) -> Iterator[tuple[Entry, Subject, Finding | None]]:
-    """The entries of all subjects, in order; with the subject, and the finding if it is about one."""
+    """Yield the entries of all subjects, in order; with the subject, and the finding if it is about one."""
     for turn, subject in numbered:
         name = _short(subject.id)
         for place, finding in enumerate(subject.findings):

@@ -31,7 +31,7 @@ LONGEST_COPIED = 8000
 
 
 def environment() -> Environment:
-    """What renders templates: every text in it is escaped, and what no page may have is shown as an escape."""
+    """Return what renders templates: every text in it is escaped, and what no page may have is shown as an escape."""
     # Not at the top: whoever loads this module may never render.
     import jinja2
 

@@ -79,7 +79,7 @@ class Picture:
 
 
 def draw_life(stages: Sequence[Stage]) -> Picture | None:
-    """The pictures of some stages; None where there are too few of them, or nothing was measured."""
+    """Return the pictures of some stages; None where there are too few of them, or nothing was measured."""
     if len(stages) < 2:
         return None
     has_start = bool(stages[0].before.ledgers)
@@ -134,7 +134,7 @@ def _of_other_processes(others: Sequence[Sequence[ProcessStage]]) -> Iterable[Vi
 
 
 def lasting_name(process: ProcessName) -> str:
-    """What is the same about a process in each life: its name and rank, not its number."""
+    """Return what is the same about a process in each life: its name and rank, not its number."""
     return process.text.removeprefix(f"pid {process.pid} (").removesuffix(")")
 
 

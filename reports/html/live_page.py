@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def render_live(life: LiveLife | None, problem: str = "") -> str:
-    """The page while a life runs.
+    """Return the page while a life runs.
 
     Args:
         life: as far as it has come; None where it has not begun.
@@ -38,7 +38,7 @@ def render_live(life: LiveLife | None, problem: str = "") -> str:
 
 
 def describe_life(life: LiveLife) -> dict[str, Any]:
-    """What an event says of a life: the stage that is running, and the pictures so far."""
+    """Return what an event says of a life: the stage that is running, and the pictures so far."""
     return {
         "now": one_line(life.now),
         "life": draw_life(life.stages),

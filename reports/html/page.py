@@ -57,7 +57,7 @@ class Measured(NamedTuple):
 
 
 def measured_figures(report: Report) -> list[Measured]:
-    """The figures of all subjects' stages; none where no subject has any."""
+    """Return the figures of all subjects' stages; none where no subject has any."""
     found: dict[str, tuple[str, list[int | None]]] = {}
     for readings in _readings(report):
         for name, by, size in _figures(readings, report.machine.driver):
@@ -119,7 +119,7 @@ def allocation_tree(report: Report) -> Node | None:
 
 
 def holder_tree(report: Report) -> Node | None:
-    """What did not come back by the path that holds it, the root on top; None if no path is known.
+    """Return what did not come back by the path that holds it, the root on top; None if no path is known.
 
     Each node dominates what is below it as far as the findings tell: to cut its edge lets that go.
     """
@@ -157,7 +157,7 @@ def _grown(ways: Iterable[tuple[Sequence[str], int]]) -> Node | None:
 
 
 def _bounded(way: Sequence[str]) -> Sequence[str]:
-    """The steps, those in the middle of a long way as one."""
+    """Return the steps, those in the middle of a long way as one."""
     if len(way) <= MOST_DEEP:
         return way
     first = MOST_DEEP // 2
@@ -210,7 +210,7 @@ _URGENCY: dict[Outcome, int] = {"leak": 0, "error": 1, "unsupported": 2, "skippe
 
 
 def render_html(report: Report, *, served: bool = False) -> str:
-    """The whole page: verdict, what leaked or failed, everything else folded, and what was not measured.
+    """Return the whole page: verdict, what leaked or failed, everything else folded, and what was not measured.
 
     Args:
         report: what is on it.
@@ -272,7 +272,7 @@ def _largest_causes(subjects: Sequence[Subject]) -> list[Cause]:
 
 
 def _scripts(draws: bool, filters: bool, copies: bool, follows: bool) -> tuple[str, ...]:
-    """The scripts that a page needs, in the order in which they must run."""
+    """Return the scripts that a page needs, in the order in which they must run."""
     return (
         *(unpacking() if draws or filters else ()),
         *(drawing() if draws else ()),
@@ -283,7 +283,7 @@ def _scripts(draws: bool, filters: bool, copies: bool, follows: bool) -> tuple[s
 
 
 def _pictures(report: Report, numbered: Sequence[tuple[int, Subject]]) -> dict[str, Any]:
-    """The data of all pictures, by the names under which the page has them."""
+    """Return the data of all pictures, by the names under which the page has them."""
     pictures: dict[str, Any] = {}
     for turn, subject in numbered[:DETAILED]:
         pictures[f"life-{turn}"] = draw_life(subject.stages)
@@ -297,7 +297,7 @@ def _pictures(report: Report, numbered: Sequence[tuple[int, Subject]]) -> dict[s
 
 
 def _shown_findings(numbered: Sequence[tuple[int, Subject]]) -> dict[int, int]:
-    """How many findings of each subject are elements of the page from the start."""
+    """Return how many findings of each subject are elements of the page from the start."""
     left, shown = SHOWN_FINDINGS, {}
     for turn, subject in numbered:
         shown[turn] = min(left, MOST_OF_ONE, len(subject.findings))
@@ -308,7 +308,7 @@ def _shown_findings(numbered: Sequence[tuple[int, Subject]]) -> dict[int, int]:
 def _filterable(
     templates: Environment, context: dict[str, Any], numbered: Sequence[tuple[int, Subject]]
 ) -> dict[str, Any]:
-    """The data of the filter; empty for a page that is read faster than filtered."""
+    """Return the data of the filter; empty for a page that is read faster than filtered."""
     if sum(max(1, len(subject.findings)) for _, subject in numbered) <= FILTERED_FROM:
         return {}
     parts: Any = templates.get_template("parts.html.j2").make_module(context)

@@ -22,22 +22,22 @@ def drawing() -> tuple[str, ...]:
 
 
 def unpacking() -> tuple[str, ...]:
-    """What unpacks the data of a page."""
+    """Return what unpacks the data of a page."""
     return (_script("stored.js"),)
 
 
 def filtering() -> tuple[str, ...]:
-    """What filters a page's findings; after `unpacking`."""
+    """Return what filters a page's findings; after `unpacking`."""
     return (_script("filter.js"),)
 
 
 def following() -> tuple[str, ...]:
-    """What follows a running life that a server tells of; after `drawing`, if there is anything to draw."""
+    """Return what follows a running life that a server tells of; after `drawing`, if there is anything to draw."""
     return (_script("following.js"),)
 
 
 def copying() -> tuple[str, ...]:
-    """What copies a remedy, or an entry for what is known."""
+    """Return what copies a remedy, or an entry for what is known."""
     return (_script("copying.js"),)
 
 

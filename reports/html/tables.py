@@ -90,7 +90,7 @@ def _ledger_table(device: str, cycle: int, moments: list[str], sides: Sequence[R
 
 
 def sizes_of(readings: Readings, tags: Sequence[str]) -> dict[str, int | None]:
-    """The figures in bytes of some readings, by name; None for what is not known."""
+    """Return the figures in bytes of some readings, by name; None for what is not known."""
     return {
         "tensors": readings.tensors,
         "allocated": readings.allocated,

@@ -91,7 +91,7 @@ def draw_trends(subject: Subject) -> list[TrendPlot]:
 
 
 def draw_growth(subject: Subject) -> list[TypeGrowth]:
-    """The first types that became more, with names that a chart can have."""
+    """Return the first types that became more, with names that a chart can have."""
     shown = subject.type_growth[:MOST_TYPES]
     return [
         TypeGrowth(

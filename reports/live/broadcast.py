@@ -116,7 +116,7 @@ def stop_wanting(folder: Path) -> None:
 
 
 def read_live(folder: Path) -> LiveLife | None:
-    """The life that is running, or was when its process was killed; None where there is none."""
+    """Return the life that is running, or was when its process was killed; None where there is none."""
     path = folder / LIFE
     try:
         if path.stat().st_size > _LARGEST:

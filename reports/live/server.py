@@ -66,7 +66,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for another connection, after one that asks for nothing has made some."""
+        """Return whether there is room for another connection, after one that asks for nothing has made some."""
         with self._lock:
             if len(self._connections) >= _MOST_CONNECTIONS:
                 if not self._silent:
@@ -178,7 +178,7 @@ class PageServer:
                 want(self._folder)
 
     def page(self) -> str:
-        """The life that is running, or else the report; a page that waits where there is neither."""
+        """Return the life that is running, or else the report; a page that waits where there is neither."""
         life = read_live(self._folder)
         if life is not None and life.is_running:
             return render_live(life)
@@ -188,7 +188,7 @@ class PageServer:
             return render_live(None, str(error) if schema.is_in(self._folder) else "")
 
     def events(self) -> Iterator[bytes]:
-        """What happens in the folder, as server-sent events, from now on."""
+        """Yield what happens in the folder, as server-sent events, from now on."""
         before, silence = self._state(), 0.0
         if before[0] is not None:
             yield self._life()
@@ -247,7 +247,7 @@ class PageServer:
                     server._remove_forwarder()
 
             def _is_of_this_page(self) -> bool:
-                """Whether the address in the browser is this server's, and no page of another one asks."""
+                """Return whether the address in the browser is this server's, and no page of another one asks."""
                 hosts = server._hosts()
                 origins = {f"http://{host}" for host in hosts}
                 return self.headers.get("Host") in hosts and origins.issuperset(self.headers.get_all("Origin", []))

@@ -122,7 +122,7 @@ class Listing(_Record, frozen=True, kw_only=True):
 
 
 def make_listing(holders: Holders, *, version: str, now: datetime.datetime, limit: int | None = None) -> Listing:
-    """What was read, as it is written.
+    """Return what was read, as it is written.
 
     Args:
         holders: what was read.
@@ -146,17 +146,17 @@ def make_listing(holders: Holders, *, version: str, now: datetime.datetime, limi
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a listing, as shipped in `lowtide-ps-1.schema.json`."""
+    """Return the JSON Schema (2020-12) of a listing, as shipped in `lowtide-ps-1.schema.json`."""
     return schema_of(Listing, SCHEMA)
 
 
 def encode(listing: Listing) -> str:
-    """The listing as indented JSON."""
+    """Return the listing as indented JSON."""
     return msgspec.json.format(json_bytes(listing), indent=2).decode()
 
 
 def _amounts(holders: Holders) -> Iterator[Exceeded]:
-    """What `--fail-above` compares."""
+    """Yield what `--fail-above` compares."""
     for card in holders.cards:
         yield Exceeded(what=f"{card.device} in use", bytes=card.used or 0)
     for view in holders.processes:

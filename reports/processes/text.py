@@ -16,7 +16,7 @@ _OF_OTHERS = 64 << 20
 
 
 def render(listing: Listing) -> str:
-    """The listing: cards with their processes, engines without one, files of the dead, what was not measured."""
+    """Return the listing: cards with their processes, engines without one, files of the dead, what was not measured."""
     parts = [list(_cards(listing)), list(_engines(listing, left=False)), list(_engines(listing, left=True))]
     parts += [list(_files(listing)), list(_not_measured(listing))]
     parts.append(

@@ -27,7 +27,7 @@ class UnreadableError(ValueError):
 
 
 def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
     Args:
         path: the file.
@@ -96,7 +96,7 @@ class _Head(msgspec.Struct):
 
 
 def why_unreadable(data: bytes, error: UnreadableError, own: str) -> str:
-    """What is wrong with a report that cannot be decoded, and what to do; one line.
+    """Return what is wrong with a report that cannot be decoded, and what to do; one line.
 
     Args:
         data: the file.

@@ -15,7 +15,7 @@ Float15 = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 def schema_of(kind: Any, title: str) -> dict[str, Any]:
-    """The JSON Schema (2020-12) of a type.
+    """Return the JSON Schema (2020-12) of a type.
 
     Args:
         kind: the type.

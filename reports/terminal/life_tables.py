@@ -37,7 +37,7 @@ def stage_table(stages: Sequence[Stage]) -> FigureTable:
 
 
 def _size_columns(stages: Sequence[Stage]) -> list[Column]:
-    """What a stage changes in this process; by how much is measured from what there was before the first one."""
+    """Return what a stage changes in this process; by how much is measured from what there was before the first one."""
     moments = [stages[0].before, *(stage.after for stage in stages)]
     tags = [*_ARENAS, *sorted({tag for moment in moments for tag in moment.arenas} - set(_ARENAS))]
     held: list[tuple[str, Sequence[int | None]]] = [
@@ -69,7 +69,7 @@ def _process_names(stages: Sequence[Stage]) -> list[str]:
 
 
 def _process_column(name: str, stages: Sequence[Stage]) -> Column:
-    """What the engine's processes of one name held in tensors and arenas; blank where there was none."""
+    """Return what the engine's processes of one name held in tensors and arenas; blank where there was none."""
     held = [[each.bytes for each in stage.processes if each.process.name == name] for stage in stages]
     cells = tuple(_mib(sum(sizes)) if sizes else "" for sizes in held)
     return Column(f"in {name}", cells, change=_spread([0, *map(sum, held)]))
@@ -109,7 +109,7 @@ def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) ->
 
 
 def process_table(table: TreeTable) -> FigureTable:
-    """What an engine's processes hold on one device: a row per process, a column per stage."""
+    """Return what an engine's processes hold on one device: a row per process, a column per stage."""
     # Where none holds anything there is the sum alone.
     processes = [row for row in table.rows[:-1] if not row.is_part] or table.rows
     changes = changes_by_stage([row.sizes for row in processes])
@@ -155,7 +155,7 @@ def _ledger_of(device: str, readings: Readings) -> Ledger:
 
 
 def _varying(figures: Sequence[Column]) -> tuple[list[Column], tuple[str, ...]]:
-    """The figures to show, and the notes on those that this machine does not have or that never change."""
+    """Return the figures to show, and the notes on those that this machine does not have or that never change."""
     if all(len(figure.cells) < 2 for figure in figures):
         # Of a single stage nothing can be said to change, and what is left out would not make it easier to read.
         return list(figures), ()

@@ -49,13 +49,13 @@ class TellingTable:
     whole: FigureTable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, as wide as the terminal and `MOST_COLUMNS` allow."""
+        """Return the table, as wide as the terminal and `MOST_COLUMNS` allow."""
         width = min(options.max_width, MOST_COLUMNS)
         yield from console.render(most_telling(self.whole, width), options.update(max_width=width))
 
 
 def most_telling(table: FigureTable, width: int) -> FigureTable:
-    """The table with those figures that change most in bytes, as many as fit; the note below names the others.
+    """Return the table with those figures that change most in bytes, as many as fit; the note below names the others.
 
     Args:
         table: all figures; those without a `change` are always shown.
@@ -103,7 +103,7 @@ _OUTCOMES = ("leak", "error", "unsupported")
 
 
 def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
-    """The whole report: machine, one table of stages and one ledger per device for each subject, notes, verdict.
+    """Return the whole report: machine, one table of stages and one ledger per device for each subject, notes, verdict.
 
     Args:
         report: what is shown.
@@ -121,7 +121,7 @@ def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
 
 
 def is_long(report: Report) -> bool:
-    """Whether a whole report is more than anybody reads on a terminal."""
+    """Return whether a whole report is more than anybody reads on a terminal."""
     lines = sum(max(1, len(subject.findings)) for subject in report.subjects)
     return lines > MOST_SHOWN or sum(len(subject.stages) for subject in report.subjects) > _MOST_STAGES
 
@@ -198,7 +198,7 @@ def _stage_tables(stages: Sequence[Stage], *, wide: bool) -> list[RenderableType
 
 
 def verdict_lines(subject: Subject, before: Mapping[int, Sighting] = _NOTHING) -> list[RenderableType]:
-    """What came back and where, what could not be judged, what did not come back, and the outcome in one line.
+    """Return what came back and where, what could not be judged, what did not come back, and the outcome in one line.
 
     The last screen is what is read: the largest finding comes last, and what to do about it with the outcome. Which
     types became more is shown where nobody is known to hold what stays.

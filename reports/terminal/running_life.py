@@ -40,7 +40,7 @@ class RunningLife:
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The line of progress first: a terminal that is too low loses lines from the end."""
+        """Return the line of progress first: a terminal that is too low loses lines from the end."""
         yield self._progress()
         yield from self._series(options)
 

@@ -40,7 +40,7 @@ class Driver(Protocol):
         """`nvml`, `amdsmi` or `none`."""
 
     def read(self, device_index: int) -> DriverReading:
-        """Reads one card, by torch's index; never raises: what cannot be read is None, with a note."""
+        """Read one card, by torch's index; never raises: what cannot be read is None, with a note."""
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
         """Bytes on one card by process identifier, of all processes that the driver lists; never raises.
@@ -49,11 +49,11 @@ class Driver(Protocol):
         """
 
     def close(self) -> None:
-        """Lets go of the library; legal twice."""
+        """Let go of the library; legal twice."""
 
 
 def find_driver() -> Driver:
-    """The first of NVML, amdsmi and none that works here; never raises."""
+    """Return the first of NVML, amdsmi and none that works here; never raises."""
     from lowtide.probes.device.driver import NoDriver
     from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
     from lowtide.probes.device.driver.nvml import NvmlDriver
@@ -68,7 +68,7 @@ def find_driver() -> Driver:
 
 
 def _opened(kind: Callable[[], Driver], reasons: list[str]) -> Driver | None:
-    """The driver, or None with the reason added."""
+    """Return the driver, or None with the reason added."""
     try:
         return kind()
     except DriverError as error:

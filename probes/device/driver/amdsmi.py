@@ -50,7 +50,7 @@ class AmdsmiDriver:
             self._amdsmi.amdsmi_shut_down()
 
     def read(self, device_index: int) -> DriverReading:
-        """Reads one card, by torch's index."""
+        """Read one card, by torch's index."""
         device = f"cuda:{device_index}"
         if not self._open:
             return DriverReading(device, self.name, None, None, None, "this amdsmi driver was closed")

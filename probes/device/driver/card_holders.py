@@ -48,7 +48,7 @@ class CardHolders:
 
 
 def count_cards(driver: Driver) -> int:
-    """How many cards the driver shows to this environment, up to `MOST_CARDS`."""
+    """Return how many cards the driver shows to this environment, up to `MOST_CARDS`."""
     return next((index for index in range(MOST_CARDS) if driver.read(index).card_total is None), MOST_CARDS)
 
 

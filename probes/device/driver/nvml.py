@@ -53,7 +53,7 @@ class NvmlDriver:
             self._nvml.nvmlShutdown()
 
     def read(self, device_index: int) -> DriverReading:
-        """Reads one card, by torch's index."""
+        """Read one card, by torch's index."""
         device = f"cuda:{device_index}"
         if not self._open:
             return DriverReading(device, self.name, None, None, None, "this NVML driver was closed")
@@ -115,7 +115,7 @@ class NvmlDriver:
         return self._nvml.nvmlDeviceGetHandleByIndex(card)
 
     def _by_uuid(self, uuid: str) -> Any:
-        """The card whose UUID begins so, with or without the `GPU-` that torch leaves out."""
+        """Return the card whose UUID begins so, with or without the `GPU-` that torch leaves out."""
         if uuid.startswith("MIG-"):
             return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
         wanted = "GPU-" + uuid.removeprefix("GPU-")
@@ -127,7 +127,7 @@ class NvmlDriver:
 
 
 def _by_process(entries: Iterable[Any]) -> dict[int, int | None]:
-    """What one of NVML's lists says of each process; one with several contexts stands in it several times."""
+    """Return what one of NVML's lists says of each process; one with several contexts stands in it several times."""
     found: dict[int, list[int | None]] = {}
     for entry in entries:
         used = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)

@@ -531,7 +531,7 @@ def _write(path: str, text: bytes) -> None:
 
 
 def _is_asked(folder: str) -> bool:
-    """Whether there is a question; once for each."""
+    """Return whether there is a question; once for each."""
     try:
         posix.unlink(f"{folder}/{posix.getpid()}{ASK}")
     except OSError:
