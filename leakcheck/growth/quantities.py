@@ -194,8 +194,11 @@ def own_descriptors(pid: int, *, mapped: bool = True) -> dict[int, str]:
 
 
 def counted(names: Iterable[str]) -> Counter[str]:
-    """Return how many there are of each name, numbers aside."""
-    return Counter(re.sub(r"\d+", "N", name) for name in names)
+    """Return how many there are of each name; where several differ by numbers alone, with `N` in place of these."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "N", name), []).append(name)
+    return Counter({of[0] if len({*of}) == 1 else kind: len(of) for kind, of in alike.items()})
 
 
 def most_of(kinds: Counter[str]) -> str:

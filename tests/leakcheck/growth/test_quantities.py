@@ -88,3 +88,7 @@ def test_things_are_told_by_their_kind_without_numbers() -> None:
     things = ["socket:[1]", "socket:[22]", "/dev/null"]
     assert (most_of(counted(things)), kind_of(things)) == ("2 of socket:[N]", "most of them socket:[N]")
     assert kind_of(things[:2]) == "socket:[N]"
+
+
+def test_a_name_of_which_there_is_one_keeps_its_numbers() -> None:
+    assert counted(["/tmp/run7/log", "/tmp/run7/log", "pipe:[1]", "pipe:[2]"]) == {"/tmp/run7/log": 2, "pipe:[N]": 2}
