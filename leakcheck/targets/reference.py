@@ -527,14 +527,14 @@ def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any
     if settings.get("engine_process") or settings.get("tensor_parallel_size", 1) > 1:
         # The processes that the engine starts get the bug too.
         own["process_extensions"] = (defect.extension("activated"),)
-    imports.append("from lowtide.engine.defects import DEFECTS")
-    known = f"DEFECTS[{defect.name!r}]"
-    written = f"{own!r} | {known}.settings" if own else f"{known}.settings"
-    make = f"lambda: ReferenceTarget({device!r}, {written}, {known}.prompt_scale)"
+    imports += ["from lowtide.engine.defects import DEFECTS", f"known = DEFECTS[{defect.name!r}]"]
+    written = f"{own!r} | known.settings" if own else "known.settings"
+    scale = ", known.prompt_scale" if defect.prompt_scale != 1 else ""
+    make = f"lambda: ReferenceTarget({device!r}, {written}{scale})"
     return Subjected(
         f"reference with {defect.name}",
         lambda: ReferenceTarget(device, {**own, **defect.settings}, defect.prompt_scale),
-        TargetSource(imports, make, f"{known}.activate()"),
+        TargetSource(imports, make, "known.activate()"),
         # Not with what makes it show from outside: that is for the search to find.
         defect.activate(),
         thorough={name: value for name, value in THOROUGH.items() if name not in defect.settings},

@@ -373,7 +373,7 @@ class TargetSource:
     """How a program gets at a target.
 
     Attributes:
-        imports: lines.
+        imports: lines that come first, sorted: imports, and names for what is used again.
         factory: an expression for what makes a target.
         context: an expression for a context manager around it all, such as a defect; may be empty.
     """
