@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 import lowtide
+from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,13 @@ def test_a_reference_page_is_that_of_the_code(name: str) -> None:
     assert writer.with_reference(text, writer.PAGES[name]()) == text, (
         f"docs/{name} is old: run python docs/write_reference.py"
     )
+
+
+def test_readme_and_page_count_the_historical_bugs_and_name_each() -> None:
+    readme, bugs = (DOCS.parent / "README.md").read_text(encoding="utf-8"), page("defects.md")
+    assert f" {len(DEFECTS)} historical bugs" in readme
+    assert f"\n{len(DEFECTS)} lifecycle bugs" in bugs
+    assert [name for name in DEFECTS if f"| `{name}` |" not in bugs] == []
 
 
 def test_a_page_without_its_marks_is_refused() -> None:
