@@ -63,6 +63,8 @@ class LeakCheck:
         LeakCheckError: `tolerance` or `peak` is no size.
     """
 
+    _names_changes = True
+
     def __init__(
         self,
         name: str = "block",
@@ -86,6 +88,7 @@ class LeakCheck:
             settle=settle,
             stacks=stacks,
             remedies="now" if remedies else "never",
+            names_changes=self._names_changes,
             processes=processes,
         )
         own = (("peak", self._peak), ("keep_heap", keep_heap), ("native", native))

@@ -284,7 +284,11 @@ class WatchJudge:
             findings, unproven = self.trials.defer(leaks, watches, context, read)
         else:
             findings = [
-                [with_change(leak) if policy.remedies == "never" else leak.finding for leak in found] for found in leaks
+                [
+                    with_change(leak) if policy.remedies == "never" and policy.names_changes else leak.finding
+                    for leak in found
+                ]
+                for found in leaks
             ]
             # Nothing is tried, but whether it is there still is asked later.
             unproven = [

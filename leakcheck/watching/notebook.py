@@ -202,7 +202,7 @@ def _variable(text: str) -> str:
 
 
 def _check(options: Namespace) -> LeakCheck:
-    return LeakCheck(
+    return _CellLeakCheck(
         options.name,
         tolerance=options.tolerance,
         settle=options.settle,
@@ -279,6 +279,12 @@ def _of_output(finding: Finding, holder: str, shown: str, shell: InteractiveShel
         advice=f"IPython keeps what the cell has shown, as Out[{number}]: `%xdel _{number}` gives it back, and with a "
         "`;` at the end of its last line it is not kept",
     )
+
+
+class _CellLeakCheck(LeakCheck):
+    """Judges a cell, of whose variables more is known than the code that deletes them."""
+
+    _names_changes = False
 
 
 def _of_variable(finding: Finding, holder: str, name: str, shell: InteractiveShell, before: Bound) -> Finding:

@@ -38,6 +38,7 @@ class Policy:
             process's own too, which takes a dispatch mode around every operation; `off`: none.
         remedies: whether to try what would give a leak back, which changes the program: `now`, with the verdict;
             `later`, when `prove` is called and nothing of the program runs any more; `never`.
+        names_changes: whether what is never tried is advised, as code.
         explain: whether the holder of a tensor that stays is reported, which takes walks through the whole heap.
         card: whether cards are judged.
         warm_up: whether a card is used once before a test uses it: `now`, as soon as the watch opens; `first-use`, when
@@ -55,6 +56,7 @@ class Policy:
     settle: float = 0.5
     stacks: Literal["auto", "all", "off"] = "auto"
     remedies: Literal["now", "later", "never"] = "later"
+    names_changes: bool = True
     explain: bool = True
     card: bool = True
     warm_up: Literal["now", "first-use", "off"] = "off"
