@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.probes.heap.births import Births
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.stages import stage
-from lowtide.reports.schema import Finding, NotMeasured, Subject
+from lowtide.reports.schema import Finding, LeaksFoundError, NotMeasured, Subject
 from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.nightly
@@ -75,6 +76,20 @@ def test_a_block_s_leak_is_left_alone_unless_its_remedy_is_asked_for(engine: Eng
     assert [item.returns_bytes for item in finding.tried] == [4000]
     assert len(finding.changed) == 1
     assert len(engine.kept) == 1
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def test_what_would_give_it_back_is_said_with_the_leak_though_it_is_not_tried() -> None:
+    with LeakCheck() as check:
+        KEPT.extend(torch.zeros(1000) for _ in range(3))
+    advice = f"{__name__}.KEPT.clear() (not tried)"
+    (finding,) = subject(check).findings
+    assert (finding.remedy, finding.advice) == (None, advice)
+    with pytest.raises(LeaksFoundError, match=re.escape(f"held by {__name__}.KEPT; {advice}")):
+        check.report.raise_for_leaks()
+    KEPT.clear()
 
 
 def test_a_block_that_keeps_nothing_is_clean(engine: Engine) -> None:
