@@ -129,7 +129,7 @@ def _follow(owner: object, name: str, touched: _Touched, read: set[str]) -> None
     """Note what a method of an object touches, and that of each base, which it may go on to."""
     functions = [namespace_of(base)[name] for base in mro_of(type(owner)) if name in namespace_of(base)]
     method = attribute(owner, name)
-    if type(method) is not MethodType or method.__func__ is not functions[0]:
+    if not functions or type(method) is not MethodType or method.__func__ is not functions[0]:
         raise _CannotTellError
     if name in read:
         return

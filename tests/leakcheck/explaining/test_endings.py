@@ -10,6 +10,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -178,3 +179,10 @@ class Running:
 def test_a_thread_is_ended_by_what_it_looks_at(call: str, *, is_idle: bool) -> None:
     running = Running()
     assert leaves_running(running, call, running.thread, running.run) is is_idle
+
+
+def test_of_a_method_that_an_object_alone_has_nobody_can_tell() -> None:
+    engine: Any = Engine()
+    engine.stop_it = MethodType(stop_it, engine)
+    assert not leaves_alone(engine, "stop_it()", [engine.part])
+    assert not leaves_running(engine, "forgets()", threading.current_thread(), engine.stop_it)
