@@ -13,8 +13,9 @@ import json
 import select
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from lowtide.probes.originals import os, threading, time
 
@@ -32,8 +33,7 @@ _TAKES_S = 1.0
 """Seconds that a report may take to arrive, once its connection is there."""
 
 
-@dataclass(frozen=True)
-class StageReport:
+class StageReport(msgspec.Struct, frozen=True):
     """One report.
 
     Attributes:
@@ -112,8 +112,7 @@ class StagesOfCommand:
             self._is_heard = False
 
 
-@dataclass
-class StageReports:
+class StageReports(msgspec.Struct):
     """Takes the reports of one program, in the command that runs it.
 
     The first process that reports is the one that is listened to: an engine's own processes may mark stages, too.
@@ -125,7 +124,7 @@ class StageReports:
 
     folder: str
     take: Callable[[StageReport], object]
-    _listening: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    _listening: socket.socket = msgspec.field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     _pid: int | None = None
 
     @property

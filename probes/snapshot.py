@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.torch_allocator import (
@@ -27,8 +28,7 @@ from lowtide.probes.originals import time
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
 
-@dataclass(frozen=True, slots=True)
-class PoolResidency:
+class PoolResidency(msgspec.Struct, frozen=True):
     """How much of an announced pool in host memory is in physical memory.
 
     Attributes:
@@ -42,8 +42,7 @@ class PoolResidency:
     resident: Resident
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """The readings of all probes at one moment.
 
     Attributes:
@@ -76,7 +75,7 @@ class Snapshot:
     host: HostReading
     gc: GcReading
     caches: tuple[CacheReading, ...]
-    file_residency: Resident = field(default_factory=lambda: Resident(0, 0))
+    file_residency: Resident = msgspec.field(default_factory=lambda: Resident(0, 0))
 
     def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
         """Bytes mapped by announced arenas, of one tag or all, on one device or all."""
@@ -194,8 +193,7 @@ class LedgerError(ValueError):
     """A ledger that cannot be drawn up from this snapshot; the message says what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLedgerLine:
+class DeviceLedgerLine(msgspec.Struct, frozen=True):
     """One named part of the total.
 
     Attributes:
@@ -209,8 +207,7 @@ class DeviceLedgerLine:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerBase:
+class LedgerBase(msgspec.Struct, frozen=True):
     """What a device costs before anything is kept on it: constants of the run, measured by the caller.
 
     Attributes:
@@ -225,8 +222,7 @@ class LedgerBase:
     libraries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceLedger:
+class DeviceLedger(msgspec.Struct, frozen=True):
     """One device's bytes; `sum(line.bytes for line in lines) + unexplained == total`.
 
     Attributes:

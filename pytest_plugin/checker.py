@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.remedies import DeferredRemedies
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner

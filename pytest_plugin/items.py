@@ -15,13 +15,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED, getattr_static
 from pathlib import PurePath
 from types import FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
+import msgspec
 import pytest
 
 from lowtide.leakcheck.judging.owners import Owner
@@ -47,8 +47,7 @@ _MOST_OWN = 5000
 """Objects that are asked what they refer to, for who has a test class's instance: some milliseconds."""
 
 
-@dataclass(frozen=True)
-class TestSettings:
+class TestSettings(msgspec.Struct, frozen=True):
     """What the markers of one test say.
 
     Attributes:

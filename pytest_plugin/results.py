@@ -7,7 +7,6 @@ the end of the session, where what it has shown is put into what was said before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +38,7 @@ from lowtide.reports.statement import noted, reworded
 _BACK = "leakcheck.check() found it; it was back at the end of the test"
 
 
-@dataclass(frozen=True, eq=False)
-class _Checked:
+class _Checked(msgspec.Struct, frozen=True, eq=False):
     """A finding with what distinguishes it from a later one; holds nothing of the program."""
 
     finding: Finding

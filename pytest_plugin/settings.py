@@ -7,10 +7,10 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+import msgspec
 import pytest
 
 from lowtide.leakcheck.suppressions.toml import refused
@@ -31,8 +31,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Stacks = Literal["auto", "all", "off"]
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """What `--leakcheck` does in this run.
 
     Attributes:
@@ -74,7 +73,7 @@ class Settings:
 
     def as_texts(self) -> dict[str, str]:
         """Each setting by its name, as a report has it."""
-        return {each.name: str(getattr(self, each.name)) for each in fields(self)}
+        return {name: str(getattr(self, name)) for name in self.__struct_fields__}
 
 
 def usage_error(message: str) -> pytest.UsageError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
@@ -27,8 +27,7 @@ _MOST_HEAD = 32
 """A head that is longer is folded: it may be a command with all its arguments."""
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(msgspec.Struct, frozen=True, dict=True):
     """One column.
 
     Attributes:
@@ -43,8 +42,8 @@ class Column:
 
     def __post_init__(self) -> None:
         # Here, so that it is as wide as what is shown of it.
-        object.__setattr__(self, "name", one_line(self.name))
-        object.__setattr__(self, "cells", tuple(map(one_line, self.cells)))
+        msgspec.structs.force_setattr(self, "name", one_line(self.name))
+        msgspec.structs.force_setattr(self, "cells", tuple(map(one_line, self.cells)))
 
     @cached_property
     def width(self) -> int:
@@ -61,8 +60,7 @@ class Column:
         return max(map(cell_len, self.cells), default=0)
 
 
-@dataclass(frozen=True)
-class FigureTable:
+class FigureTable(msgspec.Struct, frozen=True):
     """Rows with labels on the left and figures on the right, as many tables as the width needs.
 
     Attributes:

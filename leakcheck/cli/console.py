@@ -17,13 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, cast
 
+import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -103,8 +103,7 @@ class _EscapesLines(RenderHook):
         return [_Escaped(each) for each in renderables]
 
 
-@dataclass(frozen=True)
-class _Escaped:
+class _Escaped(msgspec.Struct, frozen=True):
     shown: ConsoleRenderable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -9,10 +9,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.table import Column, Table
 
@@ -89,8 +89,7 @@ def _verify(device: Device, jobs: int, engine_process: bool) -> int:
     return 1 if wrong else 0
 
 
-@dataclass(frozen=True)
-class VerifiedRun:
+class VerifiedRun(msgspec.Struct, frozen=True):
     """What came of one run."""
 
     subject: Subject | None
@@ -98,8 +97,7 @@ class VerifiedRun:
     output: str
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(msgspec.Struct, frozen=True):
     """One bug, and the runs of an engine with it (`bug`) and without (`twin`); no device, and None, where none were.
 
     Attributes:

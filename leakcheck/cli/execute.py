@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
+from msgspec.structs import replace
 
 from lowtide.leakcheck.cli.console import (
     KnownLeaks,
@@ -111,8 +112,7 @@ def execute(
     raise typer.Exit(judge_command("exec", command, report, as_json, known, settle, asked))
 
 
-@dataclass(frozen=True)
-class WatchedGrowth:
+class WatchedGrowth(msgspec.Struct, frozen=True):
     """What is asked about growth while a command runs.
 
     Attributes:
@@ -211,12 +211,11 @@ class _Signals:
             self._process.send_signal(number)
 
 
-@dataclass
-class _MarkedLife:
+class _MarkedLife(msgspec.Struct):
     """Judges the processes of a program by the stages that it marks."""
 
     engine: EngineProcesses
-    found: list[Finding] = field(default_factory=list)
+    found: list[Finding] = msgspec.field(default_factory=list)
 
     def take(self, report: StageReport) -> None:
         """Note that a stage begins or ends; the program waits meanwhile."""

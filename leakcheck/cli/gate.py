@@ -6,11 +6,11 @@ import datetime
 import shlex
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from lowtide.leakcheck.cli.console import (
@@ -127,8 +127,7 @@ def _list(cells: list[Cell]) -> None:
         say(f"{cell.name}: {shlex.join(cell.command)}{missing}")
 
 
-@dataclass
-class _Lines:
+class _Lines(msgspec.Struct):
     """Prints a line per cell, as each one ends."""
 
     console: Console

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Container
-from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.resources.resource import Change
@@ -207,8 +209,7 @@ class Place(NamedTuple):
     ordered: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class Cut(Change):
+class Cut(Change, frozen=True, eq=False):
     """A change of the edge by which something is held, to be made once; keeps the holder alive, and not what is held.
 
     `apply` raises what the holder's own code raises.
@@ -230,8 +231,7 @@ class Cut(Change):
     together: Callable[[Collection[int]], object] | None = None
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(msgspec.Struct, frozen=True):
     """What is known of the program before the leak, by which a change is judged harmless.
 
     Attributes:
@@ -251,14 +251,10 @@ class Names:
     are_free: bool = False
     sizes: NamespaceSizes | None = None
     by_source: bool = False
-    _sources: dict[int, tuple[object, str]] = field(default_factory=dict, repr=False, compare=False)
-    _keys: dict[tuple[int, str], tuple[object, declarations.Keys | None]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _read: dict[int, Entries] = field(default_factory=dict, repr=False, compare=False)
-    _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _sources: dict[int, tuple[object, str]] = msgspec.field(default_factory=dict)
+    _keys: dict[tuple[int, str], tuple[object, declarations.Keys | None]] = msgspec.field(default_factory=dict)
+    _read: dict[int, Entries] = msgspec.field(default_factory=dict)
+    _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = msgspec.field(default_factory=dict)
 
     def bound(
         self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
@@ -322,8 +318,7 @@ class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
     """Cutting here could break what the program has had before; so nothing behind it may be cut either."""
 
 
-@dataclass(frozen=True)
-class LinkOwner:
+class LinkOwner(msgspec.Struct, frozen=True):
     """What a link starts from, for a reader.
 
     Attributes:

@@ -6,10 +6,11 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from types import CellType, CoroutineType, FunctionType, GeneratorType, MappingProxyType, ModuleType
 from typing import Any
 from weakref import ReferenceType
+
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining import declarations, library_objects
 from lowtide.leakcheck.explaining.cut import (

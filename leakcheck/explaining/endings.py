@@ -10,9 +10,10 @@ import contextlib
 import dis
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.explaining.library_objects import is_installed
 from lowtide.probes.heap.reach import reach
@@ -45,14 +46,13 @@ _SPEAKING = frozenset(
 """Libraries by whose objects another thread or process, to which they do not lead, is told to end."""
 
 
-@dataclass
-class _Touched:
+class _Touched(msgspec.Struct):
     """What the code of a method, and of the methods that this calls, touches; at whatever is global only if it may."""
 
     may_be_global: bool = False
-    values: list[Any] = field(default_factory=list)
-    numbers: set[int] = field(default_factory=set)
-    names: set[str] = field(default_factory=set)
+    values: list[Any] = msgspec.field(default_factory=list)
+    numbers: set[int] = msgspec.field(default_factory=set)
+    names: set[str] = msgspec.field(default_factory=set)
 
 
 class _CannotTellError(Exception):

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Hashable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining import path_reading
 from lowtide.leakcheck.explaining.cut import Cut, Names
@@ -51,8 +51,7 @@ _SWEEPING = 2.0
 """Seconds for finding out what edges retain; a sweep takes 15 ms at 500,000 objects."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(msgspec.Struct, frozen=True):
     """Why one suspect is alive.
 
     Attributes:
@@ -81,15 +80,15 @@ class Explanation:
     holder: str
     path: tuple[Hop, ...]
     suspects: tuple[str, ...]
-    freed: tuple[AbstractSet[int] | None, ...] = field(default=(), repr=False, compare=False)
-    cut: Cut | None = field(default=None, repr=False, compare=False)
+    freed: tuple[AbstractSet[int] | None, ...] = ()
+    cut: Cut | None = None
     thread: str = ""
-    new: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
-    also: tuple[Cut, ...] = field(default=(), repr=False, compare=False)
-    advice: str = field(default="", compare=False)
-    root: int = field(default=0, repr=False, compare=False)
-    through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
-    is_part: bool = field(default=False, repr=False, compare=False)
+    new: frozenset[int] = frozenset()
+    also: tuple[Cut, ...] = ()
+    advice: str = ""
+    root: int = 0
+    through: frozenset[int] = frozenset()
+    is_part: bool = False
 
     @property
     def is_of_node(self) -> bool:
@@ -194,8 +193,7 @@ def expressions_to(items: Sequence[object], walk: SharedWalk | None = None) -> l
         return [way.code(len(way.links)) if way else None for way in ways]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """The first object on the way to a suspect that should be gone: it holds all that lies behind it.
 
     Attributes:
@@ -212,7 +210,7 @@ class Holder:
     target: str | None = None
     way: tuple[Hop, ...] = ()
     cause: Cause = "unknown"
-    through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
+    through: frozenset[int] = frozenset()
 
 
 def first_holders(
@@ -290,8 +288,7 @@ def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -
         return torch_member(target, "grad_fn") is not None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Draft:
+class _Draft(msgspec.Struct, frozen=True, eq=False):
     """What is known of a suspect without asking what its edges retain.
 
     Attributes:

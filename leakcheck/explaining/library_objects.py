@@ -10,9 +10,10 @@ import functools
 import re
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.heap.roots import is_library
@@ -38,8 +39,7 @@ FINALIZER = vars(weakref.finalize)["_Info"]
 _SOURCES = (".", "src")
 
 
-@dataclass(frozen=True)
-class Territory:
+class Territory(msgspec.Struct, frozen=True):
     """Whose something on a path is.
 
     Attributes:
@@ -130,8 +130,7 @@ def known_advice(words: str) -> str:
     return next((text for pattern, text in _KNOWN if pattern.fullmatch(words)), "")
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """A call by which a library lets go of what it holds.
 
     Attributes:

@@ -13,9 +13,11 @@ import asyncio
 import concurrent.futures
 import re
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
 from types import FunctionType, MemberDescriptorType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.probes.heap.paths import Mark, Path, PathStep, module_expression
@@ -75,8 +77,7 @@ _REMEMBERED = 4
 _OF_MOCKS = re.compile(r"\._mock_(return_value|call_args_list|call_args|side_effect|mock_calls|wraps)")
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(msgspec.Struct, frozen=True):
     """A path as it is shown: from the last object on it that the program knows by a name of its own.
 
     Attributes:

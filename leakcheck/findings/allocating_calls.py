@@ -15,7 +15,6 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -271,8 +270,7 @@ def _nodes_of(file: str) -> Iterable[ast.AST]:
         return ()
 
 
-@dataclass(frozen=True)
-class RecordedTurns:
+class RecordedTurns(msgspec.Struct, frozen=True):
     """What is known of the turns that were recorded.
 
     Attributes:

@@ -13,9 +13,10 @@ import enum
 import re
 import sys
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.explaining.expressions import of_module
 from lowtide.leakcheck.explaining.library_objects import known_advice, library_of, offered_by_module, territories
@@ -83,8 +84,7 @@ _COMPILED = "__compiled_fn"
 """How the names begin under which dynamo puts what it compiled into the globals of a function."""
 
 
-@dataclass(frozen=True)
-class _Memo:
+class _Memo(msgspec.Struct, frozen=True):
     """What keeps values for the next time.
 
     Attributes:
@@ -166,8 +166,7 @@ class _Kept:
         return self._is_told
 
 
-@dataclass(frozen=True)
-class SortedValues:
+class SortedValues(msgspec.Struct, frozen=True):
     """Storages that did not come back, separated from what memos are excused for.
 
     Attributes:
@@ -178,7 +177,7 @@ class SortedValues:
     """
 
     excused: frozenset[Key] = frozenset()
-    hints: tuple[tuple[str, object], ...] = field(default=(), repr=False)
+    hints: tuple[tuple[str, object], ...] = ()
     listed: tuple[NotMeasured, ...] = ()
     natively: tuple[tuple[str, bool], ...] = ()
 
@@ -363,8 +362,7 @@ def _behind(holders: Iterable[object]) -> list[Any]:
     return reach(entries, boundaries=BEYOND_CACHES, namespaces=module_namespaces(), max_objects=_MOST_BEHIND)[0]
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(msgspec.Struct, frozen=True):
     """What a library keeps under a private name, as code, and the code that lets go of it."""
 
     name: str

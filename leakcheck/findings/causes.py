@@ -11,11 +11,11 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.endings import attributes_with, leaves_alone
@@ -86,8 +86,7 @@ Leak: TypeAlias = "TensorLeak | ItemLeak"
 """A finding of which remedies are still to be tried."""
 
 
-@dataclass(frozen=True)
-class CommonCause:
+class CommonCause(msgspec.Struct, frozen=True):
     """What several findings have in common.
 
     Attributes:
@@ -114,7 +113,7 @@ class CommonCause:
     part_call: str = ""
     idle: str = ""
     is_thing: bool = False
-    through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
+    through: frozenset[int] = frozenset()
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
@@ -287,8 +286,7 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
     return [part.leak for part in parts], [part.cause for part in parts]
 
 
-@dataclass
-class _Part:
+class _Part(msgspec.Struct):
     """A leak, and the cause that it shares with others, as far as that is known by now."""
 
     leak: Leak
@@ -731,8 +729,7 @@ def _cause(
     )
 
 
-@dataclass(frozen=True)
-class _Thing:
+class _Thing(msgspec.Struct, frozen=True):
     """An object that stands for things which did not come back, and should be ended.
 
     Attributes:

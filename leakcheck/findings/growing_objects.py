@@ -13,9 +13,11 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.explaining.path_reading import way_text
@@ -114,8 +116,7 @@ _PLAIN = (list, dict, tuple)
 """What everybody makes, some of it in some."""
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(msgspec.Struct, frozen=True):
     """What is known of the turns in which something has grown.
 
     Attributes:
@@ -138,7 +139,7 @@ class Stretch:
     since: str = ""
     tensors: bool = False
     fixed: Collection[int] = ()
-    earlier: Mapping[int, Ints] = field(default_factory=dict)
+    earlier: Mapping[int, Ints] = msgspec.field(default_factory=dict)
 
 
 def growth_in_heap(
@@ -164,8 +165,7 @@ def growth_in_heap(
         return _growing_values(values, stretch, found.keys(), heap) | found
 
 
-@dataclass(frozen=True)
-class _Heap:
+class _Heap(msgspec.Struct, frozen=True):
     """One walk over the heap for all that grows.
 
     Attributes:

@@ -11,10 +11,10 @@ import functools
 import re
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
@@ -72,8 +72,7 @@ _OBJECTS = 100_000
 _BUILT_IN = frozenset(dir(builtins))
 
 
-@dataclass(frozen=True)
-class HeldArray:
+class HeldArray(msgspec.Struct, frozen=True):
     """A large array, or a container of many things, and who holds it.
 
     Attributes:

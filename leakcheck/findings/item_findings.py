@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.growth.series import KeptSteps
@@ -42,8 +42,7 @@ _SHOWN_SETTINGS = 3
 _TOLD_SETTINGS = 8
 
 
-@dataclass(frozen=True)
-class HeldMemory:
+class HeldMemory(msgspec.Struct, frozen=True):
     """What host memory is said to be of.
 
     Attributes:
@@ -55,8 +54,7 @@ class HeldMemory:
     otherwise: Finding | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class ItemLeak:
+class ItemLeak(msgspec.Struct, frozen=True, eq=False):
     """A finding about things with names.
 
     Attributes:
@@ -78,7 +76,7 @@ class ItemLeak:
     names: Mapping[str, int]
     subject: int
     explanation: Explanation | None = None
-    cached: Mapping[str, CachedItem] = field(default_factory=dict)
+    cached: Mapping[str, CachedItem] = msgspec.field(default_factory=dict)
     module: str = ""
     changes: tuple[SettingChange, ...] = ()
     endings: tuple[Change, ...] = ()

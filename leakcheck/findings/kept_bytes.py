@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.judging.storages import is_tensor
 from lowtide.probes.memory.buffers import CTYPES_DATA, bytes_of_c
@@ -37,8 +38,7 @@ _COUNTS_ATTRIBUTES = sys.version_info >= (3, 13)
 _WORD = 8
 
 
-@dataclass
-class KeptBytes:
+class KeptBytes(msgspec.Struct):
     """What some entries of a container keep.
 
     Attributes:
@@ -49,11 +49,10 @@ class KeptBytes:
 
     bytes: int = 0
     objects: int = 0
-    tensors: list[Any] = field(default_factory=list)
+    tensors: list[Any] = msgspec.field(default_factory=list)
 
 
-@dataclass
-class _Met:
+class _Met(msgspec.Struct):
     """An object that was met behind some entries, by the same number of steps."""
 
     item: Any

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.remedies import prove
@@ -44,8 +44,7 @@ _IMPORT = "by the "
 """How the births of an import are called, with its owner's name after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(msgspec.Struct, frozen=True):
     """One time that a stage has begun, in any life, which are counted from 1; and how often it had begun by then."""
 
     cycle: int

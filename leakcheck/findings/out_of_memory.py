@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.findings.host_memory import MOST, HeldArray, held_arrays
 from lowtide.leakcheck.findings.storage_holders import Context, Stacks
@@ -91,8 +92,7 @@ def _said(error: BaseException) -> str:
     return one_line(f"{type_name(type(error))}: {_text(error)[:_LONGEST]}".rstrip(": "))
 
 
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(msgspec.Struct, frozen=True):
     """What an error itself says, so far as it does: on which device memory was not enough, and bytes, rounded."""
 
     device: str
@@ -116,8 +116,7 @@ def _size(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
 
 
-@dataclass
-class _Moment:
+class _Moment(msgspec.Struct):
     """What was in use at a moment; holds nothing of the program.
 
     Attributes:
@@ -135,12 +134,12 @@ class _Moment:
     mark: tuple[int, str]
     asked: _Asked
     stage: str
-    held: list[HeldStorage] = field(default_factory=list)
-    native: dict[int, int] = field(default_factory=dict)
-    stacks: dict[int, Sequence[StackFrame]] = field(default_factory=dict)
-    memory: list[LedgerLine] = field(default_factory=list)
+    held: list[HeldStorage] = msgspec.field(default_factory=list)
+    native: dict[int, int] = msgspec.field(default_factory=dict)
+    stacks: dict[int, Sequence[StackFrame]] = msgspec.field(default_factory=dict)
+    memory: list[LedgerLine] = msgspec.field(default_factory=list)
     advice: str = ""
-    unread: list[NotMeasured] = field(default_factory=list)
+    unread: list[NotMeasured] = msgspec.field(default_factory=list)
 
     def stacks_at(self, device: str, addresses: Collection[int]) -> dict[int, Sequence[StackFrame]]:
         """Return the stacks at some addresses, as they were then."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
@@ -61,8 +62,7 @@ class _Part(NamedTuple):
     text: str
 
 
-@dataclass
-class _Level:
+class _Level(msgspec.Struct):
     """How high one device's memory was; bytes.
 
     Attributes:

@@ -16,10 +16,10 @@ import sys
 from _thread import start_new_thread
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation, expressions_to
@@ -118,8 +118,7 @@ _LEAVING = (inspect.unwrap(time_limit).__code__, contextlib._GeneratorContextMan
 """The code that runs when such a block is left."""
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(msgspec.Struct, frozen=True):
     """An action that was tried for a leak.
 
     Attributes:
@@ -147,16 +146,15 @@ class _Step:
         return Remedy(action=self.said, returns_bytes=self.returned)
 
 
-@dataclass(eq=False)
-class _Attempt:
+class _Attempt(msgspec.Struct, eq=False):
     """What is known of one leak's remedies so far."""
 
     leak: TensorLeak
-    steps: list[_Step] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
+    steps: list[_Step] = msgspec.field(default_factory=list)
+    changed: list[str] = msgspec.field(default_factory=list)
     was_left_out: bool = False
-    explanations: list[Explanation] = field(default_factory=list)
-    done: set[str] = field(default_factory=set)
+    explanations: list[Explanation] = msgspec.field(default_factory=list)
+    done: set[str] = msgspec.field(default_factory=set)
 
     def finding(self) -> Finding:
         """Return the finding with its remedy: the action that gave most, or all those that it took together."""
@@ -282,8 +280,7 @@ class _Trial:
         return {each: sum(each.leak.sizes[key] for key in new & each.leak.sizes.keys()) for each in self._attempts}
 
 
-@dataclass(frozen=True)
-class Wording:
+class Wording(msgspec.Struct, frozen=True):
     """What some cuts do together; whether that is code that runs as it stands, and not words."""
 
     text: str
@@ -627,8 +624,7 @@ Left = Callable[[str], "Mapping[str, int] | None"]
 """What there is now, by a metric's key: names, with bytes or 1 each; None where that cannot be read any more."""
 
 
-@dataclass(eq=False)
-class UnprovenLeak:
+class UnprovenLeak(msgspec.Struct, eq=False):
     """A leak of tensors.
 
     Attributes:
@@ -666,8 +662,7 @@ class UnprovenLeak:
         return {key: size for key, size in self.sizes.items() if key not in gone}
 
 
-@dataclass(frozen=True)
-class DeferredRemedies:
+class DeferredRemedies(msgspec.Struct, frozen=True):
     """What one subject left."""
 
     tensors: tuple[UnprovenLeak, ...] = ()

@@ -6,9 +6,11 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.endings import leaves_running
 from lowtide.leakcheck.explaining.explain import Holder
@@ -116,8 +118,7 @@ def _groups(names: Collection[str], context: Context) -> list[list[_Running]]:
     return list(groups.values())
 
 
-@dataclass(frozen=True)
-class _Running:
+class _Running(msgspec.Struct, frozen=True):
     """A thread, the objects that it works for, the most significant first, who holds each, and who started it."""
 
     thread: threading.Thread

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.cuts import cut_of
@@ -39,8 +39,7 @@ UNEXPLAINED = Explanation(verdict="unexplained", cause="unknown", holder="", pat
 """What is known of a storage whose holder was not looked for, or that no tensor lies over."""
 
 
-@dataclass(frozen=True)
-class Explained:
+class Explained(msgspec.Struct, frozen=True, dict=True):
     """Who holds each of some storages.
 
     Attributes:
@@ -49,9 +48,9 @@ class Explained:
         shown: by storage, the bytes that these show together; more than there are, where they overlap.
     """
 
-    by_key: Mapping[Key, Explanation] = field(default_factory=dict)
-    places: Mapping[Key, frozenset[int]] = field(default_factory=dict)
-    shown: Mapping[Key, int] = field(default_factory=dict)
+    by_key: Mapping[Key, Explanation] = msgspec.field(default_factory=dict)
+    places: Mapping[Key, frozenset[int]] = msgspec.field(default_factory=dict)
+    shown: Mapping[Key, int] = msgspec.field(default_factory=dict)
 
     @functools.cached_property
     def _keys(self) -> Mapping[int, list[Key]]:
@@ -110,8 +109,7 @@ class Older(Container[int]):
         return self._born is not None and identity not in self._born
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(msgspec.Struct, frozen=True):
     """What is known around some leaks, besides the leaks themselves.
 
     Attributes:
@@ -140,15 +138,15 @@ class Context:
     living: bool = False
     is_over: bool = False
     stacks: Stacks = lambda device, addresses: {}
-    turns: Mapping[str, int] = field(default_factory=dict)
+    turns: Mapping[str, int] = msgspec.field(default_factory=dict)
     lives: int = 1
     namespaces: NamespaceSizes | None = None
     patience: float = 2.0
     module: str = ""
     maker_of: Callable[[str, str], Maker | None] = lambda key, name: None
-    budget: Budget = field(default_factory=Budget)
+    budget: Budget = msgspec.field(default_factory=Budget)
     old_arrays: Collection[tuple[int, int]] = frozenset()
-    old_lengths: Mapping[int, int] = field(default_factory=dict)
+    old_lengths: Mapping[int, int] = msgspec.field(default_factory=dict)
     walk: SharedWalk | None = None
 
     @property

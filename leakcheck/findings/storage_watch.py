@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.rules import COLLECTED
@@ -100,8 +101,7 @@ def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
     return found
 
 
-@dataclass(frozen=True)
-class Collected:
+class Collected(msgspec.Struct, frozen=True):
     """Storages as they were before a collection.
 
     Attributes:
@@ -114,7 +114,7 @@ class Collected:
     sizes: Mapping[Key, int]
     watch: StorageWatch
     cycles: Mapping[Key, Sequence[CycleEdge]]
-    let_go: set[Key] = field(default_factory=set)
+    let_go: set[Key] = msgspec.field(default_factory=set)
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import UNEXPLAINED, Context, Explained, common_holder, explain_storages
@@ -42,8 +42,7 @@ _LONGEST_LINE = 200
 """Characters of a line of code in a report."""
 
 
-@dataclass(frozen=True, eq=False)
-class TensorLeak:
+class TensorLeak(msgspec.Struct, frozen=True, eq=False):
     """A finding with what it takes to prove a remedy; holds no tensor, but its holders: drop it soon.
 
     Attributes:
@@ -99,8 +98,7 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
     return [by_identity[id(leak)] for leak in leaks]
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(msgspec.Struct, frozen=True):
     """A storage and why it is still there: at which rung it came back, or who holds it."""
 
     held: HeldStorage

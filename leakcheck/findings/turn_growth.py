@@ -6,7 +6,6 @@ What grows of this and no container and no tensor explains is said with the part
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +108,7 @@ _LEAST_OF_VALUES = 64 << 10
 """Bytes that malloc must have given out more than at an earlier reading of values, before they are read again."""
 
 
-@dataclass(frozen=True)
-class Grown:
+class Grown(msgspec.Struct, frozen=True):
     """What has grown in a stretch of turns.
 
     Attributes:
@@ -124,8 +122,7 @@ class Grown:
     levels: tuple[int, int] = (0, 0)
 
 
-@dataclass
-class OpenEnd:
+class OpenEnd(msgspec.Struct):
     """Says after which turns it is read what there is, where it is not known how many there will be.
 
     Attributes:

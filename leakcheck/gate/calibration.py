@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +53,7 @@ class CalibrationError(RuntimeError):
     """A calibration could not be made or read; the message says why."""
 
 
-@dataclass(frozen=True)
-class Noise:
+class Noise(msgspec.Struct, frozen=True):
     """One metric in lives without a leak, in bytes.
 
     Attributes:
@@ -83,8 +81,7 @@ class Noise:
         return min(self.table, max(LEAST_TOLERANCE, NOISE_MARGIN * self.largest))
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(msgspec.Struct, frozen=True):
     """How small a leak is found in one place.
 
     Attributes:
@@ -127,8 +124,7 @@ class Sight:
         return Subject(id=self.place, outcome="clean", reason=f"{found} ({facts})")
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(msgspec.Struct, frozen=True):
     """What a gate sees on one device.
 
     Attributes:

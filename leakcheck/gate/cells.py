@@ -19,11 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.gate import guardian
 from lowtide.leakcheck.gate.matrix import Cell, GateError
@@ -45,8 +45,7 @@ _STACK = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class CellResult:
+class CellResult(msgspec.Struct, frozen=True):
     """How one cell ended: what was judged in it, by ids that begin with its name, and what went wrong with it."""
 
     name: str
@@ -282,8 +281,7 @@ _ASKED_EVERY_S = 0.5
 _MOST_BYTES = 64 << 20
 
 
-@dataclass
-class RayCluster:
+class RayCluster(msgspec.Struct):
     """A cluster that runs cells; a context that connects and disconnects.
 
     Attributes:
@@ -296,7 +294,7 @@ class RayCluster:
     folder: Path
     cards: int = 0
     _ray: Any = None
-    _task: Any = field(default=None, repr=False)
+    _task: Any = None
 
     def __enter__(self) -> RayCluster:
         """Connect.

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 import lowtide
 from lowtide.leakcheck.gate.cells import CellResult, RayCluster, exclusive, not_run, run_cell
@@ -62,8 +62,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     findings: tuple[KnownFinding, ...]
 
 
-@dataclass(frozen=True)
-class KnownFindingsUpdate:
+class KnownFindingsUpdate(msgspec.Struct, frozen=True):
     """What `--update` does: which entries come, and which go."""
 
     added: tuple[KnownFinding, ...]
@@ -77,8 +76,7 @@ class KnownFindingsUpdate:
         ]
 
 
-@dataclass(frozen=True)
-class KnownFindings:
+class KnownFindings(msgspec.Struct, frozen=True):
     """A baseline."""
 
     file: Path
@@ -214,8 +212,7 @@ def earlier_findings(folder: Path) -> Suppressions:
     )
 
 
-@dataclass
-class Gate:
+class Gate(msgspec.Struct):
     """One run of the gate.
 
     Attributes:
@@ -236,13 +233,13 @@ class Gate:
     machine: Machine
     cards: int = 0
     cpu_workers: int = 1
-    known: KnownFindings = field(default_factory=lambda: KnownFindings(Path("lowtide-baseline.json")))
-    earlier: Suppressions = field(default_factory=Suppressions)
+    known: KnownFindings = msgspec.field(default_factory=lambda: KnownFindings(Path("lowtide-baseline.json")))
+    earlier: Suppressions = msgspec.field(default_factory=Suppressions)
     cluster: RayCluster | None = None
     listener: Listener = lambda cell, result: None
-    results: dict[str, CellResult] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _stopped: threading.Event = field(default_factory=threading.Event)
+    results: dict[str, CellResult] = msgspec.field(default_factory=dict)
+    _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    _stopped: threading.Event = msgspec.field(default_factory=threading.Event)
     _started: str = ""
     _problem: ReportError | None = None
 

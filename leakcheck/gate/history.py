@@ -14,7 +14,6 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
+from msgspec.structs import replace
 from sqlalchemy import (
     BigInteger,
     Column,
@@ -478,8 +478,7 @@ def _large_enough(signal: npt.NDArray[np.float64], places: list[int], least: flo
         places.remove(small.place)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """One run: when, of which commit, where and with what."""
 
     id: int
@@ -497,8 +496,7 @@ class Run:
         return f"run {self.id} ({self.created:%Y-%m-%d %H:%M}{commit})"
 
 
-@dataclass(frozen=True)
-class Trend:
+class Trend(msgspec.Struct, frozen=True):
     """One series over the runs on one kind of hardware.
 
     Attributes:

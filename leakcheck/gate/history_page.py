@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from lowtide.reports.escaping import one_line
 from lowtide.reports.sizes import format_amount
@@ -52,8 +53,7 @@ class Drawing(NamedTuple):
     marks: Sequence[Mark] = ()
 
 
-@dataclass(frozen=True)
-class PastWatch:
+class PastWatch(msgspec.Struct, frozen=True):
     """A watch, and those before it of the same processes, as they are shown.
 
     Attributes:
@@ -68,7 +68,7 @@ class PastWatch:
     began: datetime.datetime
     outcome: str = ""
     findings: Sequence[str] = ()
-    courses: Sequence[HeldCourse] = field(default=(), repr=False)
+    courses: Sequence[HeldCourse] = ()
 
     @property
     def said(self) -> list[str]:

@@ -9,11 +9,11 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.suppressions.toml import refused
 
@@ -226,8 +226,7 @@ def _name_problems(names: Any, what: str) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """One subject on one device under one setting.
 
     Attributes:
@@ -247,7 +246,7 @@ class Cell:
     command: tuple[str, ...]
     report_option: str
     timeout: float
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = msgspec.field(default_factory=dict)
     missing: str = ""
     calibrates: bool = False
     calibration: str = ""
@@ -258,8 +257,7 @@ class Cell:
         return self.device != "cpu"
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True):
     """The cells that one job of a CI matrix runs: each `of`-th cell, from the `index`-th, counted from 1."""
 
     index: int

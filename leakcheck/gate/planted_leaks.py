@@ -8,10 +8,10 @@ import json
 import mmap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from lowtide.engine import EngineConfig
@@ -39,8 +39,7 @@ _KEPT: list[object] = []
 """Holds planted leaks."""
 
 
-@dataclass(frozen=True)
-class PlantedLeak:
+class PlantedLeak(msgspec.Struct, frozen=True):
     """A place in which leaks of a number of bytes are planted.
 
     Attributes:

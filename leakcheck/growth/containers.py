@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.growth.series import KEEPS_ON
 from lowtide.probes.heap.container_lengths import ContainerLengths
@@ -32,8 +34,7 @@ _MOST_NEW = 1000
 """Containers that have come from one reading to the next, of which it is followed how they grow: of more, of none."""
 
 
-@dataclass
-class Course:
+class Course(msgspec.Struct):
     """A container's lengths at readings between which it has taken something in every turn.
 
     Attributes:
@@ -47,8 +48,8 @@ class Course:
 
     identity: int
     kind: int
-    turns: list[int] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
+    turns: list[int] = msgspec.field(default_factory=list)
+    lengths: list[int] = msgspec.field(default_factory=list)
     by_turns: bool = False
     together: int = 1
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from lowtide.leakcheck.growth.series import Rise, Slope, TurnSeries
 from lowtide.leakcheck.resources.resource import MIB
@@ -23,8 +24,7 @@ _SUSPECTED = 4
 """Turns in a row with more in each after which it may be growth: of chance one in sixteen series does that."""
 
 
-@dataclass(frozen=True)
-class HostGrowth:
+class HostGrowth(msgspec.Struct, frozen=True):
     """By how much the process's own memory has grown.
 
     Attributes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+
+import msgspec
 
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, LevelKey
@@ -35,8 +36,7 @@ class Level(NamedTuple):
     amount: int
 
 
-@dataclass(frozen=True)
-class HeldSource:
+class HeldSource(msgspec.Struct, frozen=True):
     """Where it is read what processes hold.
 
     Attributes:
@@ -50,8 +50,7 @@ class HeldSource:
     tensors: Callable[[], Mapping[int, Mapping[str, int]]]
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(msgspec.Struct, frozen=True):
     """One thing that a process holds some of.
 
     Attributes:

@@ -15,8 +15,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from lowtide.reports.schema import ResourceName
 
@@ -42,8 +43,7 @@ class LevelKey(NamedTuple):
     device: str = ""
 
 
-@dataclass(frozen=True)
-class KeptSteps:
+class KeptSteps(msgspec.Struct, frozen=True):
     """What each turn has added for good to a level, in its unit.
 
     Attributes:
@@ -181,8 +181,7 @@ _CONFIDENCE = statistics.NormalDist().inv_cdf(0.975)
 Kind = Literal["growth", "bounded", "sawtooth", "undecided"]
 
 
-@dataclass(frozen=True)
-class Slope:
+class Slope(msgspec.Struct, frozen=True):
     """How steeply a series rises.
 
     Attributes:
@@ -196,8 +195,7 @@ class Slope:
     high: float
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True):
     """What can be said of a series.
 
     Attributes:
@@ -225,8 +223,7 @@ class Rise(NamedTuple):
     turns: int
 
 
-@dataclass
-class TurnSeries:
+class TurnSeries(msgspec.Struct):
     """The values of one quantity.
 
     Attributes:
@@ -239,7 +236,7 @@ class TurnSeries:
     least: float = 0.0
     turns: int = 0
     width: int = 1
-    _floors: list[float] = field(default_factory=list)
+    _floors: list[float] = msgspec.field(default_factory=list)
 
     def add(self, value: float) -> None:
         """Note the value after a turn."""

@@ -5,7 +5,9 @@ and memory that the driver counts and lists nowhere.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
 from lowtide.leakcheck.judging.storages import Key
@@ -38,8 +40,7 @@ MEMORY_POOL = "memory-pool "
 """The beginning of the key of what a card's own memory pools keep."""
 
 
-@dataclass(frozen=True)
-class _Card:
+class _Card(msgspec.Struct, frozen=True):
     """One card at one moment.
 
     Attributes:
@@ -52,11 +53,11 @@ class _Card:
         counted: those of them that the driver counts for this process: once the other one has ended, or from the first.
     """
 
-    items: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    items: Mapping[str, Mapping[str, int]] = msgspec.field(default_factory=dict)
     allocations: tuple[Range, ...] | None = None
     unlisted: int | None = None
     beyond_torch: int | None = None
-    imported: Mapping[int, int] = field(default_factory=dict)
+    imported: Mapping[int, int] = msgspec.field(default_factory=dict)
     counted: frozenset[int] = frozenset()
 
 

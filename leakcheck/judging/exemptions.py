@@ -6,9 +6,10 @@ import re
 import sysconfig
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.counters import child_processes
@@ -21,8 +22,7 @@ from lowtide.reports.schema import ResourceName
 Names = Collection[str]
 
 
-@dataclass(frozen=True)
-class Exemption:
+class Exemption(msgspec.Struct, frozen=True):
     """One thing that a process starts once and keeps.
 
     Attributes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.storages import Key, is_tensor, storage_keys
@@ -23,8 +24,7 @@ _MOST_IN_ALL = 300_000
 """Objects that are looked at behind all large caches together; what several of these reach is reported of the first."""
 
 
-@dataclass(frozen=True)
-class CachedItem:
+class CachedItem(msgspec.Struct, frozen=True):
     """One object that a cache keeps; holds neither of the two.
 
     Attributes:

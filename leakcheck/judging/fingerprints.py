@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.resource import Name, without_numbers
@@ -21,8 +22,7 @@ _PHASES = re.compile(r"^(setup|teardown|setup of .*)$", re.DOTALL)
 """The stages in which what a test or a fixture leaves appears, beside its call."""
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """Some things of one resource.
 
     Attributes:

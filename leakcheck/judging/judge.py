@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.ladder import ACTIONS, MEANINGS, LadderStep
@@ -71,8 +72,7 @@ Level = tuple[str, str, str, str]
 """What a metric without names counts: its resource, device, unit, and how a finding calls it."""
 
 
-@dataclass(frozen=True)
-class Excess:
+class Excess(msgspec.Struct, frozen=True):
     """How far one metric is above its baseline, in the metric's unit; None where it could not be read."""
 
     metric: Metric
@@ -94,8 +94,7 @@ def missing(metrics: Iterable[Metric], baseline: Reading, now: Reading) -> list[
     return [item for item in excesses(metrics, baseline, now) if item.above is not None and not item.is_back]
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(msgspec.Struct, frozen=True):
     """What one climb of the ladder showed.
 
     Attributes:

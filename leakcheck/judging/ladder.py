@@ -13,8 +13,9 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from lowtide.leakcheck.resources.resource import MIB, Rung
 from lowtide.probes.device.torch_allocator import any_exported
@@ -74,8 +75,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-@dataclass(frozen=True)
-class LadderStep(Generic[T_co]):
+class LadderStep(msgspec.Struct, Generic[T_co], frozen=True):
     """A reading, taken after a rung; `seconds` is what the rung took, waiting included."""
 
     rung: Rung
@@ -83,8 +83,7 @@ class LadderStep(Generic[T_co]):
     seconds: float
 
 
-@dataclass(frozen=True)
-class SettlePolicy:
+class SettlePolicy(msgspec.Struct, frozen=True):
     """How long to wait for a driver that gives memory back in its own time.
 
     The wait ends as soon as everything is back, or when nothing has moved for `stability` seconds, or after `limit`.

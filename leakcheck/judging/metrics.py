@@ -7,7 +7,9 @@ and not four (its storage, the arena that it keeps mapped, the driver's bytes be
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import asdict, replace
 
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test
 from lowtide.leakcheck.resources.resource import Bound, Items, Rule
@@ -22,8 +24,7 @@ NOT_OF_PYTHON: tuple[Verdict, ...] = ("native-held", "in-flight")
 """The verdicts on tensors' memory that has no tensor object any more, or never had one."""
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True):
     """What a test, a fixture or a life is judged by at one moment.
 
     Attributes:
@@ -31,12 +32,11 @@ class Reading:
         amounts: per metric's key a level of the whole process; None if it cannot be read.
     """
 
-    items: Mapping[str, Items] = field(default_factory=dict)
-    amounts: Mapping[str, int | None] = field(default_factory=dict)
+    items: Mapping[str, Items] = msgspec.field(default_factory=dict)
+    amounts: Mapping[str, int | None] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric(Bound):
+class Metric(Bound, frozen=True, kw_only=True):
     """Something that must come back: a row of the table on one device, with when it counts as back.
 
     Attributes:
@@ -83,7 +83,7 @@ class Metric(Bound):
 
 def _metric_of(rule: Rule, bound: Bound, device: str, tolerance: int, *, is_named: bool) -> Metric:
     return Metric(
-        **vars(replace(bound, tolerance=tolerance)),
+        **asdict(replace(bound, tolerance=tolerance)),
         resource=rule.resource,
         device=device,
         key=_key_of(rule, device),

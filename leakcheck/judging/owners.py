@@ -10,9 +10,10 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Optional
+
+import msgspec
 
 from lowtide.leakcheck.growth.series import KeptSteps, LevelKey, rises
 from lowtide.leakcheck.judging.exemptions import exempt
@@ -48,8 +49,7 @@ ANYTHING = sys.maxsize
 """What a test may add that is not judged, in bytes."""
 
 
-@dataclass(frozen=True)
-class Lying:
+class Lying(msgspec.Struct, frozen=True):
     """A storage under an owner.
 
     Attributes:
@@ -61,8 +61,7 @@ class Lying:
     turn: int
 
 
-@dataclass(frozen=True)
-class Count:
+class Count(msgspec.Struct, frozen=True):
     """How many things of a kind belong to an owner.
 
     Attributes:

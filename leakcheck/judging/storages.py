@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.judging.ladder import collect
 from lowtide.leakcheck.judging.owners import Claims, Owner, gradients_of
@@ -24,8 +26,7 @@ Key = tuple[str, int]
 """A storage: its device and its address."""
 
 
-@dataclass(frozen=True)
-class HeldStorage:
+class HeldStorage(msgspec.Struct, frozen=True):
     """A storage that is held and was not there at the baseline, or belongs to an owner that has ended.
 
     Attributes:
@@ -55,8 +56,7 @@ class HeldStorage:
         return f"{self.text} at {self.key[1]:#x}"
 
 
-@dataclass(frozen=True)
-class HeapReading:
+class HeapReading(msgspec.Struct, frozen=True):
     """The storages at one moment.
 
     Attributes:

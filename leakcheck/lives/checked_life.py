@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import date
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors
 from lowtide.leakcheck.findings.storage_holders import Context

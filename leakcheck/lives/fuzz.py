@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 import unittest
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import hypothesis
+import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from msgspec.structs import replace
 
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError, LifeModel, failure_of
@@ -281,8 +282,7 @@ def lifecycle_machine(factory: TargetFactory) -> type[LifecycleMachine]:
     return _machine(Lives(factory), None)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """What a search found, and how long it took.
 
     Attributes:
@@ -297,7 +297,7 @@ class Found:
     findings: tuple[Finding, ...] = ()
     life: tuple[Call, ...] = ()
     reason: str = ""
-    not_measured: tuple[NotMeasured, ...] = field(default=())
+    not_measured: tuple[NotMeasured, ...] = ()
 
 
 def fuzz(

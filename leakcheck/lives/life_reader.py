@@ -6,10 +6,10 @@ and what a library keeps from its first use, is the process's, and is left out o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
@@ -46,12 +46,11 @@ _NAMED = ("threads", "file-descriptors", "shared-memory", "temporary-files")
 _LISTED = tuple(resource.rule.key for resource in LISTED)
 
 
-@dataclass(frozen=True)
-class LifeReading(Reading):
+class LifeReading(Reading, frozen=True, kw_only=True):
     """What a life is judged by at one moment, with the counters; and the snapshot that its tables show."""
 
-    snapshot: Snapshot = field(kw_only=True)
-    counters: Counters = field(kw_only=True)
+    snapshot: Snapshot
+    counters: Counters
 
 
 def setting_left(change: SettingChange, stage: str, *, remedies: bool) -> Finding:
@@ -111,7 +110,7 @@ class LivedProcess:
         self.watched.others.agents.start()
         # What else has a name is compared life by life.
         now = self.counters.read()
-        self.watched.ownership.begin("create", dataclasses.replace(now, items={key: now.items[key] for key in _LISTED}))
+        self.watched.ownership.begin("create", replace(now, items={key: now.items[key] for key in _LISTED}))
         self.imports.install()
         self.imports.active = True
 
@@ -197,8 +196,8 @@ class LifeReader(LivedProcess):
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.watched.tree.orphans()}
         stays = exempt("processes", children)
         left = sorted(int(pid) for pid in children if pid not in stays)
-        host = dataclasses.replace(snapshot.host, children=tuple(children[str(pid)] for pid in left))
-        return dataclasses.replace(snapshot, host=host)
+        host = replace(snapshot.host, children=tuple(children[str(pid)] for pid in left))
+        return replace(snapshot, host=host)
 
     def read(self, label: str) -> LifeReading:
         """Read what a life is judged by, less what modules took for themselves when a life imported them."""
@@ -235,7 +234,7 @@ class LifeReader(LivedProcess):
     def metrics(self) -> tuple[Metric, ...]:
         """Return all that is judged, without what libraries have from their first use."""
         return tuple(
-            dataclasses.replace(metric, excused=self._first_use.get(metric.resource, ()))
+            replace(metric, excused=self._first_use.get(metric.resource, ()))
             for metric in shutdown_metrics(self.device)
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,8 +19,7 @@ from lowtide.reports.schema import Finding, NotMeasured, Outcome, OutOfMemory, R
 from lowtide.reports.sizes import format_amount
 
 
-@dataclass(frozen=True)
-class Lived:
+class Lived(msgspec.Struct, frozen=True):
     """One stage that was gone through: its tokens, the bytes of weights that it had to move, and what was there."""
 
     name: str

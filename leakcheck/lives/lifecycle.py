@@ -6,7 +6,6 @@ its shutdown it may give all of them back, and a server is not shut down for wee
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -343,7 +342,7 @@ class LifecycleRun:
         stays = unaccounted_host_memory(self._reader.snapshot(stage)) - before
         if has_slept(held, stays):
             return []
-        found = memory_holder(stays, dataclasses.replace(self._leftovers.context(engine), living=True))
+        found = memory_holder(stays, msgspec.structs.replace(self._leftovers.context(engine), living=True))
         return [explain_kept_on_host(stage, held, stays, None if found is None else found[0])]
 
     def _infer_again(self, life: TargetLife, engine: object, *, is_looked_at: bool) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
 
 from lowtide.leakcheck.targets.target import CALLS, CallKind, Capabilities, calls_of
 from lowtide.probes.originals import in_main_thread, signal
@@ -42,8 +43,7 @@ _WITH_NUMBER = re.compile(r"(\w+)(?:\((\d+)\))?")
 Phase: TypeAlias = Literal["new", "running", "asleep", "closed"]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
 
     Attributes:
@@ -60,7 +60,7 @@ class Event:
     stage: str
     done: int
     total: int
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = msgspec.field(default_factory=dict)
     latest_stages: Callable[[int], Sequence[Stage]] = lambda most: ()
 
     @property
@@ -108,20 +108,18 @@ class LifeError(AssertionError):
     kind: tuple[str, str] = ("", "")
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True):
     """What is to fail in a call: the fault point number `at`, from 0 on, of a kind; None counts them only."""
 
     kind: Kind
     at: int | None = 0
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One call of a life, as it was made: with what was to fail in it, and whether it had to be refused (`illegal`)."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     fault: Fault | None = None
     illegal: bool = False
 
@@ -141,14 +139,13 @@ class Call:
         return f"{self.name}({', '.join(parts)})"
 
 
-@dataclass
-class Coverage:
+class Coverage(msgspec.Struct):
     """What the lives of one search have been through."""
 
     lives: int = 0
     calls: int = 0
-    states: set[str] = field(default_factory=set)
-    edges: set[tuple[str, str, str]] = field(default_factory=set)
+    states: set[str] = msgspec.field(default_factory=set)
+    edges: set[tuple[str, str, str]] = msgspec.field(default_factory=set)
     failed: bool = False
 
 
@@ -174,8 +171,7 @@ def failure_of(findings: Sequence[Finding]) -> LifeError:
     return failure
 
 
-@dataclass
-class LifeModel:
+class LifeModel(msgspec.Struct):
     """The state of one target, derived from the calls that succeeded.
 
     Attributes:
@@ -189,8 +185,8 @@ class LifeModel:
 
     capabilities: Capabilities
     phase: Phase = "new"
-    awake: set[str] = field(default_factory=set)
-    unfinished: dict[str, tuple[int, int]] = field(default_factory=dict)
+    awake: set[str] = msgspec.field(default_factory=set)
+    unfinished: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     level: int = 0
     version: int | None = 0
 

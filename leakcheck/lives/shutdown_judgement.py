@@ -5,7 +5,6 @@ They are read without what imports and libraries' first use have left.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -165,11 +164,11 @@ class ShutdownJudgement:
             self._climb(Rung.EMPTY_CACHE)
         explained = {finding.device for finding in of_tensors}
         with sharing_walk() as walk:
-            context = dataclasses.replace(
+            context = msgspec.structs.replace(
                 self._leftovers.context(engine), maker_of=self._reader.makers.of_item, walk=walk
             )
             judgements = [
-                self._judged(start, actions, dataclasses.replace(context, old_lengths=start.lengths))
+                self._judged(start, actions, msgspec.structs.replace(context, old_lengths=start.lengths))
                 for start in self._baselines
             ]
             of_arrays = self._arrays_of_all_lives(judgements, context) if is_last else []
@@ -217,7 +216,7 @@ class ShutdownJudgement:
             for leak in with_pools_to_let_go(whole, context):
                 findings.append(self._concluded(leak, context) if self._is_last else _marked(leak))
                 metrics.append(metric)
-        return dataclasses.replace(judgement, findings=tuple(findings), metrics=tuple(metrics))
+        return msgspec.structs.replace(judgement, findings=tuple(findings), metrics=tuple(metrics))
 
     def _arrays_of_all_lives(self, judgements: Sequence[Judgement], context: Context) -> list[Finding]:
         """Return the finding on arrays that came in any life and stay, where the level tells nothing of them.
@@ -228,10 +227,10 @@ class ShutdownJudgement:
         metric = next((metric for metric in self._reader.metrics if metric.key == "host-memory"), None)
         if metric is None or any(finding.resource == metric.resource for finding in of_all):
             return []
-        context = dataclasses.replace(context, old_arrays=self._old_arrays)
+        context = msgspec.structs.replace(context, old_arrays=self._old_arrays)
         # What a run allows one life, nothing tells of all either.
         allowed = max(metric.tolerance, self._tolerances.get(metric.key, 0))
-        metric = dataclasses.replace(metric, tolerance=allowed)
+        metric = msgspec.structs.replace(metric, tolerance=allowed)
         # What of them is in files, shared, or under tensors is not in the level.
         level = metric.above(self._starts[0], self._steps[-1].reading) or 0
         size = bytes_of_new_arrays(context) if level > metric.tolerance else 0
@@ -244,9 +243,9 @@ class ShutdownJudgement:
 
     def _concluded(self, leak: ItemLeak, context: Context) -> Finding:
         """Return a finding after the last life, with its holder; note it where what ends it is tried later."""
-        finding = _with_holder(dataclasses.replace(leak, finding=_marked(leak)), context)
+        finding = _with_holder(msgspec.structs.replace(leak, finding=_marked(leak)), context)
         if leak.key in _OF_ALL_LIVES:
-            self._of_all_lives.append(dataclasses.replace(leak, finding=finding))
+            self._of_all_lives.append(msgspec.structs.replace(leak, finding=finding))
         return finding
 
     def _conclude(self, engine: object, devices: set[str], actions: dict[Rung, str]) -> list[Finding]:
@@ -325,7 +324,7 @@ class ShutdownJudgement:
         judged = [metric for metric in judged if metric not in of_all]
         # Not where several lives add up: their noise does, too.
         own = [
-            dataclasses.replace(metric, tolerance=self._tolerances.get(metric.key, metric.tolerance))
+            msgspec.structs.replace(metric, tolerance=self._tolerances.get(metric.key, metric.tolerance))
             for metric in judged
         ]
         starts = list(zip(self._starts, self._lengths, strict=True))

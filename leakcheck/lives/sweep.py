@@ -16,13 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import psutil
+from msgspec.structs import replace
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
@@ -47,8 +48,7 @@ _FRAMES = 4
 """How many calls are shown of where a life stands that does not end."""
 
 
-@dataclass(frozen=True)
-class SweptCall:
+class SweptCall(msgspec.Struct, frozen=True):
     """A call of which every fault point is failed, and how an engine comes to where it is made."""
 
     name: str
@@ -56,8 +56,7 @@ class SweptCall:
     call: Call
 
 
-@dataclass(frozen=True)
-class Swept:
+class Swept(msgspec.Struct, frozen=True):
     """What came of failing fault points of one kind in one stage: one of them in a life, or all.
 
     Attributes:
@@ -225,8 +224,7 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
     end_soon(0)
 
 
-@dataclass(eq=False)
-class _Points:
+class _Points(msgspec.Struct, eq=False):
     """The fault points of one kind in one stage, and what came of them so far."""
 
     index: int
@@ -234,7 +232,7 @@ class _Points:
     kind: Kind
     counted: Swept | None = None
     seconds: float = 0.0
-    lived: dict[int, Swept] = field(default_factory=dict)
+    lived: dict[int, Swept] = msgspec.field(default_factory=dict)
 
     @property
     def count(self) -> int:

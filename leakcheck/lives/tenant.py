@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.card_memory import kind_of_cards
@@ -36,8 +37,7 @@ CONTEXT_LIMIT_S = 20.0
 _PROGRAM = (sys.executable, "-m", "lowtide.leakcheck.lives.card_memory")
 
 
-@dataclass
-class Tenant:
+class Tenant(msgspec.Struct):
     """Takes a card's memory in a second process, and gives it back.
 
     Attributes:
@@ -48,9 +48,9 @@ class Tenant:
     """
 
     device: str
-    kind: str = field(default_factory=kind_of_cards)
+    kind: str = msgspec.field(default_factory=kind_of_cards)
     command: Sequence[str] = _PROGRAM
-    not_measured: dict[str, NotMeasured] = field(default_factory=dict)
+    not_measured: dict[str, NotMeasured] = msgspec.field(default_factory=dict)
 
     def after_sleep(self, stage: str, freed: int | None) -> list[Finding]:
         """Report what another process cannot have of what a sleep freed; return once it has given all of it back.

@@ -15,9 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.lives.script import Call, LifeModel
@@ -64,8 +65,7 @@ _Child = tuple[int, int]
 """A process by its number, and when it began, in ticks since boot: another one may have its number by then."""
 
 
-@dataclass(frozen=True)
-class Killed:
+class Killed(msgspec.Struct, frozen=True):
     """What stayed of a process that was killed in a stage.
 
     Attributes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
@@ -25,8 +26,7 @@ SLACK = 8 * MIB
 """The same where torch cannot list its blocks: it rounds large segments up by less than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
+class _Opened(msgspec.Struct, frozen=True):
     """What there was when a growth began."""
 
     ranges: AllocatedRanges | None

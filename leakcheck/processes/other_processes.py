@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.life_findings import largest_of_cause
 from lowtide.leakcheck.growth.quantities import HOST
@@ -50,8 +50,7 @@ _UNREADABLE = "it runs on, and this system does not say how much it holds"
 _TOO_FEW_TESTS = "it runs on, and too few tests have used it yet: whether it grows shows from the fourth on"
 
 
-@dataclass(frozen=True)
-class _Outside:
+class _Outside(msgspec.Struct, frozen=True):
     """What is seen of a process without asking it, in bytes; None where that may not be read.
 
     Attributes:
@@ -70,8 +69,7 @@ class _Outside:
         return {HOST: self.private, **{LevelKey("driver", device): size for device, size in self.cards.items()}}
 
 
-@dataclass
-class _Owned:
+class _Owned(msgspec.Struct):
     """The processes of one owner.
 
     Attributes:
@@ -79,8 +77,8 @@ class _Owned:
         levels: the levels of each process after these.
     """
 
-    turns: list[int] = field(default_factory=list)
-    levels: dict[int, ProcessGrowth] = field(default_factory=dict)
+    turns: list[int] = msgspec.field(default_factory=list)
+    levels: dict[int, ProcessGrowth] = msgspec.field(default_factory=dict)
 
 
 class OtherProcesses:

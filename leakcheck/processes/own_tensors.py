@@ -10,10 +10,10 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors, SleptTensors

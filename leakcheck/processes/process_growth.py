@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
 from lowtide.leakcheck.growth.quantities import HOST, QUANTITIES, SHARED, Quantity, Things, kind_of, things_of
@@ -53,8 +53,7 @@ _FILLING = ("sleep", "wake")
 """The same of stages that may leave something to be filled by the next inference, the first time that they come."""
 
 
-@dataclass
-class Turns:
+class Turns(msgspec.Struct):
     """Counts the turns of a stage, inferences or another's, and those by which growth is judged.
 
     An inference is, where it came right after another one, or after the same sleeps and wakes as one before it: a loop
@@ -68,11 +67,11 @@ class Turns:
 
     stage: str = "infer"
     count: int = 0
-    again: list[int] = field(default_factory=list)
+    again: list[int] = msgspec.field(default_factory=list)
     _had_one: bool = False
     # What there has been since the last inference that may leave something to be filled, and before earlier ones.
     _between: tuple[str, ...] = ()
-    _known: set[tuple[str, ...]] = field(default_factory=lambda: {()})
+    _known: set[tuple[str, ...]] = msgspec.field(default_factory=lambda: {()})
 
     @property
     def follows(self) -> bool:
@@ -101,8 +100,7 @@ class Turns:
         self._had_one, self._between, self._known = False, (), {()}
 
 
-@dataclass
-class _Course:
+class _Course(msgspec.Struct):
     """One level of one process after each turn, in bytes or how many, and whether it was known each time.
 
     The process is as it was described last, since its device may be known only later. For each level it is noted
@@ -110,8 +108,8 @@ class _Course:
     """
 
     process: ProcessName
-    levels: list[int] = field(default_factory=list)
-    again: list[bool] = field(default_factory=list)
+    levels: list[int] = msgspec.field(default_factory=list)
+    again: list[bool] = msgspec.field(default_factory=list)
     turn: int = 0
     is_known: bool = True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -82,8 +81,7 @@ def role_of(name: str) -> str:
     return re.sub(r"\d+", "", name)
 
 
-@dataclass(frozen=True)
-class ProcessLevels:
+class ProcessLevels(msgspec.Struct, frozen=True):
     """What one process held after a stage.
 
     Attributes:
@@ -95,7 +93,7 @@ class ProcessLevels:
 
     process: ProcessName
     levels: Levels
-    cards: Mapping[str, int | None] = field(default_factory=dict)
+    cards: Mapping[str, int | None] = msgspec.field(default_factory=dict)
     host: int | None = None
 
     @classmethod
@@ -375,8 +373,7 @@ def _of_sleep(
     )
 
 
-@dataclass(frozen=True)
-class SleptLevels:
+class SleptLevels(msgspec.Struct, frozen=True):
     """What one process had and has after a sleep, in bytes on the engine's kind of device.
 
     Attributes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -79,8 +78,7 @@ Explain = Callable[[ExplainGrown], list[Finding]]
 _Answer = TypeVar("_Answer")
 
 
-@dataclass
-class Start:
+class Start(msgspec.Struct):
     """Sees from outside when a program has started: its processes are there, and rest or have been there for long.
 
     Attributes:
@@ -92,7 +90,7 @@ class Start:
     began: float
     _pids: Collection[int] = ()
     # When each was seen first.
-    _seen: Mapping[int, float] = field(default_factory=dict)
+    _seen: Mapping[int, float] = msgspec.field(default_factory=dict)
     _since: float = 0.0
     _rests_since: float = 0.0
     _faults: int = 0

@@ -6,8 +6,9 @@ import functools
 import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import finding_of
@@ -39,8 +40,7 @@ _SHOWN_NAMES = 3
 _TOLD_FILES = 8
 
 
-@dataclass(frozen=True)
-class TreeEnd:
+class TreeEnd(msgspec.Struct, frozen=True):
     """What a tree has left.
 
     Attributes:
@@ -54,8 +54,7 @@ class TreeEnd:
     not_judged: tuple[NotMeasured, ...] = ()
 
 
-@dataclass
-class EndJudgement:
+class EndJudgement(msgspec.Struct):
     """Judges a tree once the program that started it has ended.
 
     Attributes:
@@ -70,7 +69,7 @@ class EndJudgement:
     traces: TreeTraces
     agents: Agents
     settle: float
-    is_cut: Callable[[], bool] = field(default=lambda: False)
+    is_cut: Callable[[], bool] = lambda: False
 
     def judge(self) -> TreeEnd:
         """Wait until nothing is left, or for `settle` seconds, and report what stays."""
@@ -149,8 +148,7 @@ class EndJudgement:
         )
 
 
-@dataclass(frozen=True)
-class Running:
+class Running(msgspec.Struct, frozen=True):
     """A process that runs on.
 
     Attributes:
@@ -308,8 +306,7 @@ PATIENCE_S = 3.0
 """Seconds that the driver has to give back what an ended process held: it does so after the process is gone."""
 
 
-@dataclass
-class EndedHolders:
+class EndedHolders(msgspec.Struct):
     """Remembers which processes held memory on cards.
 
     Attributes:
@@ -319,8 +316,8 @@ class EndedHolders:
 
     driver: Callable[[], Driver] | None
     patience: float = PATIENCE_S
-    _started: dict[int, int] = field(default_factory=dict)
-    _names: dict[int, ProcessName] = field(default_factory=dict)
+    _started: dict[int, int] = msgspec.field(default_factory=dict)
+    _names: dict[int, ProcessName] = msgspec.field(default_factory=dict)
 
     def note(self, pid: int) -> None:
         """Note that a process that is there holds memory on a card."""

@@ -28,7 +28,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import date
 from types import FrameType, ModuleType
 from typing import Any
@@ -124,8 +123,7 @@ _MOST_OBJECTS = 500_000
 Items = Mapping[str, Mapping[str, int]]
 
 
-@dataclass
-class _Kept:
+class _Kept(msgspec.Struct):
     """What a library keeps of one resource: the names with their amounts, how many there may be, and in which test the
     first came.
     """
@@ -136,8 +134,7 @@ class _Kept:
     grown: bool = False
 
 
-@dataclass(frozen=True)
-class Sorted:
+class Sorted(msgspec.Struct, frozen=True):
     """The new items of a judgement, with a library's own separated.
 
     Attributes:
@@ -148,9 +145,9 @@ class Sorted:
         listed: what to say of those that are excused.
     """
 
-    excused: Mapping[str, Collection[str]] = field(default_factory=dict)
-    earlier: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
-    since: Mapping[str, str] = field(default_factory=dict)
+    excused: Mapping[str, Collection[str]] = msgspec.field(default_factory=dict)
+    earlier: Mapping[str, Mapping[str, Mapping[str, int]]] = msgspec.field(default_factory=dict)
+    since: Mapping[str, str] = msgspec.field(default_factory=dict)
     listed: tuple[NotMeasured, ...] = ()
 
     def addition(self, key: str, names: Collection[str]) -> str:
@@ -175,8 +172,7 @@ class Sorted:
         return {**left, **dict(sorted(more.items()))}
 
 
-@dataclass(frozen=True)
-class NewItems:
+class NewItems(msgspec.Struct, frozen=True):
     """What is new in one judgement and nobody is known to own, and what was seen beside it.
 
     Attributes:
@@ -700,8 +696,7 @@ _SMALLEST = 1 << 20
 """Bytes of the part by which a handle is known: the others are of a size that anything may have."""
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(msgspec.Struct, frozen=True):
     """What a trial has shown.
 
     Attributes:

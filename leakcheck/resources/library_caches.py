@@ -9,9 +9,10 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import msgspec
 
 from lowtide.leakcheck.resources.resource import Change
 from lowtide.probes.device.torch_allocator import any_graph_alive, has_context
@@ -21,8 +22,7 @@ from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
 
 
-@dataclass(frozen=True)
-class LibraryCache:
+class LibraryCache(msgspec.Struct, frozen=True):
     """An allocator that keeps what was freed.
 
     Attributes:

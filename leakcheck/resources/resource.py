@@ -6,9 +6,10 @@ import enum
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal
+
+import msgspec
 
 from lowtide.probes.objects.foreign import MISSING, is_a, type_name
 from lowtide.probes.originals import os, temporary_folder
@@ -40,8 +41,7 @@ class Rung(enum.Enum):
         return list(Rung).index(self)
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(msgspec.Struct, frozen=True):
     """When something counts as back.
 
     Attributes:
@@ -69,8 +69,7 @@ class Bound:
         return self.tolerance if self.with_card is None or not card else self.with_card
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """One row: something that must come back.
 
     Attributes:
@@ -109,8 +108,7 @@ _PYTESTS_OWN = re.compile(r"pytest-of-[^/]*/pytest-[^/]*/(popen-gw\d+/)?")
 _RANDOM = re.compile(r"[a-z0-9_]{8}(?=(\.\w+)?$)")
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(msgspec.Struct, frozen=True):
     """A name without what changes from run to run.
 
     Attributes:
@@ -168,8 +166,7 @@ def _here() -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """Something that may end what a finding is about.
 
     Attributes:

@@ -13,9 +13,11 @@ import os as os_module
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.probes.host.replaced import A_MODULE, FIRST, INHERITED, NOTHING, split
 from lowtide.probes.host.settings import REPLACED, is_entry
@@ -66,8 +68,7 @@ _OF_A_COMPILER = {"sys.getrecursionlimit()": "2000"}
 """What `torch.compile` sets with the first thing that it compiles (torch/_inductor/compile_fx.py), and leaves so."""
 
 
-@dataclass(frozen=True)
-class SettingChange:
+class SettingChange(msgspec.Struct, frozen=True):
     """One setting that is not what it was.
 
     Attributes:

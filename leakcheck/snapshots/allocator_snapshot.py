@@ -19,11 +19,11 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -274,8 +274,7 @@ class SnapshotError(ValueError):
     """A file that is no snapshot of torch's allocator; the message names it and says what is wrong with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Survivors:
+class Survivors(msgspec.Struct, frozen=True):
     """The blocks in use that were allocated from one stack in one stage, on one device.
 
     Attributes:
@@ -329,15 +328,13 @@ def _told_apart(survivors: Survivors, stacks: Collection[tuple[StackFrame, ...]]
     return survivors.text if not place else f"{survivors.text} < {frame_text(telling[place])}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool(Reserved):
+class Pool(Reserved, frozen=True, kw_only=True):
     """The segments of one pool on one device, and how many it has taken from the driver."""
 
     segments: int
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorSnapshot:
+class AllocatorSnapshot(msgspec.Struct, frozen=True):
     """One snapshot."""
 
     name: str
@@ -464,8 +461,7 @@ def _fingerprint(device: str, stack: Sequence[StackFrame]) -> str:
     return fingerprint(resource="tensors", device=device, stage="", suspects=suspects, allocated_in=function)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(msgspec.Struct, frozen=True):
     """What was allocated from one stack, or in one stage, in each of the snapshots.
 
     Attributes:

@@ -11,8 +11,9 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from lowtide.probes.memory.stack_frames import StackFrame
 
@@ -133,8 +134,7 @@ _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
 """Bytes that torch maps into an expandable segment at once, of small and of large blocks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+class Reserved(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that the allocator has taken from the driver; bytes.
 
     Attributes:
@@ -167,16 +167,14 @@ class Reserved:
         return 1 - self.largest_free / self.free if self.free else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment(Reserved):
+class Segment(Reserved, frozen=True, kw_only=True):
     """A segment, or a range that is mapped in an expandable one, which can grow at its end and give back pages."""
 
     address: int
     expandable: bool
 
 
-@dataclass(slots=True)
-class Blocks:
+class Blocks(msgspec.Struct):
     """Blocks in use and free ones, as columns: a snapshot can have millions.
 
     Attributes:
@@ -186,10 +184,10 @@ class Blocks:
         free: addresses and sizes of the free ones, in turn.
     """
 
-    addresses: array[int] = field(default_factory=lambda: array("Q"))
-    sizes: array[int] = field(default_factory=lambda: array("Q"))
-    stacks: array[int] = field(default_factory=lambda: array("I"))
-    free: array[int] = field(default_factory=lambda: array("Q"))
+    addresses: array[int] = msgspec.field(default_factory=lambda: array("Q"))
+    sizes: array[int] = msgspec.field(default_factory=lambda: array("Q"))
+    stacks: array[int] = msgspec.field(default_factory=lambda: array("I"))
+    free: array[int] = msgspec.field(default_factory=lambda: array("Q"))
 
     def add(self, blocks: Sequence[Mapping[str, Any]], stacks: Stacks) -> None:
         """Add some as torch writes them."""
@@ -264,8 +262,7 @@ class Stacks:
         return number
 
 
-@dataclass(slots=True)
-class Events:
+class Events(msgspec.Struct):
     """What the history of one device says of the blocks that are in use at its end.
 
     Attributes:
@@ -274,8 +271,8 @@ class Events:
         annotations: those that torch 2.4 has among the events.
     """
 
-    live: dict[int, tuple[int | None, str, list[Any]]] = field(default_factory=dict)
-    annotations: list[Annotation] = field(default_factory=list)
+    live: dict[int, tuple[int | None, str, list[Any]]] = msgspec.field(default_factory=dict)
+    annotations: list[Annotation] = msgspec.field(default_factory=list)
 
     def add(self, events: Sequence[dict[str, Any]]) -> None:
         """Add some as torch writes them, in the order of their time, and forget the stacks of what was freed."""

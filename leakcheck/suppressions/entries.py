@@ -6,7 +6,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import date
 from importlib import metadata, resources
 from pathlib import Path
@@ -41,8 +40,7 @@ _SHOWN = 5
 """Fingerprints that are proposed for a replaced entry; a report has all of them."""
 
 
-@dataclass(frozen=True)
-class Suppression:
+class Suppression(msgspec.Struct, frozen=True):
     """One entry; a finding must match all that it names.
 
     Attributes:
@@ -93,8 +91,7 @@ class Suppression:
         return any(pattern.fullmatch(text) for text in texts)
 
 
-@dataclass(frozen=True)
-class Applied:
+class Applied(msgspec.Struct, frozen=True):
     """What suppressions did to some findings.
 
     Attributes:
@@ -106,8 +103,7 @@ class Applied:
     used: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Suppressions:
+class Suppressions(msgspec.Struct, frozen=True):
     """Entries in the order in which they are asked: the first that matches gives its reason."""
 
     entries: tuple[Suppression, ...] = ()

@@ -10,9 +10,10 @@ import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.objects.described import constant_text
 from lowtide.reports.finding_lines import suppression_entry
@@ -43,8 +44,7 @@ class SuppressionError(ValueError):
     """A file of suppressions that cannot be used; one line with the file, the line and what is allowed instead."""
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """An entry as it is written: its values, and the line of its header and of each key."""
 
     file: str
@@ -92,8 +92,7 @@ class Written:
         return text
 
 
-@dataclass(frozen=True)
-class _Statement:
+class _Statement(msgspec.Struct, frozen=True):
     """A table's header or a key with its value: where it is, and the full name of what it is about."""
 
     line: int
@@ -227,8 +226,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
             start = token.end()
 
 
-@dataclass(frozen=True)
-class Added:
+class Added(msgspec.Struct, frozen=True):
     """What was written into a file.
 
     Attributes:

@@ -6,10 +6,11 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import date
 from types import TracebackType
 from typing import Literal
+
+from msgspec.structs import asdict
 
 import lowtide
 from lowtide.leakcheck.findings.heap_file import HeapFile

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from lowtide.leakcheck.explaining.explain import explain
 from lowtide.leakcheck.findings.causes import with_holders
@@ -200,8 +201,7 @@ def _readable(device: str) -> Sequence[Range] | None:
     return merge(read_allocations(int(device.partition(":")[2])) or ())
 
 
-@dataclass
-class _Followed:
+class _Followed(msgspec.Struct):
     """A stage whose turns are followed: how the watch calls it, after how many is looked next, and what was found last.
 
     What was found of an engine holds until it is looked at again: a pool may have filled meanwhile.
@@ -210,7 +210,7 @@ class _Followed:
     turns: Turns
     label: str = ""
     next: int = FEWEST_STEPS
-    found: dict[int, dict[str, Finding]] = field(default_factory=dict)
+    found: dict[int, dict[str, Finding]] = msgspec.field(default_factory=dict)
 
 
 class EngineGrowth:

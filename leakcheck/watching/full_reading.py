@@ -6,8 +6,10 @@ What tests leave under owners that live is noted beside.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.causes import of_library
@@ -50,8 +52,7 @@ _RUNGS = (Rung.IPC_COLLECT, Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
 """What a plain test may have to climb, once everything is collected; what needs more is a leak in any case."""
 
 
-@dataclass(frozen=True)
-class Unsettled:
+class Unsettled(msgspec.Struct, frozen=True):
     """What a walk of the known ways could not tell, since others than its objects refer to some of these.
 
     Attributes:
@@ -67,8 +68,7 @@ class Unsettled:
     older: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     """What is to be judged.
 
     Attributes:
@@ -104,8 +104,7 @@ class Case:
         return (None, *self.ended)
 
 
-@dataclass(frozen=True)
-class Deep:
+class Deep(msgspec.Struct, frozen=True):
     """A full reading.
 
     Attributes:
@@ -162,8 +161,7 @@ _MOST_KNOWN = 10_000
 """Objects on known ways that are remembered."""
 
 
-@dataclass(frozen=True)
-class Renewal:
+class Renewal(msgspec.Struct, frozen=True):
     """What took the place of what under the owners that are alive.
 
     Attributes:
@@ -172,7 +170,7 @@ class Renewal:
     """
 
     gone: frozenset[Key] = frozenset()
-    fresh: Mapping[Key, tuple[Owner, int]] = field(default_factory=dict)
+    fresh: Mapping[Key, tuple[Owner, int]] = msgspec.field(default_factory=dict)
 
 
 class Renewals:

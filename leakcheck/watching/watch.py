@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from lowtide.leakcheck.findings.remedies import DeferredRemedies
 from lowtide.leakcheck.judging.device_memory import DeviceMemory
@@ -27,8 +28,7 @@ from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.reports.schema import Finding, NotMeasured
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """How strictly to watch.
 
     Attributes:
@@ -71,8 +71,7 @@ Thing = tuple[str, str, int | str]
 """What a finding is about: `storage` with device and address, or `item` with a metric's key and the item's name."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """What a test, and the owners that ended with it, left behind.
 
     Attributes:
@@ -87,13 +86,13 @@ class Verdict:
     """
 
     findings: tuple[Finding, ...] = ()
-    of_owners: Mapping[str, tuple[Finding, ...]] = field(default_factory=dict)
+    of_owners: Mapping[str, tuple[Finding, ...]] = msgspec.field(default_factory=dict)
     not_measured: tuple[NotMeasured, ...] = ()
     swept: bool = False
     collected: Finding | None = None
-    unproven: DeferredRemedies = field(default_factory=DeferredRemedies)
-    unproven_of_owners: Mapping[str, DeferredRemedies] = field(default_factory=dict)
-    things: Mapping[str, frozenset[Thing]] = field(default_factory=dict)
+    unproven: DeferredRemedies = msgspec.field(default_factory=DeferredRemedies)
+    unproven_of_owners: Mapping[str, DeferredRemedies] = msgspec.field(default_factory=dict)
+    things: Mapping[str, frozenset[Thing]] = msgspec.field(default_factory=dict)
 
 
 class Watched:

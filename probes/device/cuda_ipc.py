@@ -17,7 +17,8 @@ import mmap
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from lowtide.probes.mappings import Mapped, read_mappings
 from lowtide.probes.memory.ranges import Range
@@ -56,8 +57,7 @@ _RECORD = (_NEXT + 2) * _WORD
 _ALIGNMENT = 512
 
 
-@dataclass(frozen=True, order=True)
-class Counter:
+class Counter(msgspec.Struct, frozen=True, order=True):
     """Where the importers of one export are counted.
 
     Attributes:
@@ -81,8 +81,7 @@ class Counter:
         return counters_in(f"/dev/shm{self.file}").get(self.slot, 0) if _is_there(self.file) else None
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(msgspec.Struct, frozen=True):
     """One time that a process has exported a storage.
 
     Attributes:
@@ -94,8 +93,7 @@ class Export:
     address: int
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(msgspec.Struct, frozen=True):
     """One time that a process has opened an export, and has not closed it.
 
     Attributes:

@@ -8,9 +8,10 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import msgspec
 
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import survey_storages
@@ -74,8 +75,7 @@ Segment = Mapping[str, Any]
 Block = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSegments:
+class PoolSegments(msgspec.Struct, frozen=True):
     """The segments of one pool of torch's allocator.
 
     Attributes:
@@ -101,7 +101,7 @@ class PoolSegments:
     empty: int
     unclaimed: int
     pending: int
-    empty_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    empty_at: tuple[tuple[int, int], ...] = ()
     exported_at: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -110,8 +110,7 @@ class PoolSegments:
         return self.pool_id != (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorReading:
+class AllocatorReading(msgspec.Struct, frozen=True):
     """torch's allocator on one device; None where the allocator cannot report it.
 
     Attributes:
@@ -139,8 +138,7 @@ class AllocatorReading:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedReading:
+class PinnedReading(msgspec.Struct, frozen=True):
     """torch's cache of page-locked host memory; None where torch is too old to report it.
 
     Attributes:

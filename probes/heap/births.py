@@ -11,10 +11,11 @@ import operator
 from _io import _IOBase
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
+
+import msgspec
 
 from lowtide.probes import native
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -62,8 +63,7 @@ os.register_at_fork(after_in_child=_steps_of.clear)
 atexit.register(_steps_of.clear)
 
 
-@dataclass(frozen=True)
-class YoungObjects:
+class YoungObjects(msgspec.Struct, frozen=True):
     """What was young when a collection began.
 
     Attributes:
@@ -271,8 +271,7 @@ _MOST_ALIKE = 2
 """Times as many that are noted before those that are the same are made one."""
 
 
-@dataclass(frozen=True)
-class Newborn:
+class Newborn(msgspec.Struct, frozen=True):
     """An object that was born since the mark and is alive.
 
     Attributes:
@@ -286,8 +285,7 @@ class Newborn:
     turn: int = 1
 
 
-@dataclass(frozen=True)
-class SurvivorLook:
+class SurvivorLook(msgspec.Struct, frozen=True):
     """What `Births.survivors` gave at one time, by weak references, which make the next times cheap; drop it soon.
 
     Attributes:
@@ -301,8 +299,7 @@ class SurvivorLook:
     records: int
 
 
-@dataclass(frozen=True)
-class _Change:
+class _Change(msgspec.Struct, frozen=True):
     """A change of the label.
 
     Attributes:
@@ -315,11 +312,10 @@ class _Change:
     label: str
     turn: int
     made: int
-    mark: list[object] = field(default_factory=list)
+    mark: list[object] = msgspec.field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(msgspec.Struct, frozen=True):
     """A part of a list of young objects, the oldest first, whose objects have one label."""
 
     begin: int
@@ -772,8 +768,7 @@ def young_generations_tell() -> bool:
     return _ANSWERS[0]
 
 
-@dataclass(frozen=True)
-class _Young:
+class _Young(msgspec.Struct, frozen=True):
     """The young objects at a moment.
 
     Attributes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import compress
 from types import MethodType
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.memory.ranges import Range, merge
@@ -32,8 +33,7 @@ _FEW = 2000
 """Objects behind one cache that are walked for by themselves: most caches hold fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReading:
+class CacheReading(msgspec.Struct, frozen=True):
     """One cache and what its entries (arguments and results) keep alive.
 
     Attributes:
@@ -57,7 +57,7 @@ class CacheReading:
     modules: int
     bound_objects: tuple[str, ...]
     truncated: bool
-    held: tuple[tuple[str, int, int], ...] = field(repr=False)
+    held: tuple[tuple[str, int, int], ...] = msgspec.field()
 
 
 def read_caches(

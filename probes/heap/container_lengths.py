@@ -12,8 +12,9 @@ import atexit
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints, each_once
@@ -53,8 +54,7 @@ _LARGEST_RECORD = 16
 """Things in a list that may hold somebody's dicts, as that of a `ChainMap`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ContainerLengths:
+class ContainerLengths(msgspec.Struct, frozen=True, eq=False):
     """The containers of one moment and the types of all objects, in the order of their identities; all of shape [n].
 
     Attributes:

@@ -7,9 +7,9 @@ tensor over it refers, so that it counts once however many these are. Contents a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from lowtide.probes.heap.edge_labels import EdgeLabels
@@ -33,8 +33,7 @@ _HAVE_GC = 1 << 14
 _OWN_SIZES = frozenset({"builtins", "collections", "numpy"})
 
 
-@dataclass(frozen=True)
-class HeapCopy:
+class HeapCopy(msgspec.Struct, frozen=True):
     """The heap at one moment, as numbers and names; node `i` is what lay at its place in the walk.
 
     Attributes:

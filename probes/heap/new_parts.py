@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
-from dataclasses import dataclass
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from lowtide.probes.heap.graph import Graph
@@ -38,8 +38,7 @@ _INSIDE = frozenset({CellType, FrameType, TracebackType})
 """What is part of something else, and says nothing by itself."""
 
 
-@dataclass(frozen=True, eq=False)
-class NewPart:
+class NewPart(msgspec.Struct, frozen=True, eq=False):
     """An object that leads to much of what is new.
 
     Attributes:

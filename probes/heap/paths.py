@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import AsyncGeneratorType, BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any, Literal
+
+import msgspec
 
 from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a, module_of_class, mro_of, type_name
@@ -23,8 +24,7 @@ Inspector = Callable[[RootKind, Sequence[object]], "Sequence[Mark | None]"]
 be gone (`holding`), or is work that has not ended (`pending`); None if that is unknown. It runs no foreign code."""
 
 
-@dataclass(frozen=True, slots=True)
-class PathStep:
+class PathStep(msgspec.Struct, frozen=True):
     """One edge of a path and the object it leads to.
 
     Attributes:
@@ -47,8 +47,7 @@ class PathStep:
     landmark: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(msgspec.Struct, frozen=True):
     """How a root of the process holds an object; strings only, so that it keeps nothing alive.
 
     Attributes:
@@ -79,8 +78,7 @@ class Path:
         return " ".join([self.root, *(step.edge for step in self.steps)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class Link(msgspec.Struct, frozen=True, eq=False):
     """One edge with the live objects that it starts from, so that it can be cut; drop it soon.
 
     Attributes:

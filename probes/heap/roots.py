@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal
+
+import msgspec
 
 from lowtide.probes.objects.foreign import (
     attribute,
@@ -47,8 +48,7 @@ _REGISTRIES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
+class Root(msgspec.Struct, frozen=True):
     """Where paths start: an object, and what it holds besides what the collector shows (`also`)."""
 
     kind: RootKind
@@ -57,7 +57,7 @@ class Root:
     also: list[object]
     turn: int
     thread: str = ""
-    variables: list[tuple[str, object]] = field(default_factory=list)
+    variables: list[tuple[str, object]] = msgspec.field(default_factory=list)
 
 
 def roots() -> Iterator[Root]:

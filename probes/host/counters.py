@@ -6,9 +6,10 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from lowtide.probes import native
 from lowtide.probes.device.allocations import AllocationsError, pooled_bytes, read_allocations
@@ -43,8 +44,7 @@ Items = Mapping[str, int]
 _NOTHING: Items = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+class Counters(msgspec.Struct, frozen=True):
     """The process at one moment, as far as it costs next to nothing to say.
 
     Attributes:
@@ -59,7 +59,7 @@ class Counters:
     amounts: Mapping[str, int | None]
     settings: Mapping[str, str]
     native_threads: int = 0
-    unmeasured: Mapping[str, str] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def devices(self) -> list[str]:

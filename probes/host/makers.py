@@ -9,9 +9,11 @@ import selectors
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.probes.host.process_files import began_at, stat
 from lowtide.probes.objects.described import is_library, is_of_site
@@ -44,8 +46,7 @@ _TURN = 0.01
 """Seconds: twice the time after which a thread of Python's gives way to another one that waits."""
 
 
-@dataclass(frozen=True)
-class Maker:
+class Maker(msgspec.Struct, frozen=True):
     """The code that made something.
 
     Attributes:

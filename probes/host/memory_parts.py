@@ -10,8 +10,9 @@ import contextlib
 import ctypes
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from lowtide.probes.host.counters import bytes_in_status, read_status
 from lowtide.probes.host.fragments import said_by, tell_arenas
@@ -41,8 +42,7 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryParts:
+class MemoryParts(msgspec.Struct, frozen=True):
     """Bytes of the process's memory, each once: together what the kernel counts, swapped out parts included.
 
     Attributes:

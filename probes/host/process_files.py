@@ -6,8 +6,9 @@ import contextlib
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.originals import contents, lines_of, loaded, os, threading, time
@@ -39,8 +40,7 @@ _FORKED = 0x40
 """PF_FORKNOEXEC of the kernel's include/linux/sched.h: forked, and no program started since."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessStat:
+class ProcessStat(msgspec.Struct, frozen=True):
     """A line of `/proc/PID/stat`; `started` in ticks since boot.
 
     `faults` are the pages that it has touched for the first time, or written where it had them from its parent; 0 on a
@@ -63,8 +63,7 @@ class ProcessStat:
     faults_of_ended: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Rollup:
+class Rollup(msgspec.Struct, frozen=True):
     """What `smaps_rollup` says, in bytes.
 
     Attributes:

@@ -7,8 +7,10 @@ import os as os_module
 import secrets
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import count_cards
@@ -45,8 +47,7 @@ _NOT_DRAWN = 0x0040000
 """ADDR_NO_RANDOMIZE of the kernel's include/uapi/linux/personality.h."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
+class ProcessMemory(msgspec.Struct, frozen=True):
     """What one descendant holds, in bytes.
 
     Attributes:
@@ -65,7 +66,7 @@ class ProcessMemory:
     private: int | None
     resident: int
     own: int
-    cards: Mapping[str, int | None] = field(default_factory=dict)
+    cards: Mapping[str, int | None] = msgspec.field(default_factory=dict)
     forked: bool = False
 
 
@@ -351,8 +352,7 @@ class TreeMemory:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
+class _Memory(msgspec.Struct, frozen=True):
     """What is known of a process's pages: what it has touched, and bytes that are in memory or swapped out."""
 
     process: ProcessStat

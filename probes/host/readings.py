@@ -8,7 +8,8 @@ import mmap
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name, rollup
@@ -41,8 +42,7 @@ class UnmappedRangeError(ValueError):
     """An address range that is not mapped in this process, wholly or in part."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemoryEntry:
+class SharedMemoryEntry(msgspec.Struct, frozen=True):
     """One file in /dev/shm of this process's user.
 
     Attributes:
@@ -56,8 +56,7 @@ class SharedMemoryEntry:
     mapped_here: bool
 
 
-@dataclass(frozen=True, slots=True)
-class HostReading:
+class HostReading(msgspec.Struct, frozen=True):
     """The process on its host at one moment. Memory in bytes, as the kernel counts it.
 
     Attributes:
@@ -94,8 +93,7 @@ class HostReading:
         return self.own - self.anonymous - self.shared
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
+class Resident(msgspec.Struct, frozen=True):
     """How much of some address ranges is in physical memory, in bytes.
 
     Attributes:

@@ -14,7 +14,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader
 from types import (
     BuiltinFunctionType,
@@ -27,6 +26,8 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
+
+import msgspec
 
 from lowtide.probes import native
 from lowtide.probes.host.settings import REPLACED, is_loaded, is_of_library
@@ -100,8 +101,7 @@ _WITHOUT_C = frozenset(
 """The modules that are read where what says that a dictionary has changed could not be compiled: that takes long."""
 
 
-@dataclass(eq=False)
-class _Space:
+class _Space(msgspec.Struct):
     """A module or a class, with what its attributes were when it was first seen.
 
     Attributes:
@@ -113,7 +113,7 @@ class _Space:
 
     holder: Any
     attributes: dict[str, Any]
-    first: dict[str, Any] = field(init=False)
+    first: dict[str, Any] = {}
     names: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

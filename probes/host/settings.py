@@ -18,9 +18,10 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
 from lowtide.probes.objects.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
@@ -29,8 +30,7 @@ from lowtide.probes.originals import contents, gc, loaded, logging, os, resource
 Text = Callable[[Any], str]
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(msgspec.Struct, frozen=True):
     """One setting that is always there.
 
     Attributes:

@@ -22,8 +22,9 @@ Beside it: which tensors have bytes to read, and what a search for addresses tak
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from lowtide.probes.originals import loaded
 
@@ -37,8 +38,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
 CHAIN = 0xD1342543DE82EF95  # odd: carries the first state into the second
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(msgspec.Struct, frozen=True):
     """How words are dealt to lanes: a part of the fingerprint's definition.
 
     Attributes:
@@ -87,8 +87,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class RangeTable:
+class RangeTable(msgspec.Struct, frozen=True):
     """Address ranges to look for: sorted, apart from one another, at least one, none of them empty.
 
     Attributes:
@@ -112,8 +111,7 @@ class RangeTable:
         return self.stops[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Hits:
+class Hits(msgspec.Struct, frozen=True):
     """What was found in one tensor.
 
     Attributes:

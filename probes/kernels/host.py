@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -75,8 +75,7 @@ def find_words(tensors: Sequence[torch.Tensor], device: torch.device, table: Ran
     return [search.find(contiguous(tensor)) for tensor in tensors]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """What a stretch of a tensor's words has: counts as in `Hits`, and the first aligned ones by their index."""
 
     aligned: int

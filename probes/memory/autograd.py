@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.memory.tensors import torch_member
 from lowtide.probes.objects.foreign import namespace_of
@@ -40,8 +41,7 @@ class GraphPath:
         return tuple(reversed(found))
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True):
     """A tensor that a node of an autograd graph has saved.
 
     Attributes:

@@ -10,9 +10,10 @@ import ctypes
 import io
 import mmap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
+
+import msgspec
 
 from lowtide.probes import native
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, storage_classes, survey_storages, torch_member
@@ -53,8 +54,7 @@ _IN_THE_OBJECT = 16
 """Bytes of data that an object of ctypes has in itself."""
 
 
-@dataclass(frozen=True, eq=False)
-class Buffer:
+class Buffer(msgspec.Struct, frozen=True, eq=False):
     """An object and the bytes of memory that it owns."""
 
     item: Any

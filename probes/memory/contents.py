@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from lowtide.probes.kernels.access import fingerprint_version, working_memory
 from lowtide.probes.kernels.definition import UnreadableTensorError, check_readable, is_lazy_copy
@@ -21,8 +22,7 @@ class ContentsError(ValueError):
     """A tensor whose contents cannot be read; the message names it and says what to give instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorContents:
+class TensorContents(msgspec.Struct, frozen=True):
     """One tensor at the moment it was read.
 
     Attributes:
@@ -44,8 +44,7 @@ class TensorContents:
     address: int
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(msgspec.Struct, frozen=True):
     """The contents of some tensors at one moment, sorted by name; holds none of them."""
 
     tensors: tuple[TensorContents, ...]
@@ -56,8 +55,7 @@ class Contents:
         return sum(tensor.bytes for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class ContentChange:
+class ContentChange(msgspec.Struct, frozen=True):
     """One way in which a tensor is not what it was.
 
     Attributes:

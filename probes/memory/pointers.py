@@ -31,9 +31,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from lowtide.probes.kernels.access import search_version, working_memory
 from lowtide.probes.kernels.definition import Hits, RangeTable, UnreadableTensorError, check_readable
@@ -53,8 +54,7 @@ class PointerScanError(ValueError):
     """Ranges or options that cannot be scanned for; the message names the first bad one and says what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledRange:
+class LabelledRange(msgspec.Struct, frozen=True):
     """Memory from `start` up to, and without, `stop`; `label` says what it is or was."""
 
     start: int
@@ -62,8 +62,7 @@ class LabelledRange:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class PointerHit:
+class PointerHit(msgspec.Struct, frozen=True):
     """One word that is an address in a range.
 
     Attributes:
@@ -80,8 +79,7 @@ class PointerHit:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPointers:
+class TensorPointers(msgspec.Struct, frozen=True):
     """One tensor that holds words which are addresses in the ranges.
 
     Attributes:
@@ -107,8 +105,7 @@ class TensorPointers:
     hits: tuple[PointerHit, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PointerReading:
+class PointerReading(msgspec.Struct, frozen=True):
     """What a scan found.
 
     Attributes:
@@ -292,8 +289,7 @@ def gone_since(before: Iterable[LabelledRange], now: Iterable[Range]) -> tuple[L
     return tuple(gone)
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """A recorded buffer that is not, or not wholly, where it was: what reads its old address reads something else.
 
     Attributes:

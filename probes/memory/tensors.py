@@ -6,9 +6,10 @@ import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from lowtide.probes.memory.ranges import Range, common, merge, total
 from lowtide.probes.objects.foreign import mro_of
@@ -21,8 +22,7 @@ _OUT_OF_BOUNDS = 1 << 40
 _STORAGE_SIZE = re.compile(r"out of bounds for storage of size (\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class StorageReading:
+class StorageReading(msgspec.Struct, frozen=True):
     """One storage: the memory that one or more tensors view.
 
     Attributes:
@@ -47,8 +47,7 @@ class StorageReading:
         return self.device, self.address
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceTensors:
+class DeviceTensors(msgspec.Struct, frozen=True):
     """The live tensors of one device.
 
     Attributes:
@@ -65,11 +64,10 @@ class DeviceTensors:
     tensors: int
     bytes: int
     in_pools: int
-    ranges: tuple[Range, ...] = field(repr=False)
+    ranges: tuple[Range, ...] = msgspec.field()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorReading:
+class TensorReading(msgspec.Struct, frozen=True):
     """The live tensors of the process.
 
     Attributes:
@@ -97,8 +95,7 @@ class TensorReading:
         return sum(reading.bytes for reading in self.per_device)
 
 
-@dataclass(frozen=True, slots=True)
-class StorageSurvey:
+class StorageSurvey(msgspec.Struct, frozen=True):
     """Storages found among some objects; `unreadable` counts the tensors that could not be read."""
 
     storages: tuple[StorageReading, ...]
@@ -244,8 +241,7 @@ _MEMBERS: dict[str, Any] = {}
 """Of torch's own class in C, which stays: a heap of many tensors asks ten of these of each."""
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(msgspec.Struct):
     """What is known so far of one storage."""
 
     bytes: int

@@ -17,10 +17,11 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
 from typing import Any, TypeVar, Union
+
+import msgspec
 
 # `np.unique` imports it when it is first called, which in the middle of a reading would pass for the program's import.
 import numpy.typing as npt
@@ -364,8 +365,7 @@ def _are_tracked(ids: Ints, manners: npt.NDArray[np.int8]) -> npt.NDArray[np.boo
     return tracked
 
 
-@dataclass(frozen=True)
-class NamespaceSizes:
+class NamespaceSizes(msgspec.Struct, frozen=True):
     """How many names each module had at one moment.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.originals import os, threading, time
@@ -60,8 +61,7 @@ _SHARED = ("/dev/shm/", "/memfd:", "/SYSV")
 """How the kernel calls shared memory that other processes may have, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class FilesInUse:
+class FilesInUse(msgspec.Struct, frozen=True):
     """Which of some files a process uses.
 
     Attributes:
@@ -92,8 +92,7 @@ def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMapping:
+class SharedMapping(msgspec.Struct, frozen=True):
     """Shared memory that a process maps: a file in `/dev/shm`, one of `memfd_create`, or a segment of System V.
 
     Attributes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import msgspec
 import psutil
 
 from lowtide.probes.device.driver import Driver
@@ -51,8 +51,7 @@ _NO_CARDS: ByCard = MappingProxyType({})
 _NOBODY: Mapping[int, ByCard] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class SmapsRollup:
+class SmapsRollup(msgspec.Struct, frozen=True):
     """What `smaps_rollup` says of one process, in bytes.
 
     Attributes:
@@ -66,8 +65,7 @@ class SmapsRollup:
     swapped: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessView:
+class ProcessView(msgspec.Struct, frozen=True):
     """One process from outside.
 
     Attributes:
@@ -102,7 +100,7 @@ class ProcessView:
     memory: SmapsRollup | None
     descriptors: int | None
     shared_memory: Mapping[str, int] | None
-    not_measured: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    not_measured: Mapping[str, str] = msgspec.field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def private(self) -> int:
@@ -314,8 +312,7 @@ _CARD_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 _CARD_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg")
 
 
-@dataclass(frozen=True, slots=True)
-class Holders:
+class Holders(msgspec.Struct, frozen=True):
     """Who holds what.
 
     Attributes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
 
 COMM_LENGTH = 15
 """Characters of a process's or thread's name that the kernel keeps (TASK_COMM_LEN without its end)."""
@@ -13,8 +14,7 @@ COMM_LENGTH = 15
 _NO_RANKS: Mapping[str, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(msgspec.Struct, frozen=True):
     """What part a process plays.
 
     Attributes:
@@ -33,7 +33,7 @@ class Role:
     rank: int | None = None
     local_rank: int | None = None
     world_size: int | None = None
-    ranks: Mapping[str, int] = field(default_factory=lambda: _NO_RANKS)
+    ranks: Mapping[str, int] = msgspec.field(default_factory=lambda: _NO_RANKS)
 
     @property
     def part(self) -> str:
@@ -51,8 +51,7 @@ class Role:
         return ", ".join(filter(None, (self.part, rank and f"rank {rank}")))
 
 
-@dataclass(frozen=True, slots=True)
-class _Title:
+class _Title(msgspec.Struct, frozen=True):
     """A title that a library gives to its processes, from its beginning."""
 
     begins: str

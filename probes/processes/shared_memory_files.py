@@ -7,8 +7,9 @@ import re
 import shlex
 import stat as modes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from lowtide.probes.host.process_files import all_pids, runs_python, stat
 from lowtide.probes.originals import os, time
@@ -29,8 +30,7 @@ _HIDDEN = ("(sd-pam)", "fusermount3", "gnome-keyring-d", "gpg-agent", "ssh-agent
 """Programs that keep their memory from their own user, too, and that share none in files."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Maker:
+class _Maker(msgspec.Struct, frozen=True):
     """How a library names its files in /dev/shm.
 
     Attributes:
@@ -61,8 +61,7 @@ _MAKERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemoryFile:
+class SharedMemoryFile(msgspec.Struct, frozen=True):
     """An entry of /dev/shm, or a folder there with all below it.
 
     Attributes:
@@ -85,8 +84,7 @@ class SharedMemoryFile:
     remove: str
 
 
-@dataclass(frozen=True, slots=True)
-class Undecided:
+class Undecided(msgspec.Struct, frozen=True):
     """An entry of which it cannot be seen whether anybody uses it.
 
     Attributes:
@@ -98,8 +96,7 @@ class Undecided:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemoryReading:
+class SharedMemoryReading(msgspec.Struct, frozen=True):
     """What is in /dev/shm.
 
     Attributes:
@@ -120,8 +117,7 @@ class SharedMemoryReading:
         return sum(file.bytes for file in self.dead if file.library)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True):
     file: SharedMemoryFile
     ids: frozenset[FileId]
     names: frozenset[str]
@@ -160,8 +156,7 @@ def read_shared_memory(folder: Path = FOLDER, *, patience: float = PATIENCE_S) -
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Users:
+class _Users(msgspec.Struct, frozen=True):
     """What the living processes use of some entries; by user, a process that could not be read."""
 
     ids: frozenset[FileId]

@@ -12,8 +12,9 @@ import re
 import stat as modes
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
@@ -62,8 +63,7 @@ _DEPTH = 3
 _MOST_ENTRIES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class SystemVObject:
+class SystemVObject(msgspec.Struct, frozen=True):
     """Shared memory, semaphores or a message queue of System V, which outlive their makers.
 
     Attributes:

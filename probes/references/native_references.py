@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import CellType, FrameType
+
+import msgspec
 
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import frame_locals
@@ -27,8 +28,7 @@ _OWN = _asked(_ONLY[0])
 caller's stack as well."""
 
 
-@dataclass(frozen=True)
-class Variables:
+class Variables(msgspec.Struct, frozen=True):
     """How many variables of running functions refer to an object, by its identity.
 
     Attributes:
@@ -36,8 +36,8 @@ class Variables:
         shared: variables of which a closure has the cell: such a function refers to a cell that holds the object.
     """
 
-    plain: Counter[int] = field(default_factory=Counter)
-    shared: Counter[int] = field(default_factory=Counter)
+    plain: Counter[int] = msgspec.field(default_factory=Counter)
+    shared: Counter[int] = msgspec.field(default_factory=Counter)
 
 
 def held_from_c(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 from rich.console import Group, RenderableType
 
 from lowtide.reports.hanging_text import HangingText
@@ -27,8 +27,7 @@ _NOISE = 0.05
 _LEAST_NOISE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(msgspec.Struct, frozen=True):
     """A leak in one report: all findings of one fingerprint.
 
     Attributes:
@@ -46,8 +45,7 @@ class Side:
     known: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeakChange:
+class LeakChange(msgspec.Struct, frozen=True):
     """What became of one leak.
 
     Attributes:

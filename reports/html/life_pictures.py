@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+import msgspec
 
 from lowtide.reports.escaping import one_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
@@ -19,8 +20,7 @@ _ALL = "all processes"
 _Sizes = tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True):
     """One line of a picture.
 
     Attributes:
@@ -32,8 +32,7 @@ class Line:
     bytes: _Sizes
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """One picture: lines that lie on each other, and what they are to add up to.
 
     Attributes:
@@ -61,8 +60,7 @@ class Band(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(msgspec.Struct, frozen=True):
     """All views of one life.
 
     Attributes:

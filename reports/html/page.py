@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from lowtide.reports.causes import Cause, Sighting, causes_of
 from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text, next_step, remedy_effect
 from lowtide.reports.html.entries import filterable
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lowtide.reports.escaping import one_line
@@ -95,8 +96,7 @@ LONGEST = 120
 """Characters of a node's name: a chart has no room for more."""
 
 
-@dataclass(slots=True)
-class Node:
+class Node(msgspec.Struct):
     """A part of a tree.
 
     Attributes:
@@ -107,7 +107,7 @@ class Node:
 
     name: str
     bytes: int = 0
-    children: list[Node] = field(default_factory=list)
+    children: list[Node] = msgspec.field(default_factory=list)
 
 
 def allocation_tree(report: Report) -> Node | None:

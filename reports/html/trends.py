@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import amount, holder_text, trend_text
@@ -34,16 +35,14 @@ _SERIES_OF: dict[ResourceName, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(msgspec.Struct, frozen=True):
     """What one figure was after each occurrence, in bytes; None where it is not known."""
 
     name: str
     bytes: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TrendVerdict:
+class TrendVerdict(msgspec.Struct, frozen=True):
     """What was found about a figure from occurrence to occurrence.
 
     Attributes:
@@ -57,8 +56,7 @@ class TrendVerdict:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class TrendPlot:
+class TrendPlot(msgspec.Struct, frozen=True):
     """The figures after each occurrence of a stage.
 
     Attributes:

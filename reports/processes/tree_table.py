@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Ledger, Stage
@@ -13,8 +14,7 @@ _CONTEXT = "  context alone"
 _PARTS = (_UNEXPLAINED, _CONTEXT)
 
 
-@dataclass(frozen=True)
-class TreeRow:
+class TreeRow(msgspec.Struct, frozen=True):
     """One line; the sizes are bytes after each stage, None where they are not known or the process was not there."""
 
     name: str
@@ -26,8 +26,7 @@ class TreeRow:
         return self.name in _PARTS
 
 
-@dataclass(frozen=True)
-class TreeTable:
+class TreeTable(msgspec.Struct, frozen=True):
     """What the processes hold on one device.
 
     Attributes:

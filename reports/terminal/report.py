@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -38,8 +39,7 @@ MOST_COLUMNS = 100
 """Columns of a terminal that a table takes at most, so that it can be read in a log, an issue, a mail."""
 
 
-@dataclass(frozen=True)
-class TellingTable:
+class TellingTable(msgspec.Struct, frozen=True):
     """Shows of a table as many figures as fit, and names the others.
 
     Attributes:

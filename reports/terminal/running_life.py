@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress_bar import ProgressBar
@@ -21,8 +21,7 @@ _LEAST_BARS = 8
 """Below this a line of bars says nothing, and stays away for the figures."""
 
 
-@dataclass(frozen=True)
-class RunningLife:
+class RunningLife(msgspec.Struct, frozen=True):
     """One drawing.
 
     Attributes:
@@ -37,7 +36,7 @@ class RunningLife:
     done: int = 0
     total: int = 1
     since: str = ""
-    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    sizes: Mapping[str, Sequence[int]] = msgspec.field(default_factory=dict)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Return the line of progress first: a terminal that is too low loses lines from the end."""

@@ -83,6 +83,24 @@ def test_no_two_classes_have_one_name() -> None:
     assert [line for line in classes if count[line[0]] > 1] == []
 
 
+HAVE_DATACLASSES = {
+    "leakcheck/cli/running.py": "not records: they have a life of their own",
+    "leakcheck/lives/lifecycle.py": "not a record",
+    "leakcheck/processes/engine_processes.py": "not a record",
+    "leakcheck/processes/server_watch.py": "not a record",
+    "probes/objects/collector.py": "imports nothing: it runs in every Python that there is",
+    "probes/stages.py": "imports nothing: engines call it",
+}
+
+
+def test_records_are_structs() -> None:
+    """To define a dataclass takes fifty times as long, and two hundred of them are defined before the first test."""
+    rooms = ("probes/", "pytest_plugin/", "reports/", "leakcheck/")
+    judged = [code for code in modules() if code.path.startswith(rooms) and "leakcheck/targets/" not in code.path]
+    assert len(judged) > 200
+    assert {code.path for code in judged if "\n@dataclass" in code.file.read_text()} == {*HAVE_DATACLASSES}
+
+
 @pytest.mark.parametrize("folder", list(ARROWS))
 def test_no_arrow_runs_back(folder: str) -> None:
     for code in modules():

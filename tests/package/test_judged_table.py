@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lowtide.leakcheck.judging import metrics
@@ -147,7 +147,7 @@ def test_a_row_that_is_not_judged_in_tests_has_no_bound_there() -> None:
 
 def test_a_row_that_changes_changes_the_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = rule_of("threads")
-    bound = dataclasses.replace(rule.life or Bound(), tolerance=7, rung=Rung.EMPTY_CACHE)
-    monkeypatch.setattr(metrics, "RULES", (dataclasses.replace(rule, life=bound),))
+    bound = msgspec.structs.replace(rule.life or Bound(), tolerance=7, rung=Rung.EMPTY_CACHE)
+    monkeypatch.setattr(metrics, "RULES", (msgspec.structs.replace(rule, life=bound),))
     (metric,) = shutdown_metrics("cpu")
     assert (metric.tolerance, metric.rung) == (7, Rung.EMPTY_CACHE)

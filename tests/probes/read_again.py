@@ -12,9 +12,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields, replace
 
 import torch
+from msgspec.structs import replace
 
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.snapshot import Snapshot, take_snapshot
@@ -113,9 +113,7 @@ def main(readings: int, frozen: bool) -> None:
         before = state()
         for turn in range(readings):
             again = stable(snapshot())
-            changed = [
-                field.name for field in fields(first) if getattr(again, field.name) != getattr(first, field.name)
-            ]
+            changed = [name for name in first.__struct_fields__ if getattr(again, name) != getattr(first, name)]
             assert not changed, [(turn, name, getattr(first, name), getattr(again, name)) for name in changed]
         after = state()
         assert after == before, {key: (before[key], after[key]) for key in before if before[key] != after[key]}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -250,7 +250,7 @@ def test_no_mode_of_the_process_runs() -> None:
 def test_bytes_are_compared_on_one_kind_of_device_only(device: str, reported: list[str]) -> None:
     """The same bytes have another fingerprint on a card."""
     (before,) = take_fingerprints({"a": torch.ones(3)}).tensors
-    after = Contents((dataclasses.replace(before, device=device, fingerprint=before.fingerprint + 1),))
+    after = Contents((msgspec.structs.replace(before, device=device, fingerprint=before.fingerprint + 1),))
     assert [change.what for change in changed(Contents((before,)), after)] == reported
 
 

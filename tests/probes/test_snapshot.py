@@ -10,12 +10,12 @@ import mmap
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lowtide.probes.device.driver import Driver, DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading

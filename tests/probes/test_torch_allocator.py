@@ -94,6 +94,7 @@ def test_segments_add_up_by_pool() -> None:
             empty=8 * MIB,
             unclaimed=0,
             pending=2 * MIB,
+            empty_at=((0x4000_0000, 8 * MIB),),
         ),
     )
 

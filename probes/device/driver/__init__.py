@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 
 class DriverError(RuntimeError):
     """A driver library that cannot be used; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriverReading:
+class DriverReading(msgspec.Struct, frozen=True):
     """One card as its driver sees it; None where the driver reports nothing.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from lowtide.probes.device.driver import Driver
 
@@ -19,8 +20,7 @@ class _TellsReserve(Protocol):
     def reserved(self, device_index: int) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CardHolders:
+class CardHolders(msgspec.Struct, frozen=True):
     """One card and the processes that the driver lists there, in bytes.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import re
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -228,6 +228,6 @@ def test_a_new_key_is_deleted_with_its_entry_and_an_older_one_stays() -> None:
     assert cut.place is not None
     assert (cut.place.container, cut.place.position) == (id(entries), 1)
     with pytest.raises(Refused):
-        cut_of(dataclasses.replace(link, held=id(old)), "helper.entries", Names(older=Others(new)))
+        cut_of(msgspec.structs.replace(link, held=id(old)), "helper.entries", Names(older=Others(new)))
     cut.apply()
     assert list(entries.values()) == [1, 3]

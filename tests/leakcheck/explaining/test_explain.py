@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
-import dataclasses
 import functools
 import gc
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -191,7 +191,7 @@ def explained() -> dict[str, Explanation]:
     for name in LEAKS:
         del sys.modules[f"helper_{name}"]
     # A cut holds what it would cut.
-    return {name: dataclasses.replace(reported, cut=None) for name, reported in found.items()}
+    return {name: msgspec.structs.replace(reported, cut=None) for name, reported in found.items()}
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -390,7 +390,7 @@ def pathless() -> dict[str, Explanation]:
     gc.disable()
     try:
         del activation, batch, cycle, lost
-        reported = [dataclasses.replace(explanation, cut=None) for explanation in explain(targets)]
+        reported = [msgspec.structs.replace(explanation, cut=None) for explanation in explain(targets)]
         return dict(zip(names, reported, strict=True))
     finally:
         gc.enable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import multiprocessing
@@ -123,7 +122,7 @@ def test_a_part_of_several_things_is_advised_for_itself() -> None:
     both = leak("shared-memory", "psm_1f0a93bc", "sem.mp-k2jf8s_d")
     advice = SharedMemory().advice([*both.names])
     assert "'/dev/shm/psm_1f0a93bc') (and 1 more)" in advice
-    whole = dataclasses.replace(both, finding=restated(both.finding, {"advice": advice}))
+    whole = msgspec.structs.replace(both, finding=restated(both.finding, {"advice": advice}))
     part = only(whole, {"sem.mp-k2jf8s_d": 1}).finding
     assert part.advice is not None
     assert part.advice.endswith("now: os.unlink('/dev/shm/sem.mp-k2jf8s_d')")
@@ -379,7 +378,7 @@ def test_what_hangs_on_a_cache_entry_is_part_of_the_finding_about_it(
     for application in applications:
         cache(application, "of a key of two")
     part = applications[leaked].parts[0]
-    kept = dataclasses.replace(
+    kept = msgspec.structs.replace(
         leak("lru-cache", "part"), cached={"part": CachedItem(weakref.ref(cache), "cache", id(part))}
     )
     assert reported(kept, leak("host-memory", size=100_000)) == resources

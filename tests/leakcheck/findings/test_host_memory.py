@@ -10,7 +10,6 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from lowtide.leakcheck.findings import host_memory
 from lowtide.leakcheck.findings.host_memory import (

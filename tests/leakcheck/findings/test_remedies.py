@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import dataclasses
 import functools
 import gc
 import importlib
@@ -14,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -497,7 +497,7 @@ def test_a_thread_that_ends_by_itself_is_waited_for() -> None:
         leaks, context = leaks_of(("call", lambda: held.start(4001)))
         # Only now: how long the explaining takes is the machine's affair.
         threading.Timer(2.0, held.stop.set).start()
-        (found,) = prove(leaks, dataclasses.replace(context, patience=20))
+        (found,) = prove(leaks, msgspec.structs.replace(context, patience=20))
         action = remedy(JOIN, 4001)
         assert reported(found) == (action, (action,), ())
 
@@ -505,7 +505,7 @@ def test_a_thread_that_ends_by_itself_is_waited_for() -> None:
 def test_a_thread_that_does_not_end_is_not_waited_for_long() -> None:
     with HeldByThread(60) as held:
         leaks, context = leaks_of(("call", lambda: held.start(4001)))
-        (found,) = prove(leaks, dataclasses.replace(context, patience=0.3))
+        (found,) = prove(leaks, msgspec.structs.replace(context, patience=0.3))
         assert reported(found) == (None, (remedy(JOIN, 0),), ())
         assert held.thread.is_alive()
 
@@ -519,7 +519,7 @@ def test_a_thread_that_holds_several_leaks_is_waited_for_once(monkeypatch: pytes
             ("sleep", lambda: held.kept.append(numbers(30))),
         )
         monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(timeout))
-        found = prove(leaks, dataclasses.replace(context, patience=0.4))
+        found = prove(leaks, msgspec.structs.replace(context, patience=0.4))
         monkeypatch.undo()
     assert [finding.bytes for finding in found] == [30, 20, 10]
     assert joined == [pytest.approx(0.4, abs=0.1)]

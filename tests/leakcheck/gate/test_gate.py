@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import datetime
 import os
 import signal
@@ -12,11 +11,12 @@ import sys
 import textwrap
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
@@ -161,7 +161,7 @@ report()
 
 
 def test_a_cell_waits_for_its_calibration_and_is_judged_by_it(tmp_path: Path) -> None:
-    calibrated = dataclasses.replace(cell("judged", SAYS_CALIBRATION), calibration="calibration-cpu")
+    calibrated = msgspec.structs.replace(cell("judged", SAYS_CALIBRATION), calibration="calibration-cpu")
     folder = tmp_path / "report"
     # Two workers, and the cell comes first: it waits for the calibration and not for its turn.
     assert exit_code(ran(folder, calibrated, cell("calibration-cpu", CALIBRATES), cpu_workers=2)) == 0
@@ -174,7 +174,7 @@ def test_a_cell_waits_for_its_calibration_and_is_judged_by_it(tmp_path: Path) ->
 def test_without_a_calibration_of_this_run_a_cell_is_judged_by_the_table(tmp_path: Path, others: list[Cell]) -> None:
     folder = tmp_path / "report"
     assert exit_code(ran(folder, cell("calibration-cpu", CALIBRATES))) == 0
-    calibrated = dataclasses.replace(cell("judged", SAYS_CALIBRATION), calibration="calibration-cpu")
+    calibrated = msgspec.structs.replace(cell("judged", SAYS_CALIBRATION), calibration="calibration-cpu")
     ran(folder, calibrated, *others)
     assert (folder / "cells/judged/log.txt").read_text().split(" ", 1)[1].startswith("[]")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -69,7 +69,7 @@ class FakeCard:
         allocator = AllocatorReading(CARD, 0, reserved, 0, 0, pools, 0, "native", True, "")
         driver = DriverReading(CARD, "nvml", reserved + self.besides, None, None, "")
         plain = take_snapshot(label, driver=NoDriver("a test"))
-        return dataclasses.replace(plain, allocators=(allocator,), drivers=(driver,))
+        return msgspec.structs.replace(plain, allocators=(allocator,), drivers=(driver,))
 
 
 @pytest.fixture

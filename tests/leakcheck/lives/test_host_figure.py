@@ -6,13 +6,13 @@ import ctypes
 import gc
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import shared_memory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lowtide.leakcheck.judging.metrics import unaccounted_host_memory
 from lowtide.leakcheck.lives import shutdown_judgement

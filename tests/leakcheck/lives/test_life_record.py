@@ -6,11 +6,11 @@ The sizes are those of arenas in all processes, of each process, what the driver
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lowtide.leakcheck.lives.life_record import LifeRecord, Lived, sizes_of
 from lowtide.probes.device.driver import DriverReading, NoDriver

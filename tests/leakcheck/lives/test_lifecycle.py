@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import mmap
@@ -802,7 +801,7 @@ def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def read(snapshot: Snapshot, device: str) -> Reading:
         found = real(snapshot, device)
-        return dataclasses.replace(found, amounts={**found.amounts, "unknown": None})
+        return msgspec.structs.replace(found, amounts={**found.amounts, "unknown": None})
 
     monkeypatch.setattr(life_reader, "reading_of", read)
     subject, findings = found(SmallLife, cycles=2)
@@ -947,7 +946,7 @@ def test_a_level_that_comes_back_at_the_last_rung_is_reported_once(monkeypatch: 
 
     def snapshot(label: str, **asked: Any) -> Snapshot:
         reading = PinnedReading(pinned[0], pinned[0])
-        return dataclasses.replace(take_snapshot(label, **asked), pinned=reading)
+        return msgspec.structs.replace(take_snapshot(label, **asked), pinned=reading)
 
     def trim() -> bool:
         pinned[0] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from multiprocessing.pool import Pool
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -265,7 +265,7 @@ def test_a_worker_of_a_data_loader_may_have_what_imports_take(
     monkeypatch: pytest.MonkeyPatch, size: int, *, forked: bool, reported: bool
 ) -> None:
     monkeypatch.setattr(unseen, "_is_data_worker", lambda pid: True)
-    tree = FakeTree(dataclasses.replace(process(7, size), forked=forked))
+    tree = FakeTree(msgspec.structs.replace(process(7, size), forked=forked))
     assert bool(found_in(monkeypatch, tree)) is reported
 
 

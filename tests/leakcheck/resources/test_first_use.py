@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lowtide import LeakCheck
 from lowtide.leakcheck.resources import first_use

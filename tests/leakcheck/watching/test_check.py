@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import lowtide
 from lowtide import LeakCheck
