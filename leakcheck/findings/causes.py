@@ -371,8 +371,14 @@ def _of_one_maker(held: Sequence[tuple[CommonCause, Sequence[_Named]]], context:
     return causes
 
 
-def with_holders(leak: ItemLeak, context: Context) -> Finding:
-    """Return a finding about things that several lives have left, with who holds them: they stay one finding."""
+def with_holders(leak: ItemLeak, context: Context, *, with_cause: bool = False) -> Finding:
+    """Return a finding about things that several lives have left, with who holds them: they stay one finding.
+
+    Args:
+        leak: the finding and the things.
+        context: what is known when it is explained.
+        with_cause: whether the kind of what holds them is its cause, where that is unknown; else it is known as it was.
+    """
     if leak.key == "threads":
         return with_work(leak, context).finding
     causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
@@ -381,7 +387,7 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
     if facts is None:
         return finding
     note, advice = facts.note, finding.advice or facts.advice
-    cause = facts.cause if finding.cause == "unknown" else finding.cause
+    cause = facts.cause if with_cause and finding.cause == "unknown" else finding.cause
     return noted(finding, f";{note.text}", note.holder, note.rest, cause=cause, path=facts.path, advice=advice)
 
 

@@ -159,7 +159,8 @@ def growth_in_heap(
     others = [course for course in courses if course.identity not in of_types]
     with sharing_walk() as walk:
         heap = _Heap(walk, stretch.roots, [there, types])
-        found = _growing_containers(_each_or_together(others, there, stretch, heap), there, stretch, heap)
+        others = _each_or_together(_without_copies(others, there), there, stretch, heap)
+        found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in courses}, stretch, heap)
         return _growing_values(values, stretch, found.keys(), heap) | found
@@ -239,6 +240,9 @@ def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: boo
     """Return the bytes that a container takes in a turn, and the device where most of them are under tensors there."""
     rate = course.items / course.span
     entries = _over_its_course(course, container, max(_SAMPLE, min(round(_TURNS * rate), _SIZED)))
+    if not entries:
+        # Another one is where it was.
+        return 0, ""
     kept = kept_by(entries, besides=(container,))
     wanted = min(_MOST_SIZED if exactly else _SIZED, _OBJECTS * len(entries) // max(1, kept.objects))
     if len(entries) < min(wanted, course.items):
@@ -276,6 +280,18 @@ def _is_plain(cls: type) -> bool:
     return any(cls is each for each in _PLAIN)
 
 
+def _without_copies(courses: Sequence[Course], there: Mapping[int, Any]) -> list[Course]:
+    """Return the courses without those of containers that each turn copies from one that grows: it is told itself."""
+    courses = [course for course in courses if course.identity in there]
+    growing = [there[course.identity] for course in courses if not (course.by_turns or course.is_remade)]
+    latest = {id(item) for container in growing for *_, item in last_entries(container, _SAMPLE)}
+
+    def is_copy(course: Course) -> bool:
+        return any(id(item) in latest for *_, item in last_entries(there[course.identity], 1))
+
+    return [course for course in courses if not (course.is_remade and is_copy(course))]
+
+
 def _each_or_together(
     courses: Sequence[Course], there: Mapping[int, Any], stretch: Stretch, heap: _Heap
 ) -> list[Course]:
@@ -283,7 +299,7 @@ def _each_or_together(
 
     As the shards of a table, or the lists that a dict has for each user: on the way to them only entries differ.
     """
-    slow = [course for course in courses if course.by_turns and course.identity in there]
+    slow = [course for course in courses if course.by_turns]
     slow = sorted(slow, key=lambda course: -course.items)[:_MOST_EXPLAINED]
     each = itertools.accumulate(
         _bytes_a_turn(course, there[course.identity], tensors=stretch.tensors)[0] for course in slow

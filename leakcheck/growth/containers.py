@@ -43,6 +43,7 @@ class Course(msgspec.Struct):
         turns: the turns after which it was read.
         lengths: how much it held.
         by_turns: whether it may take something in some of the turns only.
+        is_remade: whether it takes the place of a shorter one each time that it is read.
         together: of how many such containers it is the course: of all that they have held.
     """
 
@@ -51,6 +52,7 @@ class Course(msgspec.Struct):
     turns: list[int] = msgspec.field(default_factory=list)
     lengths: list[int] = msgspec.field(default_factory=list)
     by_turns: bool = False
+    is_remade: bool = False
     together: int = 1
 
     @property
@@ -286,7 +288,7 @@ class ContainerCourses:
     def replaced(self) -> list[Course]:
         """Return those that have each time taken the place of a shorter one, by as many things as there were turns."""
         found = [
-            Course(identity, kind, [*turns], [*lengths])
+            Course(identity, kind, [*turns], [*lengths], is_remade=True)
             for kind, _, turns, lengths in self._replaced
             if len(turns) >= FEWEST_READINGS
             for identity in self._new[kind, lengths[-1]]

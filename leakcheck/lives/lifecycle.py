@@ -393,7 +393,7 @@ class LifecycleRun:
         own = self._turns_of[UPDATE]
         self._grown[UPDATE] = grown_under(ENGINE, self._left(own, engine), own)
         context = Context(roots=[(ENGINE, engine)], living=True, maker_of=self._reader.makers.of_item)
-        self._record.findings += [with_holders(leak, context) for leak in self._named_growth.leaks()]
+        self._record.findings += [with_holders(leak, context, with_cause=True) for leak in self._named_growth.leaks()]
 
     def _again(self, life: TargetLife, stage: str, called: str) -> bool:
         """Go through a stage once more, for growth; return whether it has worked."""

@@ -259,7 +259,7 @@ class EngineGrowth:
         found = {each.fingerprint: each for each in grown_under(ENGINE, left, followed.turns)}
         for leak in self._named.leaks() if followed.turns.stage == UPDATE else ():
             context = Context(roots=[(ENGINE, engine)], living=True, maker_of=self._watch.maker_of)
-            self._held[leak.finding.resource] = with_holders(leak, context)
+            self._held[leak.finding.resource] = with_holders(leak, context, with_cause=True)
         followed.found.pop(id(engine), None)
         if found:
             followed.found[id(engine)] = found
