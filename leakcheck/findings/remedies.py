@@ -552,7 +552,9 @@ def try_actions(
         changed += [action.effect] if action.effect else []
         helped += steps[-1:] if gone else []
         names = still
-    took = [*before, *helped] if helped else []
+    # What is tried once more has not helped before, as the join of a timer that nobody had cancelled.
+    again = {action.code for action in actions}
+    took = [*(step for step in before if step.action not in again), *helped] if helped else []
     return _concluded(finding, steps, changed, took, sum(step.returned for step in steps))
 
 

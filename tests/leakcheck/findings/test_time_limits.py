@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from lowtide.leakcheck.findings import remedies
@@ -81,6 +82,21 @@ def test_what_a_thread_waits_for_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     assert found.tried[0].action == "POLLER.close() (raised UnendingChangeError: it did not end in 0.1 s)"
     assert found.remedy is not None
     assert found.remedy.action == "POLLER.end()"
+
+
+def test_what_was_waited_for_in_vain_is_no_part_of_the_remedy() -> None:
+    """The join of a timer that nobody has cancelled: who does that first waits for as long as the timer."""
+    finding = Finding(
+        resource="threads", cause="thread", bytes=0, count=1, device="", stage="test", message="", fingerprint="0"
+    )
+    leak = ItemLeak(finding, key="threads", names={"one": 1}, subject=0)
+    left = {"one": 1}
+    join, cancel = Change("TIMER.join()", "", lambda: None), Change("TIMER.cancel()", "", lambda: left.clear())
+    waited = try_actions(leak, [join], lambda: left, lambda: 0)
+    assert (waited.remedy, [each.action for each in waited.tried]) == (None, ["TIMER.join()"])
+    found = try_actions(msgspec.structs.replace(leak, finding=waited), [cancel, join], lambda: left, lambda: 0)
+    assert found.remedy is not None
+    assert found.remedy.action == "TIMER.cancel()"
 
 
 def test_what_ends_in_time_is_let_alone() -> None:
