@@ -143,6 +143,10 @@ def test_a_librarys_object_that_has_descriptors_to_itself_is_named_in_their_stea
             for name, files in opened.items():
                 told = with_holders(leak("file-descriptors", *(descriptor(each.fileno()) for each in files)), context)
                 assert (told.holder, told.advice) == (f"engine.{name}", f"call engine.{name}.close() in teardown")
+                # What was known as of an unknown cause stays so, but where that is asked for.
+                assert told.cause == "unknown"
+            opened_log = leak("file-descriptors", descriptor(log.fileno()))
+            assert with_holders(opened_log, context, with_cause=True).cause != "unknown"
         finally:
             handler.close()
             loop.close()

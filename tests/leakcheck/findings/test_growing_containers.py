@@ -456,6 +456,16 @@ def test_a_list_of_the_checker_s_in_the_place_of_one_that_is_gone_is_not_what_wa
     assert growing_objects._of_new_things(wanted, {id(there)}) == []
 
 
+def test_what_is_gone_or_empty_by_the_end_is_no_growth() -> None:
+    """Another container may be where it was."""
+    there: list[Block] = []
+    turns, lengths = [2, 6, 10, 14], [0, 20, 40, 60]
+    emptied = Course(id(there), id(list), turns, lengths, by_turns=True)
+    gone = Course(id(there) + 1, id(list), turns, lengths, is_remade=True)
+    stretch = growing_objects.Stretch("steps")
+    assert growing_objects.growth_in_heap([emptied, gone], {id(there): there}, stretch) == {}
+
+
 LOOPS: list[asyncio.AbstractEventLoop] = []
 
 
