@@ -67,6 +67,9 @@ class Engine:
     def hands_itself_on(self) -> None:
         stop_it(self)
 
+    def hands_itself_to_a_builtin(self) -> None:
+        vars(self)["part"].stop()
+
     def finds_it_by_name(self) -> None:
         for name in ("part",):
             getattr(self, name).stop()
@@ -117,7 +120,7 @@ def test_a_call_that_leads_nowhere_near_a_thing_leaves_it_alone(cls: type[Engine
     [
         *("stops()", "stops_within()", "hands_itself_on()", "finds_it_by_name()", "calls_the_programs_function()"),
         *("reads_the_programs_global()", "ends_all_of_its_kind()", "tells_another_thread()", "kills_by_number()"),
-        *("stops_in_a_function_of_its_own()", "wrapped()", "there_is_none()"),
+        *("stops_in_a_function_of_its_own()", "wrapped()", "there_is_none()", "hands_itself_to_a_builtin()"),
     ],
 )
 def test_a_call_that_may_end_it_does_not(cls: type[Engine], call: str) -> None:

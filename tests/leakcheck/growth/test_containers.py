@@ -165,10 +165,17 @@ def test_one_thing_in_every_third_turn_is_regular() -> None:
         pytest.param({2: 1, 8: 6, 16: 11, 24: 14, 32: 16}, id="ever less"),
         pytest.param({2: 1, 8: 6, 16: 12, 24: 18, 32: 24}, id="in three of four turns, by chance"),
         pytest.param({2: 1, 8: 2, 16: 5, 24: 7, 32: 12}, id="unevenly"),
+        pytest.param({2: 1, 8: 4, 16: 7, 24: 9, 32: 11}, id="a little less in the end"),
     ],
 )
 def test_what_is_taken_by_chance_is_not_regular(lengths: dict[int, int]) -> None:
     assert not any(course.is_regular for course in slow(lengths))
+
+
+def test_a_few_things_are_not_regular_though_there_are_several_such() -> None:
+    few = {2: 1, 8: 2, 16: 4, 24: 5, 32: 7}
+    courses = slow(few, few)
+    assert [(course.items, course.is_regular) for course in courses] == [(6, False)] * 2
 
 
 def test_containers_that_take_something_by_turns_grow_together() -> None:
