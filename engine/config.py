@@ -233,6 +233,9 @@ class EngineConfig:
             restores cannot pass for zeros.
         cuda_graphs: whether steps that compute one token of each request run as CUDA graphs, captured at create for
             batches of 1, 2, 4, 8, ... `max_num_seqs`. Needs a card, Triton, and one micro-batch.
+        async_scheduling: whether a step is launched before the tokens of the one before it are read, so that the card
+            need not wait for the host; a request that ends with a stop token has one step computed in vain. None is
+            with CUDA graphs, where nothing is offloaded.
         tensor_parallel_size: ranks that have a part of the model each, and a process of its own each. The KV cache's
             sizes are then those of one rank. On cards, rank 0 takes the one that `device` names, and the others the
             next ones.
@@ -264,6 +267,7 @@ class EngineConfig:
     kv_transport_bytes: int = 0
     poison_pages: bool = False
     cuda_graphs: bool = False
+    async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     engine_process: bool = False
     process_extensions: tuple[str, ...] = ()
@@ -304,9 +308,18 @@ class EngineConfig:
                 "set engine_process, or tensor_parallel_size above 1"
             )
         if self.tensor_parallel_size > 1:
-            for name in ("cuda_graphs", "kv_offload_bytes"):
+            for name in ("cuda_graphs", "kv_offload_bytes", "async_scheduling"):
                 if getattr(self, name):
                     raise ConfigError(f"{name} does not work with tensor_parallel_size above 1: leave one of them off")
+        if self.async_scheduling and self.kv_offload_bytes:
+            raise ConfigError("async_scheduling does not work with kv_offload_bytes: leave one of them off")
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps are launched before the tokens of those before them are read."""
+        if self.async_scheduling is None:
+            return self.cuda_graphs and not self.kv_offload_bytes
+        return self.async_scheduling
 
     @property
     def works_elsewhere(self) -> bool:

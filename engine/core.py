@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.engine.config import EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.errors import KVTransferError
@@ -13,7 +13,7 @@ from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
 from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.ranks import MultiprocExecutor
-from lowtide.engine.request import Request, RequestOutput
+from lowtide.engine.request import Request, RequestOutput, SchedulerOutput
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.weight_transfer import Bucket
@@ -78,18 +78,31 @@ def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
     else:
         backend = open_backend(config.device)
         worker = Worker(config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
-    return EngineCore(scheduler, worker)
+    return EngineCore(scheduler, worker, runs_ahead=config.runs_ahead)
+
+
+class _Step(NamedTuple):
+    """A step that was launched: what it computes, and the tokens that it samples, which are waited for when asked."""
+
+    output: SchedulerOutput
+    sampled: Mapping[str, int]
 
 
 class EngineCore:
     """Joins the scheduler, which owns the requests and decides, and the worker, which owns the memory and computes.
 
     On an error nothing has changed, unless it is said otherwise.
+
+    Where it `runs_ahead`, a step is launched before the tokens of the one before it are read: the host plans under the
+    card's work (as vLLM's asynchronous scheduling).  At most one is under way when a call returns, and none when no
+    request is left.
     """
 
-    def __init__(self, scheduler: Scheduler, worker: Worker | MultiprocExecutor) -> None:
+    def __init__(self, scheduler: Scheduler, worker: Worker | MultiprocExecutor, *, runs_ahead: bool = False) -> None:
         self.scheduler = scheduler
         self.worker = worker
+        self._runs_ahead = runs_ahead
+        self._ahead: _Step | None = None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -114,24 +127,45 @@ class EngineCore:
             KVTransferError: copies of KV blocks failed since the last step; only they are lost.
         """
         self.take_in_transfers()
-        output = self.scheduler.schedule()
+        step, self._ahead = self._ahead, None
+        if step is None:
+            output = self.scheduler.schedule()
+            self._submit_transfers()
+            if not output.scheduled:
+                if self.has_unfinished_requests():
+                    # Whoever waits, waits for blocks that are copied.
+                    self.drain_transfers()
+                return []
+            step = self._launched(output)
+        following = self.scheduler.schedule_next(step.output) if self._runs_ahead else None
+        ahead = None if following is None else self._launched(following)
+        # All of them at once, before anything advances: here the device is waited for, and may fail.
+        outputs = self.scheduler.update_from_output(step.output, dict(step.sampled))
         self._submit_transfers()
-        if not output.scheduled:
-            if self.has_unfinished_requests():
-                # Whoever waits, waits for blocks that are copied.
-                self.drain_transfers()
-            return []
-        outputs = self.scheduler.update_from_output(output, self.worker.execute_model(output))
-        self._submit_transfers()
+        self._ahead = ahead
+        self._settle()
         return outputs
+
+    def _launched(self, output: SchedulerOutput) -> _Step:
+        return _Step(output, self.worker.execute_model(output))
+
+    def _settle(self) -> None:
+        """Wait for the step that was launched ahead, if nobody is left who could want its tokens."""
+        if self._ahead is not None and not self.has_unfinished_requests():
+            ahead, self._ahead = self._ahead, None
+            dict(ahead.sampled)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests now; the last output of each."""
-        return self.scheduler.abort(request_ids)
+        outputs = self.scheduler.abort(request_ids)
+        self._settle()
+        return outputs
 
     def abort_all(self) -> list[RequestOutput]:
         """End every request now; the last output of each."""
-        return self.scheduler.abort_all()
+        outputs = self.scheduler.abort_all()
+        self._settle()
+        return outputs
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, on the host too; False, with nothing forgotten, while requests hold blocks."""

@@ -137,6 +137,10 @@ class Request:
         )
 
 
+UNREAD = -1
+"""In place of a token that the step before samples, and that is on the device still."""
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True):
     """What one step computes of one request, and all that a worker must know of it, in whichever process.
 
@@ -145,7 +149,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
         num_preemptions: how often it lost its KV blocks.
         num_computed_tokens: tokens that are in the KV cache before the step.
         num_output_tokens: tokens that have been generated before the step.
-        new_token_ids: the tokens to compute.
+        new_token_ids: the tokens to compute; `UNREAD` alone is the one that the step before has sampled.
         block_ids: all its KV blocks.
         samples: whether its last token is among them, so that the next one can be sampled.
     """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ import torch
 
 from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.device_allocator.arena import Workspace, WorkspaceViews
-from lowtide.engine.errors import ConfigError
+from lowtide.engine.errors import ConfigError, EngineError
 from lowtide.engine.kv.kv_cache import KVCache
 from lowtide.engine.model_executor.attention import PagedDecodes, StepMetadata, build_attention_metadata
 from lowtide.engine.model_executor.block_table import BlockTable
@@ -24,15 +25,58 @@ from lowtide.engine.model_executor.fused_ops import has_kernels
 from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardContext
 from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.process_group import ProcessGroup
-from lowtide.engine.request import ScheduledRequest, SchedulerOutput
+from lowtide.engine.request import UNREAD, ScheduledRequest, SchedulerOutput
 from lowtide.engine.teardown import Teardown
+
+
+class SampledTokens(Mapping[str, int]):
+    """The tokens that a step samples, by request id: on the device until somebody asks for one.
+
+    Asking waits for that step, and for none that was launched after it.
+
+    Args:
+        request_ids: N.
+        tokens: int64 [N].
+        copies: the stream that brings them to the host; None is a CPU.
+    """
+
+    def __init__(self, request_ids: Sequence[str], tokens: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
+        self.tokens = tokens
+        self._request_ids = request_ids
+        self._copies = copies
+        self._computed = None if copies is None else torch.cuda.current_stream(tokens.device).record_event()
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._by_request[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_request)
+
+    def __len__(self) -> int:
+        return len(self._request_ids)
+
+    @cached_property
+    def _by_request(self) -> dict[str, int]:
+        if self._copies is None or self._computed is None:
+            values = self.tokens.tolist()
+        else:
+            with torch.cuda.stream(self._copies):
+                self._copies.wait_event(self._computed)
+                values = self.tokens.tolist()
+        return dict(zip(self._request_ids, values, strict=True))
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Makes the stream on which sampled tokens are read while the next step computes; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 class ModelRunner:
     """Owns the step's input buffers and the rows of the block table; borrows all else from the engine.
 
     Between steps it remembers nothing but which request has which row, and puts that right at every step: rows of
-    requests that are not in the step are given up, and written anew when the request is back.
+    requests that are not in the step are given up, and written anew when the request is back.  The tokens of the last
+    step are those that `UNREAD` stands for; they live as long as somebody wants them.
 
     There are as many micro-batches as workspaces. `allocate` gives the input buffers, which keep their addresses.
 
@@ -66,6 +110,10 @@ class ModelRunner:
         self._positions = allocate((config.max_num_batched_tokens,), torch.int64)
         self._slot_mapping = allocate((config.max_num_batched_tokens,), torch.int64)
         self._rows = allocate((config.max_num_seqs,), torch.int64)
+        self._last: weakref.ref[SampledTokens] | None = None
+        # Tokens are read while the next step computes: not on its stream.
+        self._runs_ahead = config.runs_ahead
+        self._copies = copy_stream(self._input_ids.device) if config.runs_ahead else None
         self._row_of: dict[tuple[int, int], int] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -118,16 +166,17 @@ class ModelRunner:
     # Not inference mode: tensors made in it can never be written outside it, and a workspace that grows during a step
     # makes tensors that live on.
     @torch.no_grad()
-    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
+    def execute_model(self, output: SchedulerOutput) -> Mapping[str, int]:
         """Computes a step; the next token by request id, for each request whose last token was computed.
 
-        The device is waited for once, at the end, for the sampled tokens.
+        The device is waited for once, for the sampled tokens: at the end, or where the engine runs ahead, when they are
+        looked at.
         """
         # Triton's kernels go to the current device, which is the user's choice and need not be the engine's.
         with torch.cuda.device_of(self._input_ids):  # type: ignore[no-untyped-call]
             return self._execute(output)
 
-    def _execute(self, output: SchedulerOutput) -> dict[str, int]:
+    def _execute(self, output: SchedulerOutput) -> Mapping[str, int]:
         self._assign_rows(output.scheduled)
         sampled: list[ScheduledRequest] = []
         hidden: list[torch.Tensor] = []
@@ -151,7 +200,9 @@ class ModelRunner:
         tokens = self._sampler.sample(logits, sampled)
         if self._group is not None:
             self._group.broadcast(tokens)
-        return {item.request_id: token for item, token in zip(sampled, tokens.tolist(), strict=True)}
+        launched = SampledTokens([item.request_id for item in sampled], tokens, self._copies)
+        self._last = weakref.ref(launched)
+        return launched if self._runs_ahead else dict(launched)
 
     def _compute(
         self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: WorkspaceViews
@@ -167,9 +218,12 @@ class ModelRunner:
         positions = np.arange(len(token_ids)) + np.repeat(np.array(starts, dtype=np.int64) - firsts, counts)
         slots = self.block_table.slots(np.repeat(rows, counts), positions)
         decodes = max(counts) == 1
+        sampled = self._unread(first_seq, len(rows)) if token_ids[0] == UNREAD else None
         if self.decode_graphs is not None and decodes:
-            return self.decode_graphs.run(token_ids, positions, slots, rows, stops)
+            return self.decode_graphs.run(token_ids, positions, slots, rows, stops, sampled)
         input_ids = _upload(self._input_ids, first_token, np.array(token_ids, dtype=np.int64))
+        if sampled is not None:
+            input_ids.copy_(sampled)
         row_indices = _upload(self._rows, first_seq, rows)
         slot_mapping = _upload(self._slot_mapping, first_token, slots)
         metadata: StepMetadata
@@ -187,6 +241,13 @@ class ModelRunner:
             )
         positions_on_device = _upload(self._positions, first_token, positions)
         return self.model.forward(input_ids, positions_on_device, metadata, **self._lent(workspace))
+
+    def _unread(self, first: int, count: int) -> torch.Tensor:
+        """Tokens of the last step, from the `first` on: a step with the same requests has them in the same order."""
+        last = None if self._last is None else self._last()
+        if last is None:
+            raise EngineError("a step was planned on tokens of one before it, which are gone: plan it anew")
+        return last.tokens[first : first + count]
 
     def _lent(self, workspace: WorkspaceViews) -> dict[str, Any]:
         return {"workspace": workspace} if self._lends_workspace else {}

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from lowtide.engine.errors import RequestError
 from lowtide.engine.kv.kv_cache import KVCacheManager
-from lowtide.engine.request import Request, RequestOutput, RequestStatus, ScheduledRequest, SchedulerOutput
+from lowtide.engine.request import (
+    UNREAD,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 
 
 class Scheduler:
@@ -97,6 +106,30 @@ class Scheduler:
             scheduled.append(self._planned(self.running[-1], num_tokens))
             budget -= num_tokens
         return SchedulerOutput(tuple(scheduled), tuple(preempted))
+
+    def schedule_next(self, output: SchedulerOutput) -> SchedulerOutput | None:
+        """Plans the step after one that is being computed; None where it depends on tokens that nobody knows yet.
+
+        It is the next token of the same requests.  So none of them may end with the step but by a stop token, which
+        makes what is computed after it vain, and none that waits could start.
+        """
+        # Some who run were not in the step, or some who were have ended since; nobody starts but in `schedule`.
+        if len(output.scheduled) != len(self.running) or (self.waiting and len(self.running) < self.max_num_seqs):
+            return None
+        following = []
+        for item, request in zip(output.scheduled, self.running, strict=True):
+            is_last = request.num_output_tokens + 1 == request.params.max_tokens
+            if item.num_tokens > 1 or is_last or self.kv_cache_manager.allocate_slots(request, 2) is None:
+                return None
+            after = msgspec.structs.replace(
+                item,
+                num_computed_tokens=item.num_computed_tokens + 1,
+                num_output_tokens=item.num_output_tokens + 1,
+                new_token_ids=[UNREAD],
+                block_ids=list(self.kv_cache_manager.block_ids(item.request_id)),
+            )
+            following.append(after)
+        return SchedulerOutput(tuple(following), ())
 
     def update_from_output(self, output: SchedulerOutput, sampled_tokens: Mapping[str, int]) -> list[RequestOutput]:
         """Takes in what a step computed and sampled; one output for each request with a new token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -148,8 +148,8 @@ class Worker:
         """Bytes with pages behind them, by arena tag."""
         return self.memory.mapped()
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
-        """Compute one step; the next token by request id."""
+    def execute_model(self, output: SchedulerOutput) -> Mapping[str, int]:
+        """Compute one step; the next token by request id, see `ModelRunner.execute_model`."""
         return self.model_runner.execute_model(output)
 
     def prepare_sleep(self, level: int) -> None:

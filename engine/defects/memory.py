@@ -6,7 +6,7 @@ import functools
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -194,7 +194,7 @@ def encoder_cache() -> Iterator[None]:
         create(self, *args)
         self.__dict__["encoder_cache"] = EncoderCache(self.model)
 
-    def execute_with_images(self: ModelRunner, output: SchedulerOutput) -> dict[str, int]:
+    def execute_with_images(self: ModelRunner, output: SchedulerOutput) -> Mapping[str, int]:
         new = [item for item in output.scheduled if item.num_tokens > 1]
         self.__dict__["encoder_cache"].encode(_image_of(item) for item in new)
         return execute(self, output)

@@ -105,7 +105,7 @@ class BlockTable:
         """Copies the rows that changed to the device, as one range."""
         if self._changed:
             first, last = min(self._changed), max(self._changed) + 1
-            self.device_table[first:last].copy_(torch.from_numpy(self._host[first:last]))
+            self.device_table[first:last].copy_(torch.from_numpy(self._host[first:last]), non_blocking=True)
             self._changed.clear()
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

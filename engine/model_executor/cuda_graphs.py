@@ -113,14 +113,19 @@ class DecodeGraphs:
         slots: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         seq_lens: Sequence[int],
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes one token of each of B sequences; see `PagedDecodes` for the arguments, each of B numbers.
+
+        Token ids that are on the device alone come as `sampled`, int64 [B], beside any.
 
         Returns:
             Hidden states [B, hidden_size] in a static buffer: valid until the next run.
         """
         count = len(token_ids)
         self._upload((token_ids, positions, slots, rows, seq_lens))
+        if sampled is not None:
+            self._inputs[0, :count].copy_(sampled)
         self._graphs[next(size for size in self.sizes if size >= count)].replay()
         return self._hidden[:count]
 

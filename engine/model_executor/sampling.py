@@ -27,23 +27,18 @@ class Sampler:
         tokens = logits.argmax(dim=-1)
         drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
         if drawn:
-            rows = torch.tensor(drawn, device=logits.device)
+            rows = torch.tensor(drawn).to(logits.device, non_blocking=True)
             tokens[rows] = self._draw(logits[rows], [requests[row] for row in drawn])
         return tokens
 
     def _draw(self, logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Inverts the cumulative distribution over tokens in falling order: what top-k and top-p keep is a prefix."""
         device, vocab_size = logits.device, logits.shape[-1]
-        temperature, top_p, uniform, top_k = (
-            torch.tensor(column, dtype=torch.float64, device=device).unsqueeze(1)
-            for column in zip(
-                *(
-                    (r.params.temperature, r.params.top_p, self.uniform(r), r.params.top_k or vocab_size)
-                    for r in requests
-                ),
-                strict=True,
-            )
-        )
+        settings = [
+            (r.params.temperature, r.params.top_p, self.uniform(r), r.params.top_k or vocab_size) for r in requests
+        ]
+        on_host = torch.tensor(settings, dtype=torch.float64)
+        temperature, top_p, uniform, top_k = on_host.to(device, non_blocking=True).T.unsqueeze(-1)
         ordered, token_ids = logits.double().sort(dim=-1, descending=True, stable=True)
         # The largest is made 0 before it is divided, or a small temperature would overflow.
         scores = (ordered - ordered[:, :1]) / temperature
