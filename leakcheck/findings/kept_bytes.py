@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from lowtide.leakcheck.judging.storages import is_tensor
 from lowtide.probes.memory.buffers import CTYPES_DATA, bytes_of_c
 from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, mro_of, place_of_definition
+from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import gc, loaded, sys
 
 _MOST_BEHIND = 2000
@@ -36,6 +37,8 @@ _COUNTS_ATTRIBUTES = sys.version_info >= (3, 13)
 """Whether an object's size has the attributes in it for which no dict was made."""
 
 _WORD = 8
+
+_DEFINING = (BuiltinFunctionType, CodeType, FunctionType, ModuleType, type)
 
 
 class KeptBytes(msgspec.Struct):
@@ -61,6 +64,7 @@ class _Met(msgspec.Struct):
     last: int = 0
 
 
+@collector_paused()
 def kept_by(
     entries: Sequence[tuple[Any, ...]],
     *,
@@ -80,6 +84,7 @@ def kept_by(
         most: objects that are looked at; None: 2,000 for each entry.
     """
     kept = KeptBytes()
+    classes: dict[int, _Class] = {}
     seen = {*map(id, besides), id(vars(builtins))}
     # A module is somebody else's, but of what keeps modules.
     taken = {id(item) for entry in entries for item in entry if is_a(item, ModuleType)}
@@ -90,14 +95,17 @@ def kept_by(
         level = list[tuple[int, Sequence[Any]]]()
         for met in following:
             seen.add(id(met.item))
-            if met.entries > shared_by or (is_of_a_module(met.item) and id(met.item) not in taken):
+            if met.entries > shared_by:
+                continue
+            its = classes.get(id(type(met.item))) or classes.setdefault(id(type(met.item)), _Class(met.item))
+            if its.may_define and is_of_a_module(met.item) and id(met.item) not in taken:
                 continue
             left -= 1
             kept.objects += 1
-            behind = _referents(met.item)
-            kept.bytes += own_size(met.item, behind)
+            behind = its.referents(met.item)
+            kept.bytes += its.own_size(met.item, behind)
             level.append((met.entry, behind))
-            if is_tensor(met.item):
+            if its.is_tensor:
                 kept.tensors.append(met.item)
             if kept.bytes >= enough:
                 return kept
@@ -138,34 +146,56 @@ def is_namespace(space: dict[str, Any]) -> bool:
     return is_a(home, ModuleType) and dict_of_module(home) is space
 
 
-def _referents(item: Any) -> Sequence[Any]:
-    if type(item) is FunctionType:
-        return [each for each in gc.get_referents(item) if each is not item.__globals__ or not is_namespace(each)]
-    array: Any = getattr(loaded("numpy"), "ndarray", None)
-    if array is not None and is_a(item, array):
-        # The collector is not shown what an array is a view of.
-        base = array.base.__get__(item)
-        return [*gc.get_referents(item), *([] if base is None else [base])]
-    return gc.get_referents(item)
+class _Class:
+    """What the class of objects says of each of them, asked once: thousands of objects are of few classes.
 
-
-def own_size(item: Any, behind: Sequence[Any] | None = None) -> int:
-    """Return the bytes of an object itself, as `sys.getsizeof` does; an array's with its data, a tensor's without.
-
-    Args:
-        item: the object.
-        behind: what it refers to, where that is known.
+    Attributes:
+        cls: the class, which is kept, so that its identity stays its own.
+        size: its `__sizeof__`; that of a class in Python may answer anything, and is not asked.
+        before: bytes that lie before the object.
+        manages: whether the interpreter manages attributes of it.
+        may_define: whether `is_of_a_module` can say yes.
+        is_tensor: whether it is a tensor's or a storage's.
+        base: what shows the array that an array is a view of.
+        is_of_c: whether ctypes has allocated its data.
     """
-    cls = type(item)
-    sizes = [vars(base)["__sizeof__"] for base in mro_of(cls) if "__sizeof__" in vars(base)]
-    # A class in Python may answer anything, and what stands there need not be a function.
-    plain = next(size for size in sizes if type(size) is MethodDescriptorType)
-    size: int = plain(item)
-    flags = flags_of(cls)
-    size += _HEADER if flags & _HAS_HEADER else 0
-    if flags & _MANAGES_ATTRIBUTES:
-        size += _BEFORE
-        behind = gc.get_referents(item) if behind is None else behind
-        if not _COUNTS_ATTRIBUTES and not any(type(each) is dict for each in behind):
-            size += _WORD * len(behind)
-    return size + (bytes_of_c(item) if is_a(item, CTYPES_DATA) else 0)
+
+    __slots__ = ("base", "before", "cls", "is_of_c", "is_tensor", "manages", "may_define", "size")
+
+    def __init__(self, item: Any) -> None:
+        self.cls = cls = type(item)
+        bases = mro_of(cls)
+        sizes = [vars(base)["__sizeof__"] for base in bases if "__sizeof__" in vars(base)]
+        # What stands there need not be a function.
+        self.size: Callable[[Any], int] = next(size for size in sizes if type(size) is MethodDescriptorType)
+        flags = flags_of(cls)
+        self.manages = bool(flags & _MANAGES_ATTRIBUTES)
+        self.before = (_HEADER if flags & _HAS_HEADER else 0) + (_BEFORE if self.manages else 0)
+        self.may_define = any(base is each for base in bases for each in _DEFINING)
+        self.is_tensor = is_tensor(item)
+        array: Any = getattr(loaded("numpy"), "ndarray", None)
+        # The collector is not shown what an array is a view of.
+        self.base = array.base.__get__ if array is not None and is_a(item, array) else None
+        self.is_of_c = is_a(item, CTYPES_DATA)
+
+    def referents(self, item: Any) -> Sequence[Any]:
+        """Return what an object of the class refers to; a function, not to the names of its module."""
+        behind = gc.get_referents(item)
+        if self.cls is FunctionType:
+            return [each for each in behind if each is not item.__globals__ or not is_namespace(each)]
+        base = None if self.base is None else self.base(item)
+        return behind if base is None else [*behind, base]
+
+    def own_size(self, item: Any, behind: Sequence[Any] | None = None) -> int:
+        """Return the bytes of an object of the class itself; `behind` is what it refers to, where known."""
+        size = self.size(item) + self.before
+        if self.manages and not _COUNTS_ATTRIBUTES:
+            behind = gc.get_referents(item) if behind is None else behind
+            if not any(type(each) is dict for each in behind):
+                size += _WORD * len(behind)
+        return size + (bytes_of_c(item) if self.is_of_c else 0)
+
+
+def own_size(item: Any) -> int:
+    """Return the bytes of an object itself, as `sys.getsizeof` does; an array's with its data, a tensor's without."""
+    return _Class(item).own_size(item)
