@@ -252,7 +252,7 @@ def _of_all_turns(step: int, grown: int, context: Context) -> Sequence[HeldArray
 def _held_memory(size: int, context: Context, *, of_parts: bool = True) -> Sequence[HeldArray]:
     with sharing_walk(context.walk) as walk:
         context = replace(context, walk=walk)
-        buffers = _new_arrays(context)
+        buffers = _new_arrays(context, walk)
         found = _arrays(size, buffers, context) or _containers(size, context)
         found = found or (_new_parts(size, context, walk) if of_parts else ())
         return found or _arrays(size, _longer(buffers, context), context)
@@ -295,12 +295,13 @@ def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanati
     return facts, explanation
 
 
-def _new_arrays(context: Context) -> list[Buffer]:
+def _new_arrays(context: Context, walk: SharedWalk) -> list[Buffer]:
     """Return the large arrays that were not there with that size at an earlier look."""
     # New tensors are findings of their own.
     born = context.born or ()
-    buffers = large_buffers() + [each for each in large_storages() if id(each.item) not in born]
-    return [buffer for buffer in buffers if (id(buffer.item), buffer.bytes) not in context.old_arrays]
+    storages = [each for each in large_storages() if id(each.item) not in born]
+    new = [each for each in storages if (id(each.item), each.bytes) not in context.old_arrays]
+    return [*walk.buffers_besides(context.old_arrays), *new]
 
 
 def _longer(buffers: Sequence[Buffer], context: Context) -> list[Buffer]:

@@ -246,6 +246,10 @@ class WatchJudge:
         notes = case.final and policy.remedies != "now"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with contextlib.closing(walk):
+            above = {metric.resource for metric in _above(metrics, steps[-1].reading)}
+            if policy.explain and "host-memory" in above:
+                # Before the walk is made, which then has them in it.
+                walk.buffers_besides(context.old_arrays)
             if policy.explain and case.unsettled is not None:
                 self.ways.settle(case.unsettled, walk.graph(), case.context.born)
             # What the setup of a fixture has made was there before the test that its end is judged with.

@@ -23,6 +23,7 @@ from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep, landmarks
 from lowtide.probes.heap.search import Search
+from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.address_table import Indices, Ints, each_once
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
 from lowtide.probes.objects.listed import Census, all_instances, all_objects, collector_paused, frozen_instances
@@ -61,6 +62,7 @@ class SharedWalk:
         self._graph = graph
         self._is_part = graph is not None
         self._lost: set[int] = set()
+        self._buffers: list[Buffer] | None = None
 
     @property
     def is_made(self) -> bool:
@@ -77,7 +79,9 @@ class SharedWalk:
             self.close()
         if self._graph is None:
             with collector_paused():
-                self._graph = Graph(needed)
+                buffers = self._buffers or []
+                self._graph = Graph([*needed, *(buffer.item for buffer in buffers)])
+                self._graph.own |= {id(needed), id(self._buffers), id(buffers), *map(id, buffers)}
             self._is_part = False
             # What is frozen, and what nothing leads to, no walk meets.
             self._lost = set(map(id, self._missing(needed)))
@@ -92,8 +96,19 @@ class SharedWalk:
         """All objects by their types."""
         return self.graph().census()
 
+    def buffers_besides(self, known: Collection[tuple[int, int]]) -> Sequence[Buffer]:
+        """Return the large arrays that there are besides those known by identity and bytes, always the same ones.
+
+        Asked before the walk is made, they are in it from the first on: the collector tracks none of them, so a walk
+        that was made without them would be made again for them.
+        """
+        if self._buffers is None:
+            self._buffers = [each for each in large_buffers() if (id(each.item), each.bytes) not in known]
+        return self._buffers
+
     def close(self) -> None:
         """Drop every object; the next who asks has the walk made again."""
+        self._buffers = None
         if self._graph is not None:
             self._graph.close()
             self._graph = None

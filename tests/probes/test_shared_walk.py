@@ -15,6 +15,7 @@ import pytest
 from lowtide.probes.heap import holders as heap
 from lowtide.probes.heap.graph import Graph, NewBehindKnown
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
+from lowtide.probes.memory.buffers import LEAST
 from lowtide.probes.objects.identities import Identities, identities, object_at
 from lowtide.probes.objects.listed import collector_paused
 
@@ -166,3 +167,19 @@ def test_the_list_of_who_asked_first_holds_nothing_for_the_next() -> None:
         first = paths(things, walk, ignore={id(things)}, thorough=True)
         assert paths(things, walk, ignore={id(things)}, thorough=True) == first
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(object_at(identity)))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_arrays_that_were_asked_for_need_no_second_walk(asked: bool) -> None:
+    old, new = bytes(LEAST), bytes(LEAST + 1)
+    walk = SharedWalk()
+    if asked:
+        found = walk.buffers_besides({(id(old), LEAST)})
+        assert [each.bytes for each in found if each.item is old or each.item is new] == [LEAST + 1]
+        assert walk.buffers_besides(()) is found
+    first = walk.graph()
+    assert not first.has(old)
+    assert (walk.graph([new]) is first) is asked
+    walk.close()
+    assert any(each.item is old for each in walk.buffers_besides(()))
+    walk.close()
