@@ -29,7 +29,7 @@ from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
-from lowtide.probes.heap.large_values import UNIT, read_values, size_of_value
+from lowtide.probes.heap.large_values import OF_ITEMS, UNIT, items_of, owner_of, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import survey_storages
@@ -81,6 +81,9 @@ _MOST_PART = 0.9
 """The part of what a container has taken that must be there anyway, so that its growth is none of memory; and of what
 some values have more that one of them must have: else several grow a little."""
 
+_LONG_PART = 0.25
+"""The part of what an object's tuples have taken that one of them must have, if it grows."""
+
 _STEPS = 3
 """References from an entry of a registry of Python's to what it is for: of a record, a bound method, its function."""
 
@@ -109,8 +112,6 @@ _MOST_EXPLAINED = 500
 
 _ONE = 2 / 3
 """Items with each turn below which it is said in how many turns there is one."""
-
-_ENTRY = re.compile(r"\[[^\[\]]*\]")
 
 _PLAIN = (list, dict, tuple)
 """What everybody makes, some of it in some."""
@@ -151,14 +152,21 @@ def growth_in_heap(
         courses: how containers, and the numbers of objects of some types, have grown.
         there: the containers and types that are there, by identity.
         stretch: in which turns.
-        values: how many KiB of values some objects have had that refer to them.
+        values: how many KiB of values, and things in tuples, some objects have had that refer to them.
     """
+    fixed = _growing_items([course for course in values if course.identity & OF_ITEMS])
+    values = [course for course in values if not course.identity & OF_ITEMS]
+    # What a container takes is told by that.
+    of_containers = {course.identity for course in courses}
+    fixed = [(course, item) for course, item in fixed if course.identity not in of_containers]
+    there = {**there, **{id(item): item for _, item in fixed}}
+    courses = [*courses, *(replace(course, identity=id(item)) for course, item in fixed)]
     types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
     of_types = {course.identity for course, _ in types}
     types = [(course, cls) for course, cls in types if not course.by_turns]
     others = [course for course in courses if course.identity not in of_types]
     with sharing_walk() as walk:
-        heap = _Heap(walk, stretch.roots, [there, types])
+        heap = _Heap(walk, stretch.roots, [there, types, fixed, *fixed])
         others = _each_or_together(_without_copies(others, there), there, stretch, heap)
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
@@ -312,7 +320,8 @@ def _each_or_together(
     for course, explanation in zip(slow, explained, strict=True):
         # What lies in one that grows is told with that.
         if explanation.path and alone.isdisjoint(explanation.through - {course.identity}):
-            places.setdefault(tuple(_ENTRY.sub("[*]", hop.edge) for hop in explanation.path), []).append(course)
+            edges = ("[*]" if _is_entry(hop) else hop.edge for hop in explanation.path)
+            places.setdefault(tuple(edges), []).append(course)
     found = [course for course in courses if not course.by_turns]
     return [*found, *(all_ for all_ in map(together, places.values()) if all_.is_of_every_turn or all_.is_regular)]
 
@@ -543,9 +552,9 @@ def _of_container(
         of_kind += f", for {of}" if of else ""
     name = _name_of(explanation, container)
     if course.together > 1:
-        name = _ENTRY.sub("[*]", name)
+        name = _of_any_entry(name, explanation.path)
         of_kind += f" in {course.together} of them"
-        explanation = replace(explanation, holder=_ENTRY.sub("[*]", explanation.holder))
+        explanation = replace(explanation, holder=_of_any_entry(explanation.holder, explanation.path))
     explanation = replace(
         explanation,
         cause="lru-cache" if is_cache else explanation.cause,
@@ -554,6 +563,18 @@ def _of_container(
     )
     each = _bytes_a_turn(course, container, tensors=stretch.tensors, exactly=True)
     return _stated(course, explanation, stretch, name=name, each=each, what=of_kind)
+
+
+def _is_entry(hop: Hop) -> bool:
+    """Return whether something lies in a container, under whatever key: that may have brackets itself."""
+    return hop.edge.startswith("[")
+
+
+def _of_any_entry(name: str, path: Sequence[Hop]) -> str:
+    """Return the name of what lies in a container without the keys on its path."""
+    for hop in filter(_is_entry, path):
+        name = name.replace(hop.edge, "[*]", 1)
+    return name
 
 
 class _Came(NamedTuple):
@@ -743,6 +764,23 @@ def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
     return _Chained(tuple(edges[: places[0] + 1]), tuple(links), way.like[first:], way.through)
 
 
+def _growing_items(courses: Sequence[Course]) -> list[tuple[Course, Any]]:
+    """Return the tuples and frozensets that have each time taken the place of shorter ones, with who refers to them.
+
+    An object may have several that grow. Where none is long, it has come to have more of them.
+    """
+    there = read_values({course.identity for course in courses})[1] if courses else {}
+    found = []
+    for course in courses:
+        items = [*map(items_of, there.get(course.identity, ()))]
+        long = [item for item in items if len(item) >= _LONG_PART * course.items]
+        all_ = max(course.items, sum(map(len, long)))
+        for item in long:
+            since = [len(item) - (course.lengths[-1] - length) * len(item) // all_ for length in course.lengths]
+            found.append((replace(course, identity=owner_of(course.identity), lengths=since, is_remade=True), item))
+    return found
+
+
 def _growing_values(
     courses: Sequence[Course], stretch: Stretch, told: Collection[int], heap: _Heap
 ) -> dict[int, Finding]:
@@ -750,13 +788,14 @@ def _growing_values(
 
     What containers take that grow is told by them.
     """
-    courses = [course for course in courses if course.identity not in told and course.items * UNIT >= _LEAST_IN_ALL]
+    courses = [course for course in courses if course.items * UNIT >= _LEAST_IN_ALL]
+    courses = [course for course in courses if owner_of(course.identity) not in told]
     if not courses:
         return {}
     _, values = read_values({course.identity for course in courses})
     there = [course for course in courses if course.identity in values]
-    wanted = [values[course.identity] for course in there]
-    heap.own.extend((values, there))
+    wanted = [values[course.identity][0] for course in there]
+    heap.own.extend((values, *values.values(), there))
     explained = heap.explained(wanted) if wanted else []
     found = {}
     for course, value, explanation in zip(there, wanted, explained, strict=True):

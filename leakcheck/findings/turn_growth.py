@@ -105,7 +105,10 @@ _MATTERS = 4
 """A call that has allocated less than such a part of what the turns add is not what grows."""
 
 _LEAST_OF_VALUES = 64 << 10
-"""Bytes that malloc must have given out more than at an earlier reading of values, before they are read again."""
+"""Bytes that malloc must have given out more than at an earlier reading of values, before they are read again,"""
+
+_LEAST_A_TURN = 1024
+"""or so many for each turn since then, where turns may take any time."""
 
 
 class Grown(msgspec.Struct, frozen=True):
@@ -193,6 +196,7 @@ class TurnGrowth:
         # How much single values have had of whoever refers to them, and what malloc had given out when they were read.
         self._values = ContainerCourses()
         self._malloc: int | None = None
+        self._since = 0
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
 
@@ -263,11 +267,15 @@ class TurnGrowth:
         if not self._asked:
             return
         now = malloc_in_use()
-        if self._malloc is not None and now - self._malloc < _LEAST_OF_VALUES:
+        if self._malloc is not None and now - self._malloc < self._least_of_values(turn):
             return
         if self._malloc is None or self._seconds:
-            self._malloc = now
+            self._malloc, self._since = now, turn
         self._values.note(turn, read_values()[0])
+
+    def _least_of_values(self, turn: int) -> int:
+        """Return the bytes that malloc must have given out more than at an earlier reading of values."""
+        return _LEAST_OF_VALUES if self._seconds else min(_LEAST_OF_VALUES, (turn - self._since) * _LEAST_A_TURN)
 
     def _growing_values(self) -> Sequence[Course]:
         """Return the values that have grown until the last reading: none that has stopped since it was read."""

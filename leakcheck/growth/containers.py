@@ -300,7 +300,8 @@ class ContainerCourses:
         """Return those that have grown since the first reading, and never shrunk; but `risen` ones.
 
         One that has come since has held nothing before; one that has been as it is since then is none of them. None
-        where all of them together have not taken enough from each reading to the next.
+        where all of them together have not taken enough from each reading to the next: beside some that fill, others
+        may go on.
         """
         ids, kinds, lengths = self._slow
         often = (np.diff(lengths, axis=1) > 0).sum(1) > 1
@@ -309,7 +310,8 @@ class ContainerCourses:
         figures = (ids[often].tolist(), kinds[often].tolist(), lengths[often].tolist())
         found = [Course(*figure[:2], turns, figure[2], by_turns=True) for figure in zip(*figures, strict=True)]
         all_ = together(found) if found else None
-        return found if all_ is not None and all_.goes_on and all_.items >= _REGULAR and all_.has_taken else []
+        are_enough = all_ is not None and all_.items >= _REGULAR and all_.has_taken
+        return found if are_enough and len(turns) >= FEWEST_READINGS else []
 
     def growing(self, turn: int) -> list[Course]:
         """Return those that have taken something in every turn until this one, the longest first.

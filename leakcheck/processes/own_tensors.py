@@ -37,7 +37,7 @@ from lowtide.probes.device.torch_allocator import (
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.heap.container_lengths import read_lengths
-from lowtide.probes.heap.large_values import OF_VALUES, with_values
+from lowtide.probes.heap.large_values import owner_of, with_values
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.memory_parts import malloc_in_use, read_parts
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
@@ -424,8 +424,8 @@ def _filled_caches() -> tuple[FilledCache, ...]:
 def explain_grown(question: ExplainGrown) -> list[Finding]:
     """Return a finding on each of some containers that have grown and that the program holds."""
     asked = [Course(*each) for each in question.containers]
-    courses = [course for course in asked if not course.identity & OF_VALUES]
-    values = [replace(course, identity=course.identity - OF_VALUES) for course in asked if course.identity & OF_VALUES]
+    courses = [course for course in asked if owner_of(course.identity) == course.identity]
+    values = [course for course in asked if owner_of(course.identity) != course.identity]
     _, there = read_lengths({course.identity for course in courses})
     stretch = Stretch(
         question.turns,

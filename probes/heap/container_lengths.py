@@ -188,7 +188,7 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
     """Return what a container took last, as far as it has an order, without running foreign code.
 
     Args:
-        container: a list, dict, set or deque, or `atexit`.
+        container: a list, dict, set, deque, tuple or frozenset, or `atexit`.
         most: how many entries are gone through.
         step: of each so many of them some are returned; a multiple of `run`.
         run: how many, one after the other.
@@ -201,8 +201,12 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
         return [tuple(entry) for entry in _runs(reversed(exit_entries()), most, step, run)]
     if issubclass(cls, dict):
         return list(_runs(reversed(dict.items(container)), most, step, run))
-    if issubclass(cls, set):
-        return [(item,) for item in _runs(set.__iter__(container), most, step, run)]
+    for unordered in (set, frozenset):
+        if issubclass(cls, unordered):
+            return [(item,) for item in _runs(unordered.__iter__(container), most, step, run)]
+    if issubclass(cls, tuple):
+        backwards = tuple.__getitem__(container, slice(None, None, -1))
+        return [(item,) for item in _runs(iter(backwards), most, step, run)]
     kind = list if issubclass(cls, list) else deque
     return [(item,) for item in _runs(kind.__reversed__(container), most, step, run)]
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
 import numpy as np
 
-from lowtide.probes.heap.large_values import LEAST, UNIT, read_values, size_of_value
+from lowtide.probes.heap.large_values import (
+    LEAST,
+    OF_ITEMS,
+    OF_VALUES,
+    UNIT,
+    items_of,
+    read_values,
+    size_of_value,
+)
 from tests.probes.in_both_ways import in_both_ways
 
 _way = in_both_ways("values_of_all")
@@ -20,12 +29,12 @@ class Holder:
 
 def test_an_object_has_what_its_attributes_are() -> None:
     holder = Holder()
-    (owner,) = {id(holder), id(vars(holder))} & {*read_values()[0].ids.tolist()}
+    (owner,) = {id(holder) + OF_VALUES, id(vars(holder)) + OF_VALUES} & {*read_values()[0].ids.tolist()}
     read, values = read_values([owner])
     (place,) = read.places_of(np.array([owner], np.int64)).tolist()
     assert read.lengths[place] == 4 * LEAST // UNIT
-    assert values == {owner: holder.data}
-    assert size_of_value(values[owner]) == 3 * LEAST
+    assert values == {owner: [holder.data, holder.text]}
+    assert size_of_value(holder.data) == 3 * LEAST
 
 
 def test_what_lies_in_dicts_of_names_alone_is_met() -> None:
@@ -33,7 +42,7 @@ def test_what_lies_in_dicts_of_names_alone_is_met() -> None:
     assert not gc.is_tracked(inner)
     holder = [{"inner": inner, "same": inner}]
     read, _ = read_values()
-    (place,) = read.places_of(np.array([id(inner)], np.int64)).tolist()
+    (place,) = read.places_of(np.array([id(inner) + OF_VALUES], np.int64)).tolist()
     assert read.lengths[place] == LEAST // UNIT
     assert holder[0]["same"] is inner
 
@@ -42,32 +51,41 @@ def test_what_is_frozen_is_read_too() -> None:
     holder = ["x" * (2 * LEAST)]
     gc.freeze()
     try:
-        read, values = read_values([id(holder)])
+        read, values = read_values([id(holder) + OF_VALUES])
     finally:
         gc.unfreeze()
-    (place,) = read.places_of(np.array([id(holder)], np.int64)).tolist()
-    assert (read.lengths[place], values) == (2 * LEAST // UNIT, {id(holder): holder[0]})
+    (place,) = read.places_of(np.array([id(holder) + OF_VALUES], np.int64)).tolist()
+    assert (read.lengths[place], values) == (2 * LEAST // UNIT, {id(holder) + OF_VALUES: [holder[0]]})
 
 
 def test_a_value_that_two_have_counts_for_both_and_twice_for_one_that_has_it_twice() -> None:
     text = "x" * LEAST
     one, other = [text, text], [text]
     read, _ = read_values()
-    places = read.places_of(np.array([id(one), id(other)], np.int64))
+    places = read.places_of(np.array([id(one), id(other)], np.int64) + OF_VALUES)
     assert read.lengths[places].tolist() == [2 * LEAST // UNIT, LEAST // UNIT]
+
+
+def test_the_things_in_tuples_and_their_like_are_counted() -> None:
+    arguments = functools.partial(print, 1, 2, 3)
+    holders = [[("x",) * 5, ()], [frozenset("abc"), ("y",)], [arguments]]
+    ids = [id(holder) + OF_ITEMS for holder in holders]
+    read, values = read_values(ids)
+    assert read.lengths[read.places_of(np.array(ids, np.int64))].tolist() == [5, 4, 3]
+    assert [items_of(values[each][0]) for each in ids] == [("x",) * 5, frozenset("abc"), (1, 2, 3)]
 
 
 def test_a_view_has_none_of_its_own() -> None:
     array = np.ones(LEAST)
     held = [[array[1:]]]
-    assert id(held[0]) not in read_values()[0].ids.tolist()
+    assert id(held[0]) + OF_VALUES not in read_values()[0].ids.tolist()
     assert size_of_value(array) == 8 * LEAST
 
 
 def test_nothing_is_kept() -> None:
     holder = Holder()
     seen = weakref.ref(holder)
-    read_values([id(holder)])
+    read_values([id(holder) + OF_VALUES])
     del holder
     assert seen() is None
     assert gc.isenabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,13 +28,13 @@ class Held:
     """What the program holds by attributes of a class."""
 
     value: Any = None
-    logs: list[bytes]
+    logs: Any = ()
 
 
 @pytest.fixture(autouse=True)
 def emptied() -> Iterator[None]:
     yield
-    Held.value, Held.logs = None, []
+    Held.value, Held.logs = None, ()
 
 
 def found_after(turn: Callable[[int], object], *, asked: bool = True, seconds: float = 0.0) -> list[Finding]:
@@ -124,6 +125,46 @@ def lengthen_by_little(number: int) -> None:
     Held.value = (Held.value or "x" * SIZE) + "y" * 2000
 
 
+def lengthen_tuple(number: int) -> None:
+    Held.value = (*(Held.value or ()), bytes(SIZE))
+
+
+def add_to_set(number: int) -> None:
+    Held.value = (Held.value or frozenset()) | {bytes(SIZE) + bytes([number])}
+
+
+def wrap_partial(number: int) -> None:
+    Held.value = functools.partial(Held.value or print, bytes(SIZE))
+
+
+def lengthen_two(number: int) -> None:
+    lengthen_tuple(number)
+    Held.logs = (*Held.logs, number)
+
+
+@pytest.mark.parametrize("turn", [lengthen_tuple, add_to_set, wrap_partial, lengthen_two])
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_what_gives_way_to_a_longer_one_is_told_as_a_container_is(turn: Callable[[int], None], seconds: float) -> None:
+    (finding,) = (each for each in found_after(turn, seconds=seconds) if each.holder)
+    assert finding.holder == f"{__name__}.Held.value" + ".args" * (turn is wrap_partial)
+    assert finding.message.startswith(f"{finding.holder} takes 1 item (")
+
+
+def window(number: int) -> None:
+    Held.value = (*(Held.value or ()), bytes(SIZE))[-8:]
+
+
+def take_tuples(number: int) -> None:
+    Held.value = Held.value or []
+    Held.value.append((number,))
+
+
+@pytest.mark.parametrize("turn", [window, take_tuples])
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_window_of_things_and_tuples_of_little_are_none(turn: Callable[[int], None], seconds: float) -> None:
+    assert found_after(turn, seconds=seconds) == []
+
+
 @pytest.mark.parametrize("turn", [replace, rise_and_fall, fill, lengthen_by_little])
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_one_that_is_no_longer_in_the_end_is_none(turn: Callable[[int], None], seconds: float) -> None:
@@ -149,6 +190,18 @@ def test_a_process_says_how_large_its_values_are_and_who_holds_one_that_has_grow
     found = grown_between(*moments, "mark 'a'", 0, explain_grown)
     (finding,) = (each for each in found if each.holder == f"{__name__}.Held.value")
     assert f" has {finding.bytes / 1024:.1f} KiB more than at mark 'a': bytearray of " in finding.message
+
+
+def test_a_process_says_who_holds_a_tuple_that_has_grown() -> None:
+    Held.value = ("",) * 20
+    before = ask(answers.answer, Look(), "this process")
+    for number in range(30):
+        lengthen_tuple(number)
+    now = ask(answers.answer, Look(), "this process")
+    moments = [Moment(started=1, seen=seen, things={}) for seen in (before, now)]
+    found = grown_between(*moments, "mark 'a'", 0, explain_grown)
+    (finding,) = (each for each in found if each.holder == f"{__name__}.Held.value")
+    assert f" has 30 items ({finding.bytes / 1024:.1f} KiB) more than at mark 'a': 50 of " in finding.message
 
 
 def test_what_a_list_takes_is_told_by_the_list_alone() -> None:

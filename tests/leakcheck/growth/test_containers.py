@@ -185,6 +185,12 @@ def test_containers_that_take_something_by_turns_grow_together() -> None:
     assert (both.together, both.items, both.is_of_every_turn) == (2, 30, True)
 
 
+def test_containers_that_take_something_by_turns_grow_beside_one_that_fills() -> None:
+    shards = [{turn: (turn + place) // 3 for turn in range(0, 24, 4)} for place in range(3)]
+    filling = dict(zip(range(0, 24, 4), (0, 20, 24, 26, 27, 28), strict=True))
+    assert together(slow(*shards, filling)[:3]).is_of_every_turn
+
+
 def test_one_that_comes_late_has_held_nothing_before() -> None:
     courses = slow({2: 1, 8: 7, 16: 9, 24: 13, 32: 17}, {16: 6, 24: 10, 32: 14})
     assert together(courses).lengths == [1, 7, 15, 23, 31]

@@ -86,7 +86,7 @@ class Shards:
     """Has a table and a memo, which fills, in four parts each, some of every third request, and a new list in each."""
 
     def __init__(self) -> None:
-        self.parts: list[dict[int, bytes]] = [{} for _ in range(4)]
+        self.parts: dict[str, dict[int, bytes]] = {f"part[{number}]": {} for number in range(4)}
         self.memo: list[dict[int, bytes]] = [{} for _ in range(4)]
         self.samples: list[bytes] = []
         self.history: list[bytes] = []
@@ -94,7 +94,7 @@ class Shards:
         self.drawn = random.Random(1)
 
     def answer(self, number: int) -> None:
-        self.parts[number % 4][number] = bytes(3000)
+        self.parts[f"part[{number % 4}]"][number] = bytes(3000)
         key = self.drawn.randrange(60)
         self.memo[key % 4].setdefault(key, bytes(3000))
         self.history = [*self.history, bytes(4000)]
