@@ -22,7 +22,17 @@ from lowtide.leakcheck.findings.item_findings import NamedGrowth
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, has_slept
 from lowtide.leakcheck.findings.out_of_memory import is_out_of_memory
 from lowtide.leakcheck.findings.storage_holders import Context
-from lowtide.leakcheck.findings.turn_growth import INFERENCES, OpenEnd, TurnGrowth, call_recorder, not_decided
+from lowtide.leakcheck.findings.turn_growth import (
+    FEWEST_TURNS,
+    INFERENCES,
+    Grown,
+    OpenEnd,
+    TurnGrowth,
+    call_recorder,
+    is_read,
+    not_decided,
+)
+from lowtide.leakcheck.growth.containers import FEWEST_READINGS
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.contract import PreservedState, Tokens, digests
 from lowtide.leakcheck.judging.judge import Excess
@@ -62,8 +72,11 @@ from lowtide.reports.schema import Finding, NotMeasured, Subject
 if TYPE_CHECKING:
     import torch
 
-MORE_UPDATES = 3
+MORE_UPDATES = FEWEST_READINGS - 1
 """Updates at the end of the last life by which growth is judged, besides those of the script."""
+
+_UPDATES = "weight updates"
+"""What they are called as turns."""
 
 MORE_INFERENCES = 2
 """Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
@@ -94,8 +107,9 @@ class LifecycleRun:
             what several lives leave together is judged by the table.
         tenant: takes what each sleep has freed, in a second process; None if nobody does.
         snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
-        turns: inferences in a row at the end of each life, by which it is judged what grows; 0: only as many as tell
-            of tensors, and of other processes.
+        turns: inferences in a row at the end of each life, and updates of the weights at that of the last one, by
+            which it is judged what grows; 0: only as many as tell of tensors, of other processes, and of what each
+            update adds to containers.
         until_decided: whether more of them follow, up to ten times as many, until it is known what grows.
         native: whether the calls are recorded in them that allocate, while host memory seems to grow.
         heap: where the heap is kept in which something is left of the last life; None: nowhere.
@@ -354,10 +368,7 @@ class LifecycleRun:
         count, wanted, elsewhere = 0, self.turns, 0
         most = wanted * _MOST_TIMES if self.until_decided else wanted
         readings = OpenEnd()
-        growth = TurnGrowth(
-            INFERENCES, lambda: [(ENGINE, engine)], asked=True, calls=self._calls, native_option="--native"
-        )
-        with closing(growth):
+        with closing(self._turn_growth(INFERENCES, engine)) as growth:
             while count < max(least, wanted) and self._again(life, "infer", "infer"):
                 count += 1
                 if not wanted:
@@ -376,8 +387,7 @@ class LifecycleRun:
             more, said = growth.undecided(INFERENCES), growth.said(INFERENCES)
             known = sum(finding.bytes for finding in self._grown.get("infer", ()) if finding.device == "cpu")
             grown = growth.end(INFERENCES, "", lambda: known)
-        found = [*grown.containers, *([] if grown.host is None else [grown.host])]
-        self._of_turns |= {finding.fingerprint: finding for finding in found}
+        found = self._noted(grown)
         self._said_of_turns = ""
         if more and not found:
             missing = not_decided(count, more)
@@ -387,13 +397,31 @@ class LifecycleRun:
 
     def _update_again(self, life: TargetLife, engine: object) -> None:
         """Update the weights some times more, for growth, and look for it."""
-        for turn in range(MORE_UPDATES):
-            if not self._again(life, UPDATE, f"{UPDATE}({(turn + 1) % 2})"):
-                return
-        own = self._turns_of[UPDATE]
-        self._grown[UPDATE] = grown_under(ENGINE, self._left(own, engine), own)
+        count = max(MORE_UPDATES, self.turns)
+        with closing(self._turn_growth(_UPDATES, engine)) as growth:
+            growth.read(1, begins=True)
+            for turn in range(1, count + 1):
+                if not self._again(life, UPDATE, f"{UPDATE}({turn % 2})"):
+                    return
+                growth.note(_UPDATES)
+                if count < FEWEST_TURNS or is_read(turn, count, is_last=turn == count, asked=True):
+                    growth.read(turn + 1)
+            own = self._turns_of[UPDATE]
+            self._grown[UPDATE] = grown_under(ENGINE, self._left(own, engine), own)
+            known = sum(finding.bytes for finding in self._grown[UPDATE] if finding.device == "cpu")
+            self._noted(growth.end(_UPDATES, "", lambda: known))
         context = Context(roots=[(ENGINE, engine)], living=True, maker_of=self._reader.makers.of_item)
         self._record.findings += [with_holders(leak, context, with_cause=True) for leak in self._named_growth.leaks()]
+
+    def _turn_growth(self, turns: str, engine: object) -> TurnGrowth:
+        """Return what reads how an engine grows with some turns."""
+        return TurnGrowth(turns, lambda: [(ENGINE, engine)], asked=True, calls=self._calls, native_option="--native")
+
+    def _noted(self, grown: Grown) -> Sequence[Finding]:
+        """Note what has grown with some turns, and return it."""
+        found = [*grown.containers, *([] if grown.host is None else [grown.host])]
+        self._of_turns |= {finding.fingerprint: finding for finding in found}
+        return found
 
     def _again(self, life: TargetLife, stage: str, called: str) -> bool:
         """Go through a stage once more, for growth; return whether it has worked."""

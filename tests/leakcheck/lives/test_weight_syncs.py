@@ -40,6 +40,8 @@ class Engine:
     def __init__(self, does: str) -> None:
         self.does = does
         self.kept: list[torch.Tensor] = []
+        self.sent: list[bytes] = []
+        self.recent: dict[int, bytes] = {}
         self.weights: dict[str, torch.Tensor] = {}
 
     def load(self, sent: Mapping[str, torch.Tensor]) -> None:
@@ -56,6 +58,10 @@ class Engine:
             self.kept.append(bucket)
         elif self.does == "keeps the last":
             self.kept = [bucket]
+        elif self.does == "keeps each on the host":
+            self.sent.append(bytes(SIZE))
+        elif self.does == "keeps one of each version on the host":
+            self.recent[int(self.weights["a"][0])] = bytes(SIZE)
         elif self.does == "keeps garbage":
             cycle: list[object] = [bucket]
             cycle.append(cycle)
@@ -143,6 +149,7 @@ def test_a_life_ends_with_weights_of_both_versions() -> None:
         ("keeps the first", Target),
         ("keeps the last", Target),
         ("keeps garbage", Target),
+        ("keeps one of each version on the host", Target),
         ("opens the next bucket before it closes the last", Target),
     ],
 )
@@ -193,15 +200,21 @@ def test_the_same_weights_sent_again_must_say_the_same() -> None:
 def test_what_each_update_leaves_in_tensors_is_growth_and_its_holder_is_named() -> None:
     finding = found("keeps each")
     assert (finding.resource, finding.trend, finding.stage) == ("tensors", "growth", "update_weights")
-    assert (finding.holder, finding.bytes, finding.count) == ("engine.kept", 4 * SIZE, 4)
-    assert finding.message.startswith("tensors on cpu grow by 2.0 KiB with each update_weights, 8.0 KiB in 4 of 4")
+    assert (finding.holder, finding.bytes, finding.count) == ("engine.kept", 5 * SIZE, 5)
+    assert finding.message.startswith("tensors on cpu grow by 2.0 KiB with each update_weights, 10.0 KiB in 5 of 5")
     assert "let go in update_weights of what was sent" in (finding.advice or "")
+
+
+def test_what_each_update_leaves_on_the_host_is_growth_though_the_shutdown_frees_it() -> None:
+    finding = found("keeps each on the host")
+    assert (finding.resource, finding.trend, finding.holder) == ("host-memory", "growth", "engine.sent")
+    assert finding.message.startswith("engine.sent takes 1 item (2.1 KiB) in each of 4 weight updates, ")
 
 
 def test_what_each_update_leaves_open_is_growth_by_name() -> None:
     finding = found("leaves a descriptor")
-    assert (finding.resource, finding.trend, finding.count) == ("file-descriptors", "growth", 4)
-    assert "4 file descriptors more, which 4 calls of update_weights in a row have left: " in finding.message
+    assert (finding.resource, finding.trend, finding.count) == ("file-descriptors", "growth", 5)
+    assert "5 file descriptors more, which 5 calls of update_weights in a row have left: " in finding.message
     assert "; made in Engine.load, test_weight_syncs.py:" in finding.message
     assert "/memfd:bucket" in finding.message
 
