@@ -35,6 +35,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import by_work, most_work, with_work
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
+from lowtide.leakcheck.judging.storages import Key
 from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
@@ -135,7 +136,10 @@ def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | Non
 def _as_one(group: Sequence[Finding], cause: CommonCause | None) -> Finding:
     if cause is None:
         return group[0]
-    first, *parts = sorted(group, key=_rank)
+    first, *others = sorted(group, key=_rank)
+    parts = [*first.parts]
+    for part in others:
+        parts += [msgspec.structs.replace(part, parts=()), *part.parts]
     of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
     advice = first.advice or cause.advice or of_setting
     if first.path or not cause.holder:
@@ -284,6 +288,27 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
         join(parts)
     _join_host_memory(parts, context.walk)
     return [part.leak for part in parts], [part.cause for part in parts]
+
+
+def causes_of(found: Sequence[Leak], context: Context) -> dict[str, CommonCause | None]:
+    """Return what each leak of several lives has in common with others, by its finding's fingerprint.
+
+    What the lives have left stays one finding, by which it is known. Each life leaves the same: what the things have in
+    common of which there are the fewest, those of the last one, all have.
+    """
+    items = [leak for leak in found if isinstance(leak, ItemLeak)]
+    latest = {leak.key: leak for leak in sorted(items, key=lambda leak: -len(leak.names))}
+    tensors = [leak for leak in found if isinstance(leak, TensorLeak)]
+    of_items: dict[str, list[CommonCause | None]] = {}
+    of_tensors: dict[frozenset[Key], CommonCause | None] = {}
+    for leak, cause in zip(*with_causes([*tensors, *latest.values()], context), strict=True):
+        if isinstance(leak, TensorLeak):
+            of_tensors[leak.keys] = cause
+        else:
+            of_items.setdefault(leak.key, []).append(cause)
+    # Where they differ in that, they have no cause as a whole.
+    causes = {leak.finding.fingerprint: own[0] for leak in items if len(own := of_items.get(leak.key, [])) == 1}
+    return causes | {leak.finding.fingerprint: of_tensors.get(leak.keys) for leak in tensors}
 
 
 class _Part(msgspec.Struct):
@@ -949,22 +974,32 @@ def _suspect_edge(path: Sequence[Hop]) -> tuple[str, ...]:
 def _join_threads(parts: Sequence[_Part]) -> None:
     """Join the running threads that hold what is kept with that: they end together."""
     roots = [
-        (part, part.leak.finding.path[0])
+        (part, {explanation.path[0] for explanation in part.leak.explanations.values() if explanation.path})
         for part in parts
-        if isinstance(part.leak, TensorLeak) and part.leak.finding.path
+        if isinstance(part.leak, TensorLeak)
     ]
     for part in parts:
         leak = part.leak
-        if not isinstance(leak, ItemLeak) or leak.key != "threads" or len(leak.names) != 1 or part.cause is not None:
+        if not isinstance(leak, ItemLeak) or leak.key != "threads":
             continue
-        (key,) = leak.names
-        running = next((thread for thread in threading.enumerate() if thread_key(thread) == key), None)
-        frames = () if running is None else frames_of(thread_ident(running))
-        for of, root in roots:
-            is_its_own = key.startswith(f"{root.edge} (") if root.type == "thread" else root.edge in frames
-            if is_its_own and (root.type == "thread" or of.cause is None):
-                advice = leak.finding.advice or ""
-                of.cause = part.cause = of.cause or part.cause or CommonCause(("thread", *leak.names), advice=advice)
+        running = [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
+        frames = {frame for thread in running for frame in frames_of(thread_ident(thread))}
+        for of, own in roots:
+            of_threads = tuple(f"{root.edge} (" for root in own if root.type == "thread")
+            is_its_own = bool(leak.names) and all(key.startswith(of_threads) for key in leak.names)
+            if is_its_own or (of.cause is None and any(root.edge in frames for root in own)):
+                _join(parts, part, of)
+
+
+def _join(parts: Sequence[_Part], one: _Part, other: _Part) -> None:
+    """Give two parts, and all that have a cause with one of them, one cause."""
+    causes = [cause for cause in (other.cause, one.cause) if cause is not None]
+    advice = one.leak.finding.advice or ""
+    joined = causes[0] if causes else CommonCause(("joined", id(one)), advice=advice)
+    keys = {cause.key for cause in causes}
+    for part in parts:
+        if part is one or part is other or (part.cause is not None and part.cause.key in keys):
+            part.cause = joined
 
 
 def _join_host_memory(parts: Sequence[_Part], walk: SharedWalk | None) -> None:

@@ -230,22 +230,26 @@ class LeftoverTensors:
         """When a storage appeared; before the first stage is its life's beginning."""
         return self._turns[held.turn - 1] if held.turn <= len(self._turns) else _Turn(1, held.stage, 1)
 
-    def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
-        """Return the findings of all lives, what gives each back tried; and the changes that this made, as actions.
+    def leaks_at_end(self, engine: object, cycle: int, devices: Collection[str]) -> list[TensorLeak]:
+        """Return what all lives have left on some devices, besides what a freeze had hidden, and who holds it.
 
-        On some devices tensors did not come back, besides those that a freeze had hidden; of the last life, with number
-        `cycle`, the engine is what is left.
+        Of the last life, with number `cycle`, the engine is what is left.
         """
-        context = self.context(engine, lives=cycle)
         at_first, *thawed = self._rows.values()
         hidden = {held.key[0] for row in thawed for held in at_first if held not in row}
         wanted = {*devices, *hidden}
         rows = {
             rung: [self._by_life(held) for held in row if held.key[0] in wanted] for rung, row in self._rows.items()
         }
+        context = self.context(engine, lives=cycle)
         explained = explain_storages({held.key for held in [*rows.values()][-1]}, context)
-        leaks = leaks_at_rungs(rows, marked_as_frozen(explained, self._behind_frozen), context)
-        findings = prove(leaks, context)
+        return leaks_at_rungs(rows, marked_as_frozen(explained, self._behind_frozen), context)
+
+    def conclude(
+        self, leaks: Sequence[TensorLeak], engine: object, cycle: int
+    ) -> tuple[list[Finding], tuple[str, ...]]:
+        """Return the findings of all lives, what gives each back tried; and the changes that this made, as actions."""
+        findings = prove(leaks, self.context(engine, lives=cycle))
         now = {finding.fingerprint for finding in findings}
         # What an earlier life left and a later one gave back does not add up.
         findings += [

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.findings.causes import CommonCause, by_cause
 from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
@@ -38,6 +39,7 @@ class LifeRecord:
     Attributes:
         whole: how many lives were gone through to their end, and judged.
         out_of_memory: what there was when memory was not enough; None if it was.
+        causes: what findings have in common with others, by their fingerprints.
     """
 
     def __init__(self, name: str, device: str, cycles: int) -> None:
@@ -51,6 +53,7 @@ class LifeRecord:
         self.returns: list[Return] = []
         self.not_measured: dict[str, NotMeasured] = {}
         self.level_of: dict[str, Level] = {}
+        self.causes: Mapping[str, CommonCause | None] = {}
         self.type_growth: tuple[TypeGrowth, ...] = ()
         # Bytes that no probe explained before the first life, and how many more after it, by device.
         self._context: dict[str, int] = {}
@@ -116,6 +119,7 @@ class LifeRecord:
         """
         distinct = one_for_each_level(grouped(self.findings), self.level_of)
         findings = tuple(self._with_trend(finding, used_before) for finding in distinct)
+        findings = by_cause(findings, {id(finding): self.causes.get(finding.fingerprint) for finding in findings})
         subject = self._judged(findings, more_not_measured, self.latest_stages(len(self.stages)))
         if not failure:
             return subject

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lowtide.leakcheck.findings.causes import BELONGING, with_holders
+from lowtide.leakcheck.findings.causes import BELONGING, causes_of, with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, with_pools_to_let_go
 from lowtide.leakcheck.findings.heap_file import HeapFile
 from lowtide.leakcheck.findings.host_memory import bytes_of_new_arrays, with_memory_holder
@@ -37,7 +37,7 @@ from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.probes.heap.container_lengths import long_containers
-from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.memory.buffers import known_arrays
 from lowtide.probes.objects.described import program_modules
 from lowtide.probes.objects.foreign import type_name
@@ -164,9 +164,7 @@ class ShutdownJudgement:
             self._climb(Rung.EMPTY_CACHE)
         explained = {finding.device for finding in of_tensors}
         with sharing_walk() as walk:
-            context = msgspec.structs.replace(
-                self._leftovers.context(engine), maker_of=self._reader.makers.of_item, walk=walk
-            )
+            context = self._context(engine, walk)
             judgements = [
                 self._judged(start, actions, msgspec.structs.replace(context, old_lengths=start.lengths))
                 for start in self._baselines
@@ -260,13 +258,34 @@ class ShutdownJudgement:
             context = self._leftovers.context(engine)
             with sharing_walk() as walk:
                 self._heap.keep(walk, born=context.born, storages=storages, items={}, roots=context.roots)
-        findings, cuts = self._leftovers.conclude(engine, len(self._starts), devices)
+        leaks = self._leftovers.leaks_at_end(engine, len(self._starts), devices)
+        things = self._things_left()
+        if len(leaks) + len(things) > 1:
+            # Before anything is changed to give it back.
+            with sharing_walk() as walk:
+                self._record.causes = causes_of([*leaks, *things], self._context(engine, walk))
+        findings, cuts = self._leftovers.conclude(leaks, engine, len(self._starts))
         if cuts:
             actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
             self._steps.append(LadderStep(Rung.CLEAR_CACHES, self._reader.read_after_shutdown(), 0.0))
         last = self._steps[-1].rung
         self._climb(*(rung for rung in Rung if rung.order > max(last.order, Rung.EMPTY_CACHE.order)))
         return findings
+
+    def _context(self, engine: object, walk: SharedWalk) -> Context:
+        """Return what is known around what lives have left, for one walk over the heap."""
+        return msgspec.structs.replace(self._leftovers.context(engine), maker_of=self._reader.makers.of_item, walk=walk)
+
+    def _things_left(self) -> list[ItemLeak]:
+        """Return what has names, or is host memory, and did not come back since a baseline."""
+        now, cycle = self._steps[-1].reading, len(self._starts)
+        found = []
+        for start in self._baselines:
+            judgement = judge(start.metrics, start.reading, self._steps, stage="shutdown", cycle=cycle, actions={})
+            rows = zip(judgement.findings, judgement.metrics, strict=True)
+            leaks = (ItemLeak(each, of.key, of.new_items(start.reading, now), 0) for each, of in rows)
+            found += [msgspec.structs.replace(leak, finding=_marked(leak)) for leak in leaks]
+        return [leak for leak in found if leak.names or leak.key == "host-memory"]
 
     def _judge_process(self) -> None:
         """Try what ends process groups and their like, judge settings, and what went with the groups."""

@@ -39,8 +39,8 @@ def lived(target: type[LifecycleTarget], cycles: int = 1) -> Subject:
     return run.run()
 
 
-def only(target: type[LifecycleTarget]) -> Finding:
-    (finding,) = lived(target).findings
+def only(target: type[LifecycleTarget], cycles: int = 1) -> Finding:
+    (finding,) = lived(target, cycles).findings
     return finding
 
 
@@ -401,3 +401,54 @@ def test_what_lives_leave_is_told_by_what_it_is_and_who_holds_it() -> None:
 
 def test_what_lives_end_is_no_leak() -> None:
     assert lived(Ending, cycles=2).findings == ()
+
+
+class Owner:
+    """Has a tensor, a socket and a thread, which `close` ends all."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(1 << 20)
+        self.socket = socket.socket()
+        self.ends = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        self.ends.wait()
+
+    def close(self) -> None:
+        self.ends.set()
+        self.thread.join()
+        self.socket.close()
+
+
+class KeepsItsOwner(SmallTarget):
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        KEPT.append(Owner())
+
+
+class KeepsTwoThings(SmallTarget):
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        KEPT.append((socket.socket(),))
+        KEPT.append([torch.zeros(1 << 20)])
+
+
+def test_what_one_object_holds_of_several_lives_is_one_finding() -> None:
+    try:
+        finding = only(KeepsItsOwner, cycles=2)
+    finally:
+        for owner in KEPT:
+            owner.close()
+    assert finding.resource == "tensors"
+    assert {part.resource for part in finding.parts} == {"threads", "file-descriptors"}
+    assert ".close() in teardown" in (finding.advice or "")
+
+
+def test_what_several_objects_hold_is_not() -> None:
+    found = lived(KeepsTwoThings, cycles=2).findings
+    for (held,) in KEPT:
+        if isinstance(held, socket.socket):
+            held.close()
+    assert {finding.resource for finding in found} == {"tensors", "file-descriptors"}
