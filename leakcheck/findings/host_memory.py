@@ -233,8 +233,15 @@ def memory_holder(size: int, context: Context, *, grown: int = 0) -> tuple[Holde
     return _said_of(found) if found else None
 
 
+_UNREAD = 2
+"""Turns at most of which nothing is read before what they have added is."""
+
+
 def _of_all_turns(step: int, grown: int, context: Context) -> Sequence[HeldArray]:
-    """Return the arrays in one container to which each turn has added some, the first one included or not."""
+    """Return the arrays in one container to which each turn has added some, with those of the first ones or without.
+
+    A process that began in a turn is first read after the next one.
+    """
     buffers = [each for each in large_buffers(_LEAST_OF_A_TURN) if each.bytes <= step * (1 + _NEAR)]
     buffers = sorted(buffers, key=lambda buffer: -buffer.bytes)[:_MOST_OF_TURNS]
     by_container: dict[Hashable, list[HeldArray]] = {}
@@ -244,7 +251,8 @@ def _of_all_turns(step: int, grown: int, context: Context) -> Sequence[HeldArray
     likely = [
         group
         for group in by_container.values()
-        if len(group) > 1 and grown * (1 - _ABOUT) <= sum(each.bytes for each in group) <= (grown + step) * (1 + _ABOUT)
+        if len(group) > 1
+        and grown * (1 - _ABOUT) <= sum(each.bytes for each in group) <= (grown + _UNREAD * step) * (1 + _ABOUT)
     ]
     return likely[0] if len(likely) == 1 else ()
 

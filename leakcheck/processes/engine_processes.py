@@ -214,18 +214,18 @@ class EngineProcesses:
         self._imported[pid] = self._imported.get(pid, 0) + imported
         return self._imported[pid]
 
-    def named_by_arrays(self, finding: Finding, size: int, *, grows: bool = False) -> Finding:
+    def named_by_arrays(self, finding: Finding, size: int, *, grown: int = 0) -> Finding:
         """Return a finding about the host memory of a process with the holder of arrays of a size, if there are any.
 
         Args:
             finding: the finding.
             size: bytes, of each turn where it grows.
-            grows: whether each turn has added so many: what is to change is then no single array.
+            grown: bytes of all turns where each has added so many: what is to change is then no single array.
         """
-        facts = self._holder_of_arrays(finding, size, finding.bytes if grows else 0)
+        facts = self._holder_of_arrays(finding, size, grown)
         if facts is None:
             return finding
-        return with_holder(finding, msgspec.structs.replace(facts, advice=finding.advice) if grows else facts)
+        return with_holder(finding, msgspec.structs.replace(facts, advice=finding.advice) if grown else facts)
 
     def _holder_of_arrays(self, finding: Finding, size: int, grown: int) -> HolderFacts | None:
         pid = process_levels.pid_of(finding)

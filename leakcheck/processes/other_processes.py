@@ -308,7 +308,8 @@ class OtherProcesses:
             process = describe_process(pid)
             stage = _stage_of(owner)
             # Before it is asked for more, for which it takes memory itself.
-            is_trimmed = not turns.findings() or self._trim(process, turns)
+            untrimmed = {(each.resource, each.device): (each, turns.usual_step(each)) for each in turns.findings()}
+            is_trimmed = not untrimmed or self._trim(process, turns)
             tensors = []
             if self._has_torch(pid):
                 left = self._engine.left(pid, None)
@@ -321,7 +322,11 @@ class OtherProcesses:
             named["cpu"] += self._in_containers.pop(pid, 0)
             for finding in turns.findings(named):
                 if is_trimmed:
-                    found.append(self._engine.named_by_arrays(finding, turns.usual_step(finding), grows=True))
+                    # Arrays are as large as they were.
+                    whole, step = untrimmed.get(
+                        (finding.resource, finding.device), (finding, turns.usual_step(finding))
+                    )
+                    found.append(self._engine.named_by_arrays(finding, step, grown=whole.bytes))
                 else:
                     self._leave_unexplained(process, finding, _NO_AGENT)
         return found

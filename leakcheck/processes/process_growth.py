@@ -122,6 +122,13 @@ class _Course(msgspec.Struct):
         kept = KeptSteps.between(self.levels).sizes
         return KeptSteps([step for step, again in zip(kept, self.again[1:], strict=True) if again], allowed)
 
+    def lower(self, size: int) -> None:
+        """Take so many bytes out of the last level, and out of those before what had come by then if each turn did."""
+        last = max(1, len(self.levels) - 1)
+        self.levels = [
+            level - size * max(turn, len(self.levels) == 1) // last for turn, level in enumerate(self.levels)
+        ]
+
     def rises_slowly(self, quantity: Quantity) -> bool:
         """Return whether it rises turn by turn, by less than one of a few turns may add."""
         series = TurnSeries()
@@ -171,12 +178,15 @@ class ProcessGrowth:
             course.again.append(again)
 
     def correct(self, process: ProcessName, levels: Mapping[LevelKey, int | None]) -> None:
-        """Another reading after the same turn, as of a heap that was trimmed; as `note`."""
+        """Another reading after the same turn, of a heap that was trimmed; as `note`.
+
+        What was free in it may have come with any turn, or before all: each counts for as much.
+        """
         for key, size in self._with_gone(process, levels).items():
             course = self._courses.get((self._role_of(process), key), {}).get(process.pid)
             if course is not None:
                 course.is_known = course.is_known and size is not None
-                course.levels[-1] = size or 0
+                course.lower(course.levels[-1] - (size or 0))
 
     def _with_gone(self, process: ProcessName, levels: Mapping[LevelKey, int | None]) -> Mapping[LevelKey, int | None]:
         """Return the levels, with 0 for a device on which there is nothing any more."""

@@ -128,6 +128,14 @@ def test_a_heap_that_is_trimmed_corrects_what_came_before() -> None:
     assert (growth.findings(), list(growth.suspects)) == ([], [])
 
 
+def test_what_was_free_from_the_beginning_hides_no_growth() -> None:
+    growth = grown((100, 108, 116, 124))
+    (process,) = growth.suspects
+    growth.correct(process, {HOST: 118 * MIB})
+    (finding,) = growth.findings()
+    assert (finding.bytes, finding.count) == (18 * MIB, 3)
+
+
 def test_two_steps_say_nothing() -> None:
     growth = grown((100, 116), (100, 116))
     assert growth.findings() == []
