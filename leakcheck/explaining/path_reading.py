@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lowtide.leakcheck.resources.resource import without_numbers
-from lowtide.probes.heap.paths import Mark, Path, PathStep, module_expression
+from lowtide.probes.heap.paths import Mark, Path, PathStep, is_named_logger, module_expression
 from lowtide.probes.heap.roots import RootKind, is_library
 from lowtide.probes.objects.foreign import LRU_CACHE, attribute, is_a, mro_of, namespace_of, type_name
 from lowtide.probes.objects.listed import any_frozen
@@ -378,7 +378,7 @@ def marks(
             # The collector does not know an empty dict: one seems born when its first entry comes. Of what it does not
             # track nobody knows when it was made. They are taken for as old as what holds them.
             was_there = (was_there and gc.is_tracked(item)) or not found or found[-1] == "innocent"
-        if (hollow and can_end(item)) or was_there or is_live or _is_owned(item, owned):
+        if (hollow and can_end(item)) or was_there or is_live or _is_owned(item, owned) or is_named_logger(item):
             mark = "innocent"
         elif mark == "innocent":
             mark = None

@@ -131,11 +131,13 @@ def _logger(items: Sequence[object], edges: Sequence[str]) -> str:
         return "logging.Logger.manager"
     if is_a(item, logging.RootLogger):
         return "logging.getLogger()"
-    if not is_a(item, logging.Logger):
-        return ""
-    name = attribute(item, "name")
-    known = dict.get(logging.Logger.manager.loggerDict, name) if type(name) is str else None
-    return f"logging.getLogger({name!r})" if known is item else ""
+    return f"logging.getLogger({attribute(item, 'name')!r})" if is_named_logger(item) else ""
+
+
+def is_named_logger(item: object) -> bool:
+    """Return whether something is a logger that `logging` keeps by its name, for as long as the process lives."""
+    name = attribute(item, "name") if is_a(item, logging.Logger) else None
+    return type(name) is str and dict.get(logging.Logger.manager.loggerDict, name) is item
 
 
 def _fixture_value(items: Sequence[object], edges: Sequence[str]) -> str:

@@ -877,3 +877,9 @@ def test_what_has_no_expression_is_cut_in_words_only(reported: dict[str, Explana
 
 def test_what_the_test_runner_itself_keeps_is_not_cut(reported: dict[str, Explanation]) -> None:
     assert reported["fixture_that_is_the_leak"].cut is None
+
+
+def test_a_logger_that_logging_keeps_by_its_name_stays() -> None:
+    kept, own = logging.getLogger(f"{__name__}.kept"), logging.Logger("own")
+    assert marks([kept, kept.handlers]) == ["innocent", None]
+    assert marks([own, own.handlers]) == [None, None]
