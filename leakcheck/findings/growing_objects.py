@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CoroutineType, FunctionType, GeneratorType, ModuleType
+from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -355,7 +355,8 @@ def _growing_containers(
     return {
         course.identity: _of_container(course, container, explanation, stretch, is_cache=id(container) in caches)
         for course, container, explanation in held
-        if not _is_part_of_another(course, container, explanation, held)
+        if not _is_of_garbage(container, heap)
+        and not _is_part_of_another(course, container, explanation, held)
         and not _waits_for_another(course, container, explanation, held)
         and not _is_filling(course, container, explanation, stretch)
     }
@@ -367,6 +368,13 @@ def _is_part_of_another(
     """Return whether what a container takes lies in one, too, by which it is held itself: it has an index of that."""
     around = [(other, table) for other, table, _ in held if table is not container and id(table) in explanation.through]
     return any(set(map(id, _taken(course, container))) & set(map(id, _taken(other, table))) for other, table in around)
+
+
+def _is_of_garbage(container: Any, heap: _Heap) -> bool:
+    """Return whether what a container has by weak references is garbage: that goes with the next collection."""
+    references = [part for entry in last_entries(container, _SAMPLE) for part in entry if is_a(part, weakref.ref)]
+    referents = [item for each in references if (item := weakref.ref.__call__(each)) is not None]
+    return bool(referents) and not any(each.path for each in heap.explained(referents[:_TRIED]))
 
 
 def _waits_for_another(
@@ -439,8 +447,12 @@ def _taken(course: Course, container: Any) -> list[Any]:
 
     That is what refers to others rather than a number, a name or `None`, which lie in other tables, too, or a function.
     """
-    counts = lambda item: (not is_of_a_module(item), gc.is_tracked(item), own_size(item))  # noqa: E731
-    return [max(entry, key=counts) for entry in _over_its_course(course, container, _SAMPLE)]
+    return [max(entry, key=_rank_in_entry) for entry in _over_its_course(course, container, _SAMPLE)]
+
+
+def _rank_in_entry(item: Any) -> tuple[bool, bool, int]:
+    is_own = type(item) is CodeType or not is_of_a_module(item)
+    return is_own, gc.is_tracked(item), own_size(item)
 
 
 def _things_in(holder: Any) -> Iterable[Any]:

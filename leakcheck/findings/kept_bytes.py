@@ -86,8 +86,8 @@ def kept_by(
     kept = KeptBytes()
     classes: dict[int, _Class] = {}
     seen = {*map(id, besides), id(vars(builtins))}
-    # A module is somebody else's, but of what keeps modules.
-    taken = {id(item) for entry in entries for item in entry if is_a(item, ModuleType)}
+    # A module, or code, is somebody else's, but of what keeps such.
+    taken = {id(item) for entry in entries for item in entry if is_a(item, ModuleType) or type(item) is CodeType}
     following = _met(((number, entry) for number, entry in enumerate(entries)), seen)
     left = _MOST_BEHIND * len(entries) if most is None else most
     shared_by = _SHARED_BY * len(entries) if len(entries) >= _FEWEST_SHARING else len(entries)
@@ -183,6 +183,9 @@ class _Class:
         behind = gc.get_referents(item)
         if self.cls is FunctionType:
             return [each for each in behind if each is not item.__globals__ or not is_namespace(each)]
+        if self.cls is CodeType:
+            # The collector is shown nothing of it.
+            return [item.co_consts, item.co_names, item.co_linetable, item.co_filename]
         base = None if self.base is None else self.base(item)
         return behind if base is None else [*behind, base]
 

@@ -7,6 +7,7 @@ code mentions is told by the name by which that calls it.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,6 +133,15 @@ def of_hidden_attribute(way: Rest) -> Edge | None:
     return None
 
 
+def of_attributes(way: Rest) -> Edge | None:
+    """The instance's `__dict__` itself: an attribute leads where an entry of it does."""
+    if len(way) != 2 or type(way[1]) is not dict:
+        return None
+    entries = itertools.islice(dict.items(way[1]), _ENTRIES)
+    is_own = any(type(key) is str and attribute(way[0], key) is value for key, value in entries)
+    return Edge(".__dict__", "instance-attribute") if is_own else None
+
+
 def of_inline_attribute(way: Rest) -> Edge | None:
     """Return the same for a value that lies in the instance although it is an entry of its `__dict__`, too."""
     holder, held = way[0], way[1]
@@ -217,6 +227,9 @@ def is_autograd_node(cls: type) -> bool:
 
 _MANAGED_DICT = 1 << 4
 """`Py_TPFLAGS_MANAGED_DICT`: the interpreter decides where the attributes of a type's instances are."""
+
+_ENTRIES = 10
+"""Entries of a dict that are looked at to say whether it has an instance's attributes."""
 
 UNNAMED = ".<computed name>"
 """What an attribute is called that no code names, as one that is set by `setattr` with a name that was put together."""
@@ -316,7 +329,8 @@ class EdgeNamer:
                     known.add(name)
                     return Edge(attribute_text(name), "instance-attribute")
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
-            return of_hidden_attribute(way) or of_inline_attribute(way) or Edge(UNNAMED, "opaque")
+            of_dict = of_hidden_attribute(way) or of_inline_attribute(way) or of_attributes(way)
+            return of_dict or Edge(UNNAMED, "opaque")
         return Edge(f"inside {type_name(type(holder))}", "opaque")
 
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:

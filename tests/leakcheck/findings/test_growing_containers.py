@@ -512,3 +512,50 @@ def test_those_who_wait_in_an_event_are_told_by_the_tasks_that_the_program_keeps
         TASKS.clear()
         EVENTS.clear()
     assert finding.holder == f"{__name__}.TASKS"
+
+
+class Tables:
+    """Has a table of code, attributes by names that are put together, and what is told of garbage until it goes."""
+
+    def __init__(self) -> None:
+        self.code: dict[int, object] = {}
+        self.told: weakref.WeakKeyDictionary[Plain, bytes] = weakref.WeakKeyDictionary()
+        self.kept: weakref.WeakKeyDictionary[Plain, tuple[Plain, bytes]] = weakref.WeakKeyDictionary()
+        self.results = Plain()
+        for number in range(40):
+            setattr(self.results, f"old_{number}", None)
+
+    def compile(self, number: int) -> None:
+        self.code[number] = compile(f"x = {'a' * 2000!r} + '{number}'", f"<{number}>", "exec")
+
+    def note(self, number: int) -> None:
+        setattr(self.results, f"result_{number}", bytes(2000 + number))
+
+    def keep(self, number: int) -> None:
+        key = Plain()
+        self.kept[key] = (key, bytes(2000 + number))
+
+    def tell(self, number: int) -> None:
+        key: Any = Plain()
+        key.itself = key
+        self.told[key] = bytes(2000 + number)
+
+
+TABLES = Tables()
+
+
+@pytest.mark.parametrize(
+    ("turn", "holder"),
+    [(TABLES.compile, "code"), (TABLES.note, "results.__dict__"), (TABLES.keep, "kept.data")],
+)
+def test_a_table_is_told_whatever_it_has(turn: Callable[[int], None], holder: str) -> None:
+    assert [finding.holder for finding in found_after(turn)] == [f"{__name__}.TABLES.{holder}"]
+
+
+def test_a_table_of_what_is_garbage_is_none() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert found_after(TABLES.tell) == []
+    finally:
+        gc.enable()
