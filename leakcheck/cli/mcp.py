@@ -162,7 +162,7 @@ class ServedFolder:
     def _report(self, path: str) -> Report:
         folder = self._inside(path)
         for name in (schema.REPORT_FILE, schema.UNFINISHED_FILE):
-            self._inside(f"{path}/{name}")
+            self._inside(f"{PurePosixPath(path) / name}")
         return schema.read(folder)
 
     def _ask(self, path: str, question: Callable[[AskedHeap], Any]) -> dict[str, Any]:
@@ -183,13 +183,16 @@ class ServedFolder:
         """Return what a path in the folder names.
 
         Raises:
-            NotServedError: it leads out of it, or through a symbolic link.
+            NotServedError: it leads out of it, or through a symbolic link, or nothing can be called that.
         """
         found, asked = self._root, PurePosixPath(path)
         is_refused = asked.is_absolute() or ".." in asked.parts or "\0" in path
-        for part in () if is_refused else asked.parts:
-            found /= part
-            is_refused = is_refused or found.is_symlink()
+        try:
+            for part in () if is_refused else asked.parts:
+                found /= part
+                is_refused = is_refused or found.is_symlink()
+        except OSError as error:
+            raise NotServedError(f"cannot be read: {error.strerror}: use those of list_reports") from error
         if is_refused:
             raise NotServedError("a path leads out of the folder, or through a link: use those of list_reports")
         return found

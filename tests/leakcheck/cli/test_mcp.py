@@ -179,15 +179,19 @@ def test_what_is_damaged_or_not_there_is_said_to_the_agent(tmp_path: Path) -> No
     (tmp_path / "report" / schema.REPORT_FILE).write_text('{"schema": "lowtide-report/1", ')
     (tmp_path / "x.heap.npz").write_bytes(b"nothing")
     write_report(tmp_path / "good")
-    cut, absent, unknown, heap = ask(
+    cut, absent, long, itself, unknown, heap = ask(
         tmp_path,
         ("findings", {"report": "report"}),
         ("findings", {"report": "absent"}),
+        ("findings", {"report": "x" * 5000}),
+        ("findings", {"report": ""}),
         ("finding", {"report": "good", "fingerprint": "0" * 16}),
         ("heap_path", {"heap": "x.heap.npz", "what": "1"}),
     )
     assert "cut off" in cut
     assert "cannot be read" in absent
+    assert "cannot be read: File name too long" in long
+    assert "leakcheck.json cannot be read" in itself
     assert "has no finding" in unknown
     assert "lowtide-heap/1" in heap
 
