@@ -1,6 +1,7 @@
 """Whether a program's code bounds a container, and by how much: a cache or window that fills is no growth.
 
-The code says so where a function compares its length and takes out of it what is too much. It is read, and never run.
+The code says so where a function compares its length and takes out of it what is too much, or puts a slice of so many
+things in its place. It is read, and never run.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ def _lengths_asked(steps: Sequence[_Step], name: str) -> list[tuple[int, int]]:
 
 
 def _bounds_asked(code: CodeType, name: str) -> Iterator[Sequence[_Step]]:
-    """Yield what a function that takes out of a container compares its length with, as steps that load it."""
+    """Yield what a function compares a container's length with, or how much of it is kept, as steps that load that."""
     steps = _steps(code)
+    yield from _slices_kept(steps, name)
     asked = _lengths_asked(steps, name)
     if not asked or not _takes_out(steps, name):
         return
@@ -113,6 +115,44 @@ def _bounds_asked(code: CodeType, name: str) -> Iterator[Sequence[_Step]]:
             yield steps[behind:loads]
         elif behind < len(steps) and steps[behind][0] == "COMPARE_OP" and "<" in str(steps[behind][1]):
             yield steps[place - (2 if steps[place - 1][0] == "LOAD_ATTR" else 1) : place]
+
+
+def _slices_kept(steps: Sequence[_Step], name: str) -> Iterator[Sequence[_Step]]:
+    """Yield of how many things the slices are that are put in a container's place: `[-8:]` of the last, or `[:8]`."""
+    for place, (kind, value) in enumerate(steps):
+        if not kind.startswith("STORE") or value != name:
+            continue
+        end = place
+        # Between them only what has the container is loaded.
+        while end and (steps[end - 1][0].startswith("LOAD") or steps[end - 1][0] == "BINARY_SUBSCR"):
+            if type(steps[end - 1][1]) is slice:
+                break
+            end -= 1
+        kind, value = steps[end - 1]
+        before = steps[:end]
+        if type(value) is slice:
+            before = [*steps[: end - 1], ("LOAD_CONST", value.start), ("LOAD_CONST", value.stop)]
+        elif kind in ("BUILD_SLICE", "BINARY_SLICE"):
+            before = steps[: end - 1]
+        else:
+            continue
+        if before[-1] == _OPEN:
+            yield from _of_negative(before[:-1])
+        elif _OPEN in before[-3:-1]:
+            yield before[before.index(_OPEN, len(before) - 3) + 1 :]
+
+
+_OPEN = ("LOAD_CONST", None)
+"""The end of a slice that is not given."""
+
+
+def _of_negative(steps: Sequence[_Step]) -> Iterator[Sequence[_Step]]:
+    """Yield the steps that load the number of which the last of some steps have made the negative one."""
+    kind, value = steps[-1]
+    if type(value) is int and value < 0:
+        yield [(kind, -value)]
+    elif kind == "UNARY_NEGATIVE":
+        yield steps[-3:-1] if steps[-2][0] == "LOAD_ATTR" else steps[-2:-1]
 
 
 def _takes_out(steps: Sequence[_Step], name: str) -> bool:

@@ -25,6 +25,9 @@ class Cache:
         self.most = 200
         self.window, self.by_attribute, self.by_function = collections.deque[int](), dict[int, int](), list[int]()
         self.replaced, self.running, self.by_argument = list[int](), list[int](), list[int]()
+        self.latest, self.own = list[int](), list[int]()
+        self.newest: tuple[int, ...] = (0,)
+        self.given, self.copied, self.rest = list[int](), list[int](), list[int]()
 
     def note(self, item: int, most: int) -> None:
         self.window.append(item)
@@ -37,6 +40,14 @@ class Cache:
             self.by_argument.pop(0)
         if len(self.replaced) >= 50:
             self.replaced = self.replaced[25:]
+
+    def slice(self, item: int, most: int) -> None:
+        self.latest = [*self.latest, item][-70:]
+        self.newest = (item, *self.newest)[:80]
+        self.own = [*self.own, item][-self.most :]
+        self.given = [*self.given, item][-most:]
+        self.copied = [*self.copied, item][:]
+        self.rest = [*self.rest, item][1:]
 
     def step(self) -> None:
         """How an engine takes what waits: it runs no more than so many, and is no cache."""
@@ -71,6 +82,12 @@ def note(item: int) -> None:
         ("replaced", 50),
         ("by_argument", math.nan),
         ("running", None),
+        ("latest", 70),
+        ("newest", 80),
+        ("own", 200),
+        ("given", math.nan),
+        ("copied", None),
+        ("rest", None),
     ],
 )
 def test_an_attribute_is_bounded_by_what_takes_out_of_it(
