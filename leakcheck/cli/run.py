@@ -60,7 +60,9 @@ _Calibration = Annotated[
 _Turns = Annotated[
     int,
     typer.Option(
-        metavar="N", help="Infer N times more in a row, 12 or more, and judge what grows [default: 0, no more]."
+        metavar="N",
+        help="Infer N times more in a row, 12 or more, update the weights as often, and judge what grows "
+        "[default: 0, no more].",
     ),
 ]
 _UntilDecided = Annotated[
