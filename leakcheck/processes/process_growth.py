@@ -449,6 +449,9 @@ def _growing(left: Left, turns: Collection[int], tolerance: int) -> Iterator[tup
 
 def held_by(finding: Finding, facts: HolderFacts) -> Finding:
     """Return a finding of this module with who holds what grows."""
+    if finding.resource == "host-memory":
+        # To let go of the arrays that are there would not keep the next turn from adding some.
+        facts = replace(facts, advice=_ADVICE.get(finding.stage, ADVICE))
     found = with_holder(finding, facts)
     if found.resource != "tensors":
         return found

@@ -31,6 +31,7 @@ from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, Hop
+from lowtide.reports.statement import HolderFacts, Note
 
 MIB = 1 << 20
 
@@ -276,6 +277,15 @@ def test_growth_that_two_holders_keep_has_two_fingerprints() -> None:
     named = [held_by(finding, each) for each in facts if each is not None]
     assert [each.holder for each in named] == ["KEPT", "engine.kept"]
     assert len({finding.fingerprint, *(each.fingerprint for each in named)}) == 3
+
+
+def test_growth_of_host_memory_is_not_advised_to_let_go_of_the_arrays_that_are_there() -> None:
+    (finding,) = grown((100, 116, 132, 148)).findings()
+    note = Note("; held by ", "kept")
+    facts = HolderFacts(note=note, cause="frame", verdict=None, path=(), advice="let go of kept in teardown")
+    named = held_by(finding, facts)
+    assert named.holder == "kept"
+    assert named.advice == "let go of what each request adds when it ends, or bound what is kept"
 
 
 def under(root: str, name: str, *turns: int) -> tuple[Finding, dict[int, int]]:
