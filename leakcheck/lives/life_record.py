@@ -53,7 +53,7 @@ class LifeRecord:
         self.returns: list[Return] = []
         self.not_measured: dict[str, NotMeasured] = {}
         self.level_of: dict[str, Level] = {}
-        self.causes: Mapping[str, CommonCause | None] = {}
+        self.causes: dict[str, CommonCause | None] = {}
         self.type_growth: tuple[TypeGrowth, ...] = ()
         # Bytes that no probe explained before the first life, and how many more after it, by device.
         self._context: dict[str, int] = {}

@@ -328,6 +328,8 @@ class ShutdownJudgement:
                 back.append(finding)
             else:
                 kept.append(less(finding, rest))
+                # That it has nothing to do with the groups was measured.
+                self._record.causes.pop(finding.fingerprint, None)
         self._record.findings = kept
         return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._record.level_of))
 
