@@ -389,8 +389,10 @@ class TurnGrowth:
         if grown is None or 2 * known >= grown.bytes:
             return Grown(containers)
         found = growth_of_host_memory(grown, self._turns, module, self._seconds, option=self._option)
-        # No container takes anything where one object becomes larger and larger, or gives way to a larger one.
-        holder = memory_holder(grown.bytes, Context(roots=tuple(self._roots()), living=True))
+        # No container takes anything where one object becomes larger and larger, or gives way to a larger one. It has
+        # what each turn adds, perhaps the first one, too, from whose level on it is counted; and no heap's own moves.
+        size = round(grown.slope.rate * (grown.turns + 0.5))
+        holder = memory_holder(size, Context(roots=tuple(self._roots()), living=True))
         if holder is not None:
             found = with_holder(found, msgspec.structs.replace(holder[0], advice=ADVICE))
         elif recorded is not None:

@@ -119,17 +119,18 @@ class HostLevels:
 
     def grown(self) -> HostGrowth | None:
         """Say by how much it has grown; to be asked when what can go back has gone."""
-        now = self._read_levels()
+        if self._parts is None:
+            return None
+        now, parts = self._read_levels(), self._read_parts().since(self._parts)
         for place, (slope, turns) in self._rising():
+            held = now[place] - self._first[place]
+            if place == _RESIDENT:
+                # What was free in heaps at the start, or mapped, and is no longer, hides as much of what grows. What
+                # Python's heap has free now nobody holds; what malloc's has is told as what grows.
+                held -= parts[NAMES["python_free"]] + min(0, parts[NAMES["malloc_free"]] + parts[NAMES["other"]])
             # A step beside what each turn adds, such as the table of a reading, is none of it.
-            kept = min(now[place] - self._first[place], round(slope.high * turns))
-            least = max(LEAST_IN_ALL, slope.rate * turns / 2)
-            if self._parts is None or kept < least:
-                continue
-            parts = self._read_parts().since(self._parts)
-            # Python's heap gives an arena back only once nothing in it is in use: what is free there nobody holds.
-            free = max(0, parts[NAMES["python_free"]]) if place == _RESIDENT else 0
-            if kept - free >= least:
+            kept = min(held, round(slope.high * turns))
+            if kept >= max(LEAST_IN_ALL, slope.rate * turns / 2):
                 part = max(parts, key=lambda name: parts[name])
                 # What imports have added is in the parts.
                 return HostGrowth(slope, turns, kept, part, min(parts[part], kept), now)

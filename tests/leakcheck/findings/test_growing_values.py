@@ -13,6 +13,7 @@ import pytest
 
 from lowtide.leakcheck.findings import turn_growth
 from lowtide.leakcheck.findings.turn_growth import TurnGrowth
+from lowtide.leakcheck.growth import host_levels
 from lowtide.leakcheck.processes import answers
 from lowtide.leakcheck.processes.messages import Look, ask
 from lowtide.leakcheck.processes.own_tensors import explain_grown
@@ -22,6 +23,7 @@ from lowtide.reports.schema import Finding
 
 TURNS = 40
 SIZE = 30_000
+MIB = 1 << 20
 
 
 class Held:
@@ -106,6 +108,18 @@ def test_it_is_told_though_malloc_has_less_in_the_end() -> None:
             ballast.clear()
 
     assert [each.holder for each in found_after(serve, seconds=1.0)] == [f"{__name__}.Held.value"]
+
+
+@pytest.mark.parametrize("lengthens", [True, False])
+def test_it_is_told_by_what_each_turn_adds_to_the_process(lengthens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The level since the first turn lacks what that has added, and whatever else has gone meanwhile."""
+    growth, read = TurnGrowth("tests"), host_levels.read_levels
+    monkeypatch.setattr(host_levels, "read_levels", lambda: tuple(level - MIB for level in read()))
+    for number in range(12):
+        Held.value = ((Held.value or "") if lengthens else "") + chr(97 + number) * (4 * MIB)
+        growth.note("")
+    found = growth.end("", "").host
+    assert (found and found.holder) == (f"{__name__}.Held.value" if lengthens else None)
 
 
 def replace(number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, HostLevels, LevelReader, read_levels
 from lowtide.probes.host.memory_parts import MemoryParts
@@ -86,6 +87,23 @@ def test_what_late_imports_add_is_no_growth(each: float, *, grows: bool) -> None
     assert (grown is not None) is grows
     # Of the turns that import it is not known what they add beside that.
     assert grown is None or grown.bytes == 13 * MIB
+
+
+@pytest.mark.parametrize("part", ["malloc_free", "other", "python_free"])
+@pytest.mark.parametrize("each", [1.0, 0.5], ids=["in each turn", "too little in all"])
+def test_what_was_free_or_mapped_at_the_start_hides_no_growth(part: str, each: float) -> None:
+    levels = [(round((200 + each * turn) * MIB), 0) for turn in range(16)]
+    # At the end that has been given back.
+    levels.append((levels[-1][0] - 6 * MIB, 0))
+    noted = HostLevels(
+        lambda: levels[-1],
+        iter([replace(PARTS, **{part: 6 * MIB}), replace(PARTS, malloc=round(15 * each * MIB))]).__next__,
+        lambda: 100,
+    )
+    for level in levels[:-1]:
+        noted.note(level)
+    grown = noted.grown()
+    assert (grown and grown.bytes) == (15 * MIB if each == 1.0 else None)
 
 
 def test_that_there_are_few_modules_less_excuses_nothing() -> None:
