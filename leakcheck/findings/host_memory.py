@@ -10,7 +10,7 @@ import builtins
 import functools
 import re
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -262,7 +262,9 @@ def _held_memory(size: int, context: Context, *, of_parts: bool = True) -> Seque
         context = replace(context, walk=walk)
         buffers = _new_arrays(context, walk)
         found = _arrays(size, buffers, context) or _containers(size, context)
-        found = found or (_new_parts(size, context, walk) if of_parts else ())
+        if not found and of_parts:
+            old = {item for item, _ in context.old_arrays} - {id(each.item) for each in buffers}
+            found = _new_parts(size, context, walk, old)
         return found or _arrays(size, _longer(buffers, context), context)
 
 
@@ -369,12 +371,15 @@ def _containers(wanted: int, context: Context) -> Sequence[HeldArray]:
     return alone[:_MOST_NAMED] or (held if _is_near(sum(each.bytes for each in held), wanted, _ABOUT) else ())
 
 
-def _new_parts(wanted: int, context: Context, walk: SharedWalk) -> Sequence[HeldArray]:
-    """Return who holds the objects that lead to about so many bytes of what is new; none if none do."""
+def _new_parts(wanted: int, context: Context, walk: SharedWalk, old: Collection[int]) -> Sequence[HeldArray]:
+    """Return who holds the objects that lead to about so many bytes of what is new; none if none do.
+
+    Of what is not tracked, only what is in `old` is known to have been there before.
+    """
     if context.born is None:
         return ()
     with collector_paused():
-        parts = largest_parts(walk.graph(), context.born, least=int(wanted * _NEAR))[:_MOST_CONTAINERS]
+        parts = largest_parts(walk.graph(), context.born, least=int(wanted * _NEAR), old=old)[:_MOST_CONTAINERS]
         buffers = [Buffer(part.item, part.bytes) for part in parts]
         found = held_arrays(buffers, context, besides=(parts, *parts))
     known = {id(part.item) for part in parts if part.is_known}

@@ -170,6 +170,17 @@ def test_what_a_function_that_runs_has_is_its() -> None:
     assert local.size
 
 
+@pytest.mark.parametrize("is_old", [True, False])
+def test_an_array_that_was_there_before_is_no_part_of_what_is_new(is_old: bool) -> None:
+    KEPT["before"] = numbers(41 * MIB)
+    there = frozenset((id(each.item), each.bytes) for each in large_buffers())
+    context = Context(old_arrays=there if is_old else (), born=frozenset([id(KEPT)]))
+    # Nearer than that it would be the array of that size, where it is new.
+    assert with_memory_holder(host(44 * MIB), context).finding.holder == (
+        None if is_old else f"{__name__}.KEPT['before']"
+    )
+
+
 def test_what_has_become_larger_is_named_by_how_much() -> None:
     KEPT["text"] = bytearray(13 * MIB)
     there = frozenset((id(each.item), each.bytes) for each in large_buffers())
