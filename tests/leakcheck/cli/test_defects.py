@@ -272,7 +272,7 @@ def is_an_encoder_cache(findings: tuple[Finding, ...]) -> None:
     assert (found.resource, found.cause, found.stage) == ("tensors", "instance-attribute", "infer")
     # One image for each prompt, of which two are equal.
     assert (found.count, found.bytes) == (7, 7 * (128 << 10))
-    assert (found.holder or "").endswith("_core.worker.model_runner.encoder_cache.outputs")
+    assert (found.holder or "").endswith(".worker.model_runner.encoder_cache.outputs")
     assert found.advice == f"let go of {found.holder} before the engine sleeps"
 
 
