@@ -77,8 +77,8 @@ def _verify(device: Device, jobs: int, engine_process: bool) -> int:
         refuse(str(error))
     for verified in verify(DEFECTS.values(), kind, jobs=jobs, in_core=engine_process):
         done.append(verified)
-        if sys.stderr.isatty():
-            say(f"{len(done)}/{len(DEFECTS)} {verified.defect.name}: {verified.note or 'as it must be'}", err=True)
+        # It takes minutes, and the table comes when all are done.
+        say(f"{len(done)}/{len(DEFECTS)} {verified.defect.name}: {verified.note or 'as it must be'}", err=True)
     say(*table(done))
     wrong = [item for item in done if item.note and item.bug is not None]
     skipped = sum(item.bug is None for item in done)

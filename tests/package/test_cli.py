@@ -244,6 +244,10 @@ def test_verified_defects_decide_the_exit_code(
     done = invoke("defects", "--verify", "--device", "cpu", "--jobs", "3")
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (code, said)
     assert f"| `{first.name}` | {first.source} |" in done.stdout
+    assert done.stderr.splitlines() == [
+        f"1/2 {first.name}: {note or 'as it must be'}",
+        f"2/2 {second.name}: needs a card",
+    ]
 
 
 def test_no_process_cannot_verify() -> None:
