@@ -34,8 +34,11 @@ CONFTEST = """
 
     WRITTEN = Path(__file__).with_name("written.txt")
 
+    # Other files of these names are in folders of earlier runs, which pytest removes.
+    REPORT = str(WRITTEN.with_name("report"))
+
     def note(event, args):
-        if event == "open" and "leakcheck.json" in str(args[0]):
+        if event == "open" and str(args[0]).startswith(REPORT) and "leakcheck.json" in str(args[0]):
             with WRITTEN.open("a") as file:
                 who = os.environ.get("PYTEST_XDIST_WORKER", "controller")
                 file.write(f"{who}: {Path(str(args[0])).name} {args[1]}\\n")
