@@ -408,18 +408,18 @@ def after_idle(
     return findings
 
 
-def failed_teardown(stage: str, error: BaseException) -> Finding:
+def failed_teardown(error: BaseException) -> Finding:
     """Report a shutdown that raised, with each step that failed; what it skipped shows in the other findings."""
     parts = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
     reasons = [f"{type(part).__name__}: {part}" for part in parts]
     return finding_of(
         "teardown",
-        stage=stage,
+        stage="shutdown",
         device="",
         count=len(parts),
         suspects=(type(parts[0]).__name__, "unknown"),
-        message=f"{stage} raised: {'; '.join(reasons)}",
-        advice=f"run all steps of {stage} whichever of them fails, and raise what failed at its end",
+        message=f"shutdown raised: {'; '.join(reasons)}",
+        advice="run all steps of shutdown whichever of them fails, and raise what failed at its end",
     )
 
 

@@ -87,7 +87,7 @@ class LifeProcesses:
         self._present: set[int] = set()
         self._answered: set[int] = set()
 
-    def end_call(self, name: str, level: int | None = None) -> list[Finding]:
+    def end_call(self, name: str, level: int | None) -> list[Finding]:
         """Report what is wrong in any process after a call, a failed one too; `level` is of a sleep that did not."""
         found = self.engine.ended.findings()
         if not self.engine.tree.any_alive():
@@ -447,7 +447,7 @@ class CheckedLife:
         try:
             self.target.shutdown()
         except Exception as error:  # noqa: BLE001 - any engine may raise anything
-            self._raise([contract.failed_teardown("shutdown", error)])
+            self._raise([contract.failed_teardown(error)])
         self.model.shut_down()
         self._check("shutdown")
 
@@ -621,7 +621,7 @@ class CheckedLife:
                 self._late = None
                 return
         if name == "shutdown" and isinstance(error, Exception):
-            self._raise([contract.failed_teardown("shutdown", error)])
+            self._raise([contract.failed_teardown(error)])
         injected = None if injection is None else injection.raised
         instead = "" if injected is None else f" although what failed in it was {said(injected)}"
         self._fail("state", f"{name} raised {said(error)}{instead}", type(error).__name__)

@@ -489,7 +489,7 @@ class LifecycleRun:
         try:
             self._shut_down(life)
         except Exception as error:  # noqa: BLE001 - whatever an engine's shutdown raises is a finding
-            self._record.findings.append(contract.failed_teardown("shutdown", error))
+            self._record.findings.append(contract.failed_teardown(error))
         seconds = time.perf_counter() - started
         self._reader.look()
         try:
@@ -522,7 +522,7 @@ class LifecycleRun:
             if len(failures) == len(parts):
                 raise
             self._interrupt()
-            self._record.findings += [contract.failed_teardown("shutdown", part) for part in failures]
+            self._record.findings += [contract.failed_teardown(part) for part in failures]
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 

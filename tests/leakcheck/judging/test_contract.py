@@ -206,10 +206,10 @@ def test_a_block_that_one_more_step_gives_back_was_waiting_for_it() -> None:
 
 
 def test_every_error_of_a_shutdown_is_reported() -> None:
-    alone = failed_teardown("shutdown", OSError("no card"))
+    alone = failed_teardown(OSError("no card"))
     assert (alone.resource, alone.bytes, alone.count) == ("teardown", 0, 1)
     assert alone.message == "shutdown raised: OSError: no card"
-    both = failed_teardown("shutdown", ExceptionGroup("two", [OSError("no card"), ValueError("no group")]))
+    both = failed_teardown(ExceptionGroup("two", [OSError("no card"), ValueError("no group")]))
     assert (both.count, both.message) == (2, "shutdown raised: OSError: no card; ValueError: no group")
     assert (both.advice or "").startswith("run all steps of shutdown")
 
