@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from lowtide.leakcheck.judging.storages import is_module
 from lowtide.leakcheck.resources.resource import without_numbers
 from lowtide.probes.heap.paths import Mark, Path, PathStep, is_named_logger, module_expression
 from lowtide.probes.heap.roots import RootKind, is_library
@@ -378,7 +379,8 @@ def marks(
             # The collector does not know an empty dict: one seems born when its first entry comes. Of what it does not
             # track nobody knows when it was made. They are taken for as old as what holds them.
             was_there = (was_there and gc.is_tracked(item)) or not found or found[-1] == "innocent"
-        if (hollow and can_end(item)) or was_there or is_live or _is_owned(item, owned) or is_named_logger(item):
+        is_module_of_engine = owned and is_module(item)
+        if (hollow and can_end(item)) or was_there or is_live or is_module_of_engine or is_named_logger(item):
             mark = "innocent"
         elif mark == "innocent":
             mark = None
@@ -404,12 +406,6 @@ def _young_by_what_they_hold(items: Sequence[object], innocent: Container[int]) 
 
 def _clue(item: object) -> Mark | None:
     return next((mark for clue in _CLUES if (mark := clue(item)) is not None), None)
-
-
-def _is_owned(item: object, owned: bool) -> bool:
-    """Return whether an object is a module of the engine that the path has passed."""
-    torch: Any = loaded("torch")
-    return owned and torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)
 
 
 def _future(item: object) -> Mark | None:

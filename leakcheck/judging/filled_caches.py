@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.judging.storages import Key, is_tensor, storage_keys
+from lowtide.leakcheck.judging.storages import Key, is_module, is_tensor, storage_keys
 from lowtide.probes.heap.births import Newborn
 from lowtide.probes.heap.caches import BEYOND_CACHES, CacheActivity, cache_entries, walk_caches
 from lowtide.probes.heap.holders import SharedWalk, trace
 from lowtide.probes.heap.reach import module_namespaces, reach
-from lowtide.probes.objects.foreign import is_a, module_of_class, type_name
-from lowtide.probes.originals import gc, loaded, weakref
+from lowtide.probes.objects.foreign import module_of_class, type_name
+from lowtide.probes.originals import gc, weakref
 
 _MOST_REACHED = 20_000
 """Objects that are looked at behind one cache, or behind one object that it holds."""
@@ -192,7 +192,7 @@ class FilledCaches:
     def _is_new(self, item: object, newborn: Collection[int]) -> bool:
         if id(item) in self._owned:
             return False
-        if _is_module(item):
+        if is_module(item):
             return id(item) in newborn
         return self._born is not None and id(item) in self._born and module_of_class(type(item)) != "builtins"
 
@@ -221,7 +221,7 @@ def _kept_among(objects: list[Any]) -> list[Any]:
             kept[id(item.__self__)] = item.__self__
             continue
         if id(kind) not in of_torch:
-            of_torch[id(kind)] = _is_module(item)
+            of_torch[id(kind)] = is_module(item)
         if of_torch[id(kind)]:
             kept[id(item)] = item
     return list(kept.values())
@@ -258,8 +258,3 @@ def _outermost(items: Iterable[Any], judged: Collection[Key], namespaces: Collec
 
 def _name(cache: Any) -> str:
     return f"{cache.__module__}.{getattr(cache, '__qualname__', '?')}"
-
-
-def _is_module(item: object) -> bool:
-    torch: Any = loaded("torch")
-    return torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)

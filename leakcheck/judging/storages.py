@@ -267,6 +267,12 @@ def is_tensor(item: object) -> bool:
     return any(base is torch.Tensor or base is torch.UntypedStorage for base in mro_of(type(item)))
 
 
+def is_module(item: object) -> bool:
+    """Tell whether an object is a `torch.nn.Module`, by its real type."""
+    torch: Any = loaded("torch")
+    return torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)
+
+
 def is_storage(item: object) -> bool:
     """Tell whether an object is a storage, by its real type."""
     torch: Any = loaded("torch")
