@@ -262,8 +262,8 @@ def run_command(
     driver: Driver,
     *,
     settle: float,
-    to_stderr: bool = False,
-    growth: WatchedGrowth | None = None,
+    to_stderr: bool,
+    growth: WatchedGrowth | None,
 ) -> tuple[int, TreeEnd]:
     """Run a command to its end and judge what its tree leaves.
 

@@ -567,7 +567,7 @@ def _apart(leak: Leak, context: Context) -> list[Leak]:
     return [leak]
 
 
-def _with_places(leak: Leak, context: Context, *, held: bool = False) -> Leak:
+def _with_places(leak: Leak, context: Context, *, held: bool) -> Leak:
     """Return a finding about things that the program's code was seen to make with where it did.
 
     What a resource advises is for things that nobody is seen to hold.

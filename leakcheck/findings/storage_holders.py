@@ -384,7 +384,7 @@ def held_by_nodes(
     explanations: Mapping[int, Explanation],
     pathless: Container[int],
     explained: Callable[[Sequence[Any]], Sequence[Explanation]],
-    walk: SharedWalk | None = None,
+    walk: SharedWalk | None,
 ) -> dict[int, Explanation]:
     """Explain tensors whose path begins at a node of a graph that C++ holds by who holds the graph, by identity.
 
