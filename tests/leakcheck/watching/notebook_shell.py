@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import sys
 import types
 from collections.abc import Iterator
@@ -62,6 +63,8 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for name in ("displayhook", "excepthook"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
+    # IPython says that it never takes its flag back.
+    monkeypatch.setitem(vars(builtins), "__IPYTHON__", True)
     module = types.ModuleType("notebook_of_a_test")
     config = Config()
     config.HistoryManager.enabled = False
