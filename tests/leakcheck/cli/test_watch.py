@@ -86,7 +86,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 def take():
     while True:
-        time.sleep(0.3)
+        # Less than a dozen in one short watch, which would tell that by itself.
+        time.sleep(1.5)
         os.open("/dev/null", os.O_RDONLY)
 
 
