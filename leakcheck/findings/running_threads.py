@@ -189,8 +189,6 @@ def _unheld(running: _Running, runs: str) -> str:
             verb = "await its" if call.startswith("await ") else "call its"
             end = on("it", call).removeprefix("await ").removeprefix("it.")
             advice = f"keep the {name}, and {verb} {end} at the end"
-            if not is_library(name):
-                advice += ", which must end the thread"
             return advice + (", or use it in a with statement" if _is_context(type(owner)) else "")
     if _is_executors(running.thread):
         return f"keep the {_EXECUTOR}, and call its shutdown() at the end, or use it in a with statement"
