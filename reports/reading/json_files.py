@@ -64,6 +64,9 @@ def decode_json(data: bytes, kind: type[T]) -> T:
     except msgspec.DecodeError as error:
         if "truncated" in str(error):
             raise UnreadableError(f"it is cut off after {len(data)} bytes") from error
+        # Before msgspec 0.23 that is an error of Python's.
+        if "UTF-8" in str(error):
+            raise UnreadableError("it is no UTF-8 text") from error
         raise UnreadableError(plain(str(error))) from error
     except UnicodeDecodeError as error:
         raise UnreadableError("it is no UTF-8 text") from error
