@@ -98,11 +98,14 @@ def test_what_is_shown_live_keeps_whole_numbers_alone() -> None:
     class Sizes(dict[str, int]):
         """A mapping whose end can be seen."""
 
+    class Seen(Event, frozen=True, weakref=True):
+        """An event whose end can be."""
+
     file = io.StringIO()
     with shown_live(Console(file=file, force_terminal=True, width=80)) as show:
         show(Event(1, 1, "create", 0, 3, {"RSS": MIB}))
         show(Event(1, 1, "infer", 1, 3, {"RSS": MIB, "arena weights": 2 * MIB}))
-        event = Event(1, 1, "shutdown", 2, 3, Sizes(RSS=2 * MIB))
+        event = Seen(1, 1, "shutdown", 2, 3, Sizes(RSS=2 * MIB))
         seen = weakref.ref(event), weakref.ref(event.sizes)
         show(event)
         del event
