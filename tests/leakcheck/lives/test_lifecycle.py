@@ -18,7 +18,7 @@ from itertools import pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -553,11 +553,14 @@ class KeepsHostMemory(SmallLife):
 
 
 class KeepsNativeMemory(SmallLife):
+    taken: ClassVar[list[int]] = []
+
     def create(self) -> None:
         super().create()
         libc = ctypes.CDLL(None)
         libc.malloc.restype = ctypes.c_void_p
-        ctypes.memset(libc.malloc(40 * MIB), 1, 40 * MIB)
+        self.taken.append(libc.malloc(40 * MIB))
+        ctypes.memset(self.taken[-1], 1, 40 * MIB)
 
 
 @pytest.mark.parametrize("cycles", [1, 2])
@@ -573,6 +576,8 @@ def test_of_host_memory_that_no_array_has_one_life_says_that_it_cannot_tell() ->
     subject, findings = found(KeepsNativeMemory)
     assert findings == ()
     assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
+    while KeepsNativeMemory.taken:
+        ctypes.CDLL(None).free(ctypes.c_void_p(KeepsNativeMemory.taken.pop()))
 
 
 class KeepsMuchHostMemory(SmallLife):
