@@ -194,6 +194,14 @@ def test_the_dtype_of_the_engine_wins() -> None:
             {"tensor_parallel_size": 2, "kv_offload_bytes": 1 << 20},
             "kv_offload_bytes does not work with tensor_parallel_size above 1: leave one of them off",
         ),
+        (
+            {"tensor_parallel_size": 2, "async_scheduling": True},
+            "async_scheduling does not work with tensor_parallel_size above 1: leave one of them off",
+        ),
+        (
+            {"async_scheduling": True, "kv_offload_bytes": 1 << 20},
+            "async_scheduling does not work with kv_offload_bytes",
+        ),
         ({"cuda_graphs": True, "num_micro_batches": 2}, "cuda_graphs takes a step as one batch.*set it to 1"),
     ],
 )
@@ -222,6 +230,20 @@ def test_a_kv_cache_that_does_not_hold_one_block() -> None:
 @pytest.mark.parametrize(("size", "blocks"), [(0, 0), (32768, 1), (3 * 32768 - 1, 2)])
 def test_host_memory_for_kv_holds_whole_blocks(size: int, blocks: int) -> None:
     assert num_host_kv_blocks(EngineConfig(kv_offload_bytes=size), PRESETS["tiny"]) == blocks
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs_ahead"),
+    [
+        ({}, False),
+        ({"async_scheduling": True}, True),
+        ({"device": "cuda", "cuda_graphs": True}, True),
+        ({"device": "cuda", "cuda_graphs": True, "async_scheduling": False}, False),
+        ({"device": "cuda", "cuda_graphs": True, "kv_offload_bytes": 1 << 20}, False),
+    ],
+)
+def test_steps_are_launched_ahead_with_graphs_or_where_asked(settings: dict[str, Any], runs_ahead: bool) -> None:
+    assert EngineConfig(**settings).runs_ahead is runs_ahead
 
 
 def test_host_memory_that_does_not_hold_one_block() -> None:
