@@ -70,6 +70,15 @@ class PreservedState:
             if part.start <= tensor.address < part.stop
         }
 
+    def rewritten(self, tensors: Tensors) -> None:
+        """Remember what was written into some of them since, as by an update of the weights while the rest sleeps."""
+        if self._contents is None:
+            return
+        known = {each.name for each in self._contents.tensors}
+        written = take_fingerprints({name: tensor for name, tensor in tensors.items() if name in known})
+        now = {each.name: each for each in written.tensors}
+        self._contents = Contents(tuple(now.get(each.name, each) for each in self._contents.tensors))
+
     def mark(self) -> None:
         """Note what is mapped now: once it is not mapped any more, `dangling` looks for pointers to it."""
         self._memory = tuple(self._arenas())

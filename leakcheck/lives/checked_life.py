@@ -407,10 +407,21 @@ class CheckedLife:
             self._raise(contract.after_idle(call.name, self._device, held, None))
         elif call.name == "reload":
             model.version = 0
+            self._rewritten()
         elif call.name == UPDATE:
             model.version = arguments["version"]
             self._raise(contract.after_update(self._device, weights, result or {}, self._weights()))
             self._raise(self._lives.says_the_same())
+            self._rewritten()
+
+    def _rewritten(self) -> None:
+        """Take the weights that were written while the rest sleeps for those that must be there when all is awake."""
+        if self.model.phase != "running":
+            preserved, weights = told(self.target, "preserved"), self._weights()
+            written = {name: tensor for name, tensor in preserved.items() if name in weights}
+            # Whoever does not say which are the weights may have written any.
+            self._preserved_state.rewritten(written or preserved)
+            self._lives.processes.engine.rewritten()
 
     def _has_slept(self, finished: Mapping[str, Sequence[int]], level: int, mode: str = "wait") -> None:
         """Judge a sleep: unfinished requests have run to their end, or are ended."""

@@ -162,6 +162,11 @@ class EngineProcesses:
         self._preserving = [pid for pid, preserved in answers.items() if preserved]
         return bool(self._preserving)
 
+    def rewritten(self) -> None:
+        """Remember anew what must survive the sleep that lasts: weights were updated while the rest sleeps."""
+        if self._preserving:
+            self.before_sleep()
+
     def after_wake(self, stage: str) -> list[Finding]:
         """Return what each has lost of what had to survive the sleep before; once everything is awake."""
         pids, self._preserving = [pid for pid in self._preserving if pid in self._now], []

@@ -81,6 +81,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {
     "poison_pages": (True, False),
     "kv_offload_bytes": (0, 1 << 20),
     "kv_transport_bytes": (0, 1 << 20),
+    "async_scheduling": (False, True),
     # These make a life several times as long, so they come less often.
     "process_group": (*[False] * 7, True),
     "freeze_heap": (*[False] * 15, True),
@@ -422,6 +423,8 @@ class ReferenceTarget(_Reference):
             if settings.get("tensor_parallel_size", 1) > 1 or not settings.get("enable_prefix_caching", True):
                 # Ranks do not offload, and a block on the host is found by its prefix alone.
                 settings["kv_offload_bytes"] = 0
+            if settings.get("tensor_parallel_size", 1) > 1 or settings.get("kv_offload_bytes"):
+                settings["async_scheduling"] = False
             self.engine = LLMEngine(EngineConfig(**settings))
         self.engine.create()
 

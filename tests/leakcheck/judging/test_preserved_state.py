@@ -44,6 +44,19 @@ def test_a_tensor_that_changed_is_named_with_its_bytes() -> None:
     assert found.message == "table changed its contents between sleep and wake"
 
 
+@pytest.mark.parametrize("lost", ["", "weight", "table"])
+def test_what_was_written_while_the_rest_slept_is_what_must_be_there(lost: str) -> None:
+    tensors = {"weight": torch.arange(1000.0), "table": torch.arange(10)}
+    known = survival(tensors)
+    tensors["weight"].add_(1)
+    known.rewritten({"weight": tensors["weight"], "another": torch.zeros(3)})
+    if lost:
+        tensors[lost][3] = 0
+    assert [found.holder for found in known.after_wake("wake", tensors, {})] == ([lost] if lost else [])
+    known.rewritten(tensors)
+    assert known.after_wake("wake", tensors, {}) == []
+
+
 def test_it_is_said_where_what_was_lost_lay(arena: Arena) -> None:
     inside, outside = arena.allocate((4,), torch.int64), torch.zeros(4, dtype=torch.int64)
     inside.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife, script_of
 from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.lives.sweep import stages
+from lowtide.leakcheck.targets.reference import ReferenceTarget
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Subject
@@ -250,3 +252,30 @@ def test_a_life_that_is_checked_call_by_call_goes_on_with_what_was_sent() -> Non
             assert life.update_weights(version)
             assert life.infer([3], 2)
         life.close()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("call", ["update", "reload"])
+def test_weights_that_are_written_while_the_cache_sleeps_are_those_to_be_kept(call: str, elsewhere: bool) -> None:
+    def play(life: CheckedLife, loses: str) -> None:
+        life.create()
+        life.update_weights(1)
+        life.sleep(level=1)
+        life.wake(tags=["weights"])
+        life.update_weights(0) if call == "update" else life.reload()
+        if loses:
+            worker = life.target.engine._core.worker
+            worker.preserved_tensors()[loses].add_(1)
+        life.wake()
+
+    make = functools.partial(ReferenceTarget, "cpu", {"engine_process": elsewhere})
+    with Lives(make) as lives:
+        life = CheckedLife(lives)
+        play(life, "")
+        life.close()
+    for loses in () if elsewhere else ("model.norm.weight", "rotary.table"):
+        with Lives(make) as lives:
+            life = CheckedLife(lives)
+            with pytest.raises(LifeError, match=f"{loses} changed its contents"):
+                play(life, loses)
+            life.abandon()
