@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 
+from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.large_values import (
     LEAST,
     OF_ITEMS,
@@ -16,6 +17,7 @@ from lowtide.probes.heap.large_values import (
     items_of,
     read_values,
     size_of_value,
+    with_values,
 )
 from tests.probes.in_both_ways import in_both_ways
 
@@ -45,6 +47,13 @@ def test_what_lies_in_dicts_of_names_alone_is_met() -> None:
     (place,) = read.places_of(np.array([id(inner) + OF_VALUES], np.int64)).tolist()
     assert read.lengths[place] == LEAST // UNIT
     assert holder[0]["same"] is inner
+
+
+def test_of_tuples_among_the_lengths_of_containers_are_those_of_many_things() -> None:
+    few, many = [(None,) * 15], [(None,) * 16]
+    ids = {*with_values(read_lengths()[0]).ids.tolist()}
+    assert {id(few), id(many)} <= ids
+    assert (id(few) + OF_ITEMS in ids, id(many) + OF_ITEMS in ids) == (False, True)
 
 
 def test_what_is_frozen_is_read_too() -> None:

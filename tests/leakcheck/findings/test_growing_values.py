@@ -151,6 +151,10 @@ def wrap_partial(number: int) -> None:
     Held.value = functools.partial(Held.value or print, bytes(SIZE))
 
 
+def lengthen_tuple_by_little(number: int) -> None:
+    Held.value = (*(Held.value or ()), bytes(2000))
+
+
 def lengthen_two(number: int) -> None:
     lengthen_tuple(number)
     Held.logs = (*Held.logs, number)
@@ -162,6 +166,11 @@ def test_what_gives_way_to_a_longer_one_is_told_as_a_container_is(turn: Callable
     (finding,) = (each for each in found_after(turn, seconds=seconds) if each.holder)
     assert finding.holder == f"{__name__}.Held.value" + ".args" * (turn is wrap_partial)
     assert finding.message.startswith(f"{finding.holder} takes 1 item (")
+
+
+def test_a_tuple_is_read_though_little_has_come_in_a_few_turns() -> None:
+    (finding,) = found_after(lengthen_tuple_by_little)
+    assert finding.holder == f"{__name__}.Held.value"
 
 
 def window(number: int) -> None:

@@ -191,6 +191,12 @@ def test_containers_that_take_something_by_turns_grow_beside_one_that_fills() ->
     assert together(slow(*shards, filling)[:3]).is_of_every_turn
 
 
+def test_of_few_readings_nothing_is_said_of_those_that_take_something_by_turns() -> None:
+    lengths = {2: 1, 8: 4, 16: 8, 24: 12, 32: 16}
+    assert slow(lengths)
+    assert slow({turn: lengths[turn] for turn in (2, 8, 16, 24)}) == []
+
+
 def test_one_that_comes_late_has_held_nothing_before() -> None:
     courses = slow({2: 1, 8: 7, 16: 9, 24: 13, 32: 17}, {16: 6, 24: 10, 32: 14})
     assert together(courses).lengths == [1, 7, 15, 23, 31]
