@@ -101,13 +101,17 @@ def test_of_several_of_that_size_in_a_list_the_last_is_named() -> None:
     assert with_memory_holder(host(41 * MIB), Context()).finding.holder == f"{__name__}.LISTED[1]"
 
 
-@pytest.mark.parametrize(("pieces", "unread"), [(1, 1), (12, 1), (1, 2)])
-def test_what_each_of_several_turns_has_added_to_a_container_is_told_by_the_container(pieces: int, unread: int) -> None:
+@pytest.mark.parametrize(("pieces", "turns", "unread"), [(1, 5, 1), (12, 5, 1), (1, 2, 2)])
+def test_what_each_of_several_turns_has_added_to_a_container_is_told_by_the_container(
+    pieces: int, turns: int, unread: int
+) -> None:
     """The first turns are none of the growth, and their arrays are there, too."""
-    LISTED.extend(numbers(UNIT // pieces) for _ in range((5 + unread) * pieces))
-    held = memory_holder(UNIT, Context(living=True), grown=5 * UNIT)
+    LISTED.extend(numbers(UNIT // pieces) for _ in range((turns + unread) * pieces))
+    held = memory_holder(UNIT, Context(living=True), grown=turns * UNIT)
     assert held is not None
-    assert held[0].note.text == f"; {3 * (5 + unread)}.0 MiB in {(5 + unread) * pieces} of numpy.ndarray held by "
+    assert (
+        held[0].note.text == f"; {3 * (turns + unread)}.0 MiB in {(turns + unread) * pieces} of numpy.ndarray held by "
+    )
     assert held[0].note.holder == f"{__name__}.LISTED"
 
 
