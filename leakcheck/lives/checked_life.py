@@ -417,7 +417,8 @@ class CheckedLife:
     def _rewritten(self) -> None:
         """Take the weights that were written while the rest sleeps for those that must be there when all is awake."""
         if self.model.phase != "running":
-            preserved, weights = told(self.target, "preserved"), self._weights()
+            preserved = told(self.target, "preserved")
+            weights = self._weights() if self._capabilities.update_weights else {}
             written = {name: tensor for name, tensor in preserved.items() if name in weights}
             # Whoever does not say which are the weights may have written any.
             self._preserved_state.rewritten(written or preserved)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
-from lowtide.leakcheck.lives.lifecycle import LifecycleRun, TargetLife, script_of
+from lowtide.leakcheck.lives.lifecycle import MORE_UPDATES, LifecycleRun, TargetLife, script_of
 from lowtide.leakcheck.lives.script import LifeError
 from lowtide.leakcheck.lives.sweep import stages
 from lowtide.leakcheck.targets.reference import ReferenceTarget
@@ -119,7 +119,7 @@ class SilentTarget(Target):
         return {}
 
 
-def lived(does: str, kind: type[Target] = Target) -> Subject:
+def lived(does: str, kind: type[Target] = Target, *, turns: int = 0) -> Subject:
     run = LifecycleRun(
         "engine",
         lambda: TargetLife(lambda: kind(does)),
@@ -127,6 +127,7 @@ def lived(does: str, kind: type[Target] = Target) -> Subject:
         driver=NoDriver("a test"),
         cycles=1,
         script=script_of(kind.capabilities),
+        turns=turns,
     )
     return run.run()
 
@@ -160,6 +161,17 @@ def test_what_is_loaded_and_does_not_add_up_is_clean(does: str, kind: type[Targe
     assert (subject.outcome, subject.findings) == ("clean", ())
     names = [stage.name for stage in subject.stages]
     assert names == ["create", "infer", "update_weights", "infer", "update_weights", "infer", "shutdown"]
+
+
+@pytest.mark.parametrize("turns", [0, 12])
+def test_as_many_updates_follow_as_turns_are_asked_for(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions: list[int] = []
+    load = Target.update_weights
+    monkeypatch.setattr(
+        Target, "update_weights", lambda self, version: (versions.append(version), load(self, version))[1]
+    )
+    assert lived("", turns=turns).outcome == "clean"
+    assert len(versions) == 2 + max(MORE_UPDATES, turns)
 
 
 def test_an_update_that_moves_nothing_is_found_by_its_contents() -> None:
