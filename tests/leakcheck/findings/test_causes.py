@@ -71,6 +71,17 @@ def reported(*leaks: ItemLeak) -> list[list[str]]:
     return [[finding.resource, *(part.resource for part in finding.parts)] for finding in merged]
 
 
+def test_what_was_joined_before_keeps_its_parts_where_it_is_joined_again() -> None:
+    threads, sockets, child = (leak(kind, kind).finding for kind in ("threads", "file-descriptors", "processes"))
+    one = msgspec.structs.replace(threads, parts=(leak("temporary-files", "f").finding,))
+    other = msgspec.structs.replace(child, parts=(sockets,))
+    cause = CommonCause("one engine")
+    (merged,) = by_cause((one, other), {id(one): cause, id(other): cause})
+    parts = [part.resource for part in merged.parts]
+    assert sorted([merged.resource, *parts]) == ["file-descriptors", "processes", "temporary-files", "threads"]
+    assert not any(part.parts for part in merged.parts)
+
+
 OPENED: list[Any] = []
 
 
