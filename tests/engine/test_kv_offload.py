@@ -875,7 +875,7 @@ def test_a_create_that_is_interrupted_after_the_worker_ends_its_thread(monkeypat
         return made[0]
 
     monkeypatch.setattr("lowtide.engine.worker.OffloadingConnector", make_and_fail)
-    monkeypatch.setattr("lowtide.engine.core.EngineCore", lambda *args: 1 / 0)
+    monkeypatch.setattr("lowtide.engine.core.EngineCore", lambda *args, **settings: 1 / 0)
     engine = LLMEngine(EngineConfig(**SMALL))
     with pytest.raises(ZeroDivisionError):
         engine.create()
