@@ -109,8 +109,8 @@ def core_with_an_offload_region() -> Iterator[None]:
     """Each core maps a file in /dev/shm, and removes it in its shutdown."""
     create, shut_down = EngineCore.__init__, EngineCore.shutdown
 
-    def create_with_region(self: EngineCore, *args: Any) -> None:
-        create(self, *args)
+    def create_with_region(self: EngineCore, *args: Any, **settings: Any) -> None:
+        create(self, *args, **settings)
         self.__dict__["offload_region"] = SharedOffloadRegion()
 
     def shutdown(self: EngineCore) -> None:
