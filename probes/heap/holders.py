@@ -79,9 +79,9 @@ class SharedWalk:
             self.close()
         if self._graph is None:
             with collector_paused():
-                buffers = self._buffers or []
+                buffers = self._buffers or ()
                 self._graph = Graph([*needed, *(buffer.item for buffer in buffers)])
-                self._graph.own |= {id(needed), id(self._buffers), id(buffers), *map(id, buffers)}
+                self._graph.own |= {id(needed), id(self._buffers), *map(id, buffers)}
             self._is_part = False
             # What is frozen, and what nothing leads to, no walk meets.
             self._lost = set(map(id, self._missing(needed)))

@@ -205,27 +205,27 @@ def test_a_program_that_runs_and_needs_no_more_is_not_held_up_to_read_them(monke
     assert quiet < 5 < len(readings) - quiet
 
 
-def test_a_process_says_how_large_its_values_are_and_who_holds_one_that_has_grown() -> None:
-    lengthen_buffer(0)
+def grown_in_a_process(turn: Callable[[int], object]) -> Finding:
+    """Return what two looks into a process say of the value, with thirty turns between them."""
     before = ask(answers.answer, Look(), "this process")
     for number in range(30):
-        lengthen_buffer(number)
+        turn(number)
     now = ask(answers.answer, Look(), "this process")
     moments = [Moment(started=1, seen=seen, things={}) for seen in (before, now)]
     found = grown_between(*moments, "mark 'a'", 0, explain_grown)
     (finding,) = (each for each in found if each.holder == f"{__name__}.Held.value")
+    return finding
+
+
+def test_a_process_says_how_large_its_values_are_and_who_holds_one_that_has_grown() -> None:
+    lengthen_buffer(0)
+    finding = grown_in_a_process(lengthen_buffer)
     assert f" has {finding.bytes / 1024:.1f} KiB more than at mark 'a': bytearray of " in finding.message
 
 
 def test_a_process_says_who_holds_a_tuple_that_has_grown() -> None:
     Held.value = ("",) * 20
-    before = ask(answers.answer, Look(), "this process")
-    for number in range(30):
-        lengthen_tuple(number)
-    now = ask(answers.answer, Look(), "this process")
-    moments = [Moment(started=1, seen=seen, things={}) for seen in (before, now)]
-    found = grown_between(*moments, "mark 'a'", 0, explain_grown)
-    (finding,) = (each for each in found if each.holder == f"{__name__}.Held.value")
+    finding = grown_in_a_process(lengthen_tuple)
     assert f" has 30 items ({finding.bytes / 1024:.1f} KiB) more than at mark 'a': 50 of " in finding.message
 
 
