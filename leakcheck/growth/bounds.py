@@ -128,13 +128,10 @@ def _slices_kept(steps: Sequence[_Step], name: str) -> Iterator[Sequence[_Step]]
             if type(steps[end - 1][1]) is slice:
                 break
             end -= 1
-        kind, value = steps[end - 1]
-        before = steps[:end]
+        *before, (kind, value) = steps[:end] or [("", None)]
         if type(value) is slice:
-            before = [*steps[: end - 1], ("LOAD_CONST", value.start), ("LOAD_CONST", value.stop)]
-        elif kind in ("BUILD_SLICE", "BINARY_SLICE"):
-            before = steps[: end - 1]
-        else:
+            before += [("LOAD_CONST", value.start), ("LOAD_CONST", value.stop)]
+        elif kind not in ("BUILD_SLICE", "BINARY_SLICE"):
             continue
         if before[-1] == _OPEN:
             yield from _of_negative(before[:-1])
