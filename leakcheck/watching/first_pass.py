@@ -11,7 +11,7 @@ import multiprocessing
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.leakcheck.findings.host_memory import with_largest_containers
@@ -27,7 +27,7 @@ from lowtide.leakcheck.judging.metrics import (
     host_memory_tolerance,
 )
 from lowtide.leakcheck.judging.owners import ANYTHING, Owner
-from lowtide.leakcheck.judging.storages import is_storage, is_tensor
+from lowtide.leakcheck.judging.storages import Key, is_storage, is_tensor
 from lowtide.leakcheck.resources.resource import MIB
 from lowtide.leakcheck.watching.watched import Watched
 from lowtide.probes import native
@@ -35,7 +35,8 @@ from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, long_containers
 from lowtide.probes.host.counters import Counters, anonymous_bytes
-from lowtide.probes.memory.tensors import hold_memory, keys_of_each
+from lowtide.probes.memory.tensors import hold_memory, keys_of_each, survey_storages
+from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, weakref
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_bytes
@@ -117,8 +118,15 @@ class Suspects:
         self._last = None
         self._are_none = False
 
-    def find(self, now: Counters, ended: Sequence[Owner], tolerance: int) -> list[str]:
-        """Return the keys of what may be above what it should be; costs next to nothing."""
+    def find(self, now: Counters, ended: Sequence[Owner], tolerance: int, seen: Collection[Key]) -> list[str]:
+        """Return the keys of what may be above what it should be; costs next to nothing.
+
+        Args:
+            now: the counters.
+            ended: the owners that are judged with the test.
+            tolerance: bytes that a test may leave.
+            seen: the storages at the last full reading.
+        """
         suspects = [
             key
             for subject in (None, *ended)
@@ -133,7 +141,7 @@ class Suspects:
                 suspects.append(key)
         survivors, left = ([], []) if self._are_none else self._survivors()
         self._are_none = False
-        if any(owner.storages for owner in ended) or self._watched.births.froze_until_last_look:
+        if any(owner.storages for owner in ended) or (not left and self._may_be_hidden(seen)):
             suspects.append("tensors")
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._tensors_left = _weakly(left)
@@ -144,6 +152,19 @@ class Suspects:
         if self._watched.caches.suspects(survivors):
             suspects.append("lru-cache")
         return suspects
+
+    def _may_be_hidden(self, seen: Collection[Key]) -> bool:
+        """Return whether the program has frozen tensors that were never seen young, right after the survivors' list.
+
+        Where nothing is frozen any more (vLLM freezes its heap once it is set up, and thaws it at its shutdown), it has
+        not if each tensor lies where one lay before.
+        """
+        if not self._watched.births.froze_until_last_look:
+            return False
+        if any_frozen():
+            return True
+        survey, owned = survey_storages(), (owner.storages for owner in self._watched.ownership.live)
+        return survey.unreadable > 0 or not survey.sizes.keys() <= set(seen).union(*owned)
 
     def slack(self, key: str, tolerance: int) -> int:
         """Return the bytes by which a level may rise before it deserves a full reading."""

@@ -461,7 +461,7 @@ class Watch:
         gc.collect(1)
         if is_clean():
             return clean()
-        suspects = self._suspects.find(now, ended, self.tolerance)
+        suspects = self._suspects.find(now, ended, self.tolerance, self._seen)
         heap = self.heap if final else None
         of_settings = are_young and set(suspects) == {"globals"} and heap is None
         # Whether the tensors explain what the process has more, their full reading shows.
@@ -541,12 +541,12 @@ class Watch:
 
         A process whose parent had ended, and that has ended itself since it was read, may have left another one.
         """
-        suspects = self._suspects.find(now, ended, self.tolerance)
+        suspects = self._suspects.find(now, ended, self.tolerance, self._seen)
         for _ in range(_MOST_GENERATIONS):
             if suspects or not self._watched.tree.lost_an_orphan():
                 break
             now = self._host.read_trimmed(ended)
-            suspects = self._suspects.find(now, ended, self.tolerance)
+            suspects = self._suspects.find(now, ended, self.tolerance, self._seen)
         return now, suspects
 
     def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:

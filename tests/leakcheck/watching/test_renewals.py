@@ -240,14 +240,19 @@ def test_so_it_is_where_the_heap_was_frozen_before(session: Session) -> None:
         gc.unfreeze()
 
 
-def test_where_the_test_itself_froze_the_heap_for_a_while_it_is_read_in_full(session: Session) -> None:
+def test_where_the_test_itself_froze_the_heap_for_a_while_new_memory_alone_is_read_in_full(session: Session) -> None:
     def freezes(engine: Engine) -> None:
         view(engine)
         gc.freeze()
         gc.unfreeze()
 
+    def leaks(engine: Engine) -> None:
+        session.program.KEPT.append(torch.ones(8))
+        freezes(engine)
+
     session.judge(view)
-    assert (session.judge(freezes), session.readings) == ((), 1)
+    assert (session.judge(freezes), session.readings) == ((), 0)
+    assert [finding.bytes for finding in session.judge(leaks)] == [32]
 
 
 def test_what_lies_in_another_place_is_read_in_full(session: Session) -> None:
