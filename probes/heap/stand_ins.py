@@ -28,10 +28,9 @@ from lowtide.probes.objects.foreign import (
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.opened_in_c import (
     SCANDIR,
-    addresses_of_mappings,
     defined_in_libraries,
     file_of_database,
-    files_at,
+    number_of_mapping,
     number_of_scandir,
 )
 from lowtide.probes.originals import gc, loaded, os, sys, threading, weakref
@@ -102,6 +101,9 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     for file_kind in (socket.SocketType, io.FileIO, select.epoll):
         for file in census.instances_of(file_kind):
             yield "file-descriptors", str(_number(file_kind, file)), file
+    maps: Any = loaded("mmap")
+    for mapping in census.instances_of(maps.mmap) if maps is not None else ():
+        yield "file-descriptors", str(number_of_mapping(mapping)), mapping
     for entries in census.instances_of(SCANDIR):
         yield "file-descriptors", str(number_of_scandir(entries)), entries
     yield from _to_be_closed(census)
@@ -222,11 +224,7 @@ def semaphores() -> list[type]:
 
 
 def _of_files(census: Census) -> Iterator[tuple[str, Any]]:
-    """Give the path of each file that some objects have opened without saying under which number, and the object."""
-    mmap: Any = loaded("mmap")
-    mappings = census.instances_of(mmap.mmap) if mmap is not None else []
-    paths = files_at(addresses_of_mappings(mappings))
-    yield from ((path, mapping) for path, mapping in zip(paths, mappings, strict=True) if path)
+    """Give the path of each file that a database has opened without saying under which number, and the database."""
     sqlite: Any = loaded("sqlite3")
     for database in census.instances_of(sqlite.Connection) if sqlite is not None else ():
         path = file_of_database(database)

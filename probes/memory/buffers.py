@@ -29,7 +29,7 @@ from lowtide.probes.objects.listed import (
     lists_can_be_read,
     running_locals,
 )
-from lowtide.probes.objects.opened_in_c import defined_in_libraries
+from lowtide.probes.objects.opened_in_c import defined_in_libraries, has_nameless_memory
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, sys
 
@@ -211,14 +211,14 @@ def _size_of_array(item: Any) -> int:
 
 
 def _size_of_map(item: Any) -> int:
-    """Of a map of no file; one of a file is the system's cache of that."""
+    """Of a map of no file, or of shared memory without a name; one of a file is the system's cache of that."""
     try:
         mmap.mmap.size(item)
     except OSError:
         return mmap.mmap.__len__(item)
     except ValueError:  # it is closed
         return 0
-    return 0
+    return mmap.mmap.__len__(item) if has_nameless_memory(item) else 0
 
 
 def bytes_of_c(item: Any) -> int:

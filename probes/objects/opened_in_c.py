@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -64,6 +65,44 @@ def _knows_mappings() -> bool:
         address = _word(id(sample) + _FIRST_FIELD)
         is_there = AddressMap(read_mappings()).at(address) is not None
     return is_there and _word(id(sample) + _FIRST_FIELD) == 0
+
+
+def number_of_mapping(mapping: Any) -> int:
+    """Return the descriptor that a `mmap.mmap` has of its file, which is its own; -1 for none, or where unreadable."""
+    place = _place_of_number()
+    return ctypes.c_int.from_address(id(mapping) + place).value if place else -1
+
+
+def has_nameless_memory(mapping: Any) -> bool:
+    """Return whether a `mmap.mmap` is of shared memory that has no name in /dev/shm, or none any more."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{number_of_mapping(mapping)}")
+    except OSError:
+        return False
+    return path.startswith(("/memfd:", "/dev/shm/")) and path.endswith(" (deleted)")
+
+
+@functools.cache
+def _place_of_number() -> int:
+    """Return at which byte of a `mmap.mmap` its descriptor stands, which versions of Python differ in; 0 if nowhere."""
+    number = os.memfd_create("lowtide")
+    try:
+        os.ftruncate(number, mmap.PAGESIZE)
+        with mmap.mmap(number, mmap.PAGESIZE) as sample:
+            places = range(_FIRST_FIELD + _WORD, type(sample).__basicsize__, ctypes.sizeof(ctypes.c_int))
+            found = [at for at in places if _is_copy_of(number, ctypes.c_int.from_address(id(sample) + at).value)]
+    finally:
+        os.close(number)
+    return found[0] if len(found) == 1 else 0
+
+
+def _is_copy_of(number: int, other: int) -> bool:
+    """Return whether another descriptor is of the same file."""
+    try:
+        first, second = os.fstat(number), os.fstat(other)
+    except OSError:
+        return False
+    return other != number and (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
 
 
 def files_at(addresses: Sequence[int]) -> list[str]:

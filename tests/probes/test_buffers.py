@@ -5,7 +5,9 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
+import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,19 @@ def numbers(size: int) -> Any:
 SIZE = 2 * MIB + 4096
 
 
+def mapped_without_name(number: int) -> Any:
+    os.ftruncate(number, SIZE)
+    mapped = mmap.mmap(number, SIZE)
+    os.close(number)
+    return mapped
+
+
+def number_of_removed() -> int:
+    number, path = tempfile.mkstemp(dir="/dev/shm")
+    Path(path).unlink()
+    return number
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -76,6 +91,8 @@ SIZE = 2 * MIB + 4096
         lambda: bytearray(SIZE),
         lambda: array.array("d", bytes(SIZE)),
         lambda: mmap.mmap(-1, SIZE),
+        lambda: mapped_without_name(os.memfd_create("lowtide_test")),
+        lambda: mapped_without_name(number_of_removed()),
         lambda: ctypes.create_string_buffer(SIZE),
         lambda: (ctypes.c_double * (SIZE // 8))(),
         lambda: np.frombuffer(ctypes.create_string_buffer(SIZE), dtype=np.int8),

@@ -67,6 +67,15 @@ def make_scandir(tmp_path):
     return entries
 
 
+def nameless():
+    number = os.memfd_create("lowtide_test")
+    os.ftruncate(number, 4096)
+    return number
+
+
+MAPPED = mmap.mmap(nameless(), 4096)
+
+
 def make_mmap(tmp_path):
     with open(tmp_path / "mapped", "wb+") as file:
         file.truncate(4096)
@@ -124,6 +133,13 @@ def test_thread_of_nobody(is_kept):
     worker.thread.name = "scheduler"
     if not is_kept:
         worker.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_file_of_the_same_name(is_kept):
+    number = nameless()
+    if not is_kept:
+        os.close(number)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -318,6 +334,7 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "it runs test_inner.Worker.serve (test_inner"),
         ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "started in Worker.__init__, test_inner.py:"),
         ("test_thread_of_nobody[True]", "threads", "thread 'scheduler'", "it runs test_inner.Worker.serve (test_inner"),
+        ("test_file_of_the_same_name[True]", "file-descriptors", "", "; call os.close() with the descriptor"),
         ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
@@ -380,6 +397,10 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
     assert says in f"{finding.message}; {finding.advice}"
 
 
+def test_a_descriptor_is_not_told_by_what_has_mapped_another_file_of_the_same_name(run: InnerRun) -> None:
+    assert "MAPPED" not in (finding_of(run, "test_file_of_the_same_name[True]").holder or "")
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -388,6 +409,7 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
             f"test_{kind}[False]"
             for kind in (
                 "thread_of_nobody",
+                "file_of_the_same_name",
                 "array",
                 "reserved",
                 "at_exit",
