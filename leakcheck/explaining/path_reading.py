@@ -10,6 +10,7 @@ the object and runs no foreign code; where it knows nothing, it says nothing.
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import re
 from collections.abc import Callable, Container, Sequence
@@ -349,6 +350,10 @@ _ENDED = frozenset({"closed", "shutdown", "shut_down", "stopped", "terminated", 
 _ALIVE = frozenset({"running", "asleep", "sleeping", "awake", "ready", "active", "idle", "started"})
 
 
+_ENTERED = frozenset({list, tuple, set, dict, collections.deque})
+"""What holds things as its entries, which no program has given a name each."""
+
+
 def marks(
     items: Sequence[object],
     *,
@@ -371,13 +376,15 @@ def marks(
     found: list[Mark | None] = []
     owned = False
     young = _young_by_what_they_hold(items, innocent)
-    for item in items:
+    for holder, item in zip((None, *items), items, strict=False):
         mark = _clue(item)
         is_live = living and mark == "innocent"
         was_there = mark != "holding" and id(item) in innocent and id(item) not in young
-        if ages_known and (type(item) is dict or not gc.is_tracked(item)) and id(item) not in young:
+        is_of_unknown_age = not gc.is_tracked(item) or (type(item) is dict and type(holder) not in _ENTERED)
+        if ages_known and is_of_unknown_age and id(item) not in young:
             # The collector does not know an empty dict: one seems born when its first entry comes. Of what it does not
-            # track nobody knows when it was made. They are taken for as old as what holds them.
+            # track nobody knows when it was made. They are taken for as old as what holds them; but a dict among the
+            # entries of a container was filled before it came there, far more often than behind an attribute.
             was_there = (was_there and gc.is_tracked(item)) or not found or found[-1] == "innocent"
         is_module_of_engine = owned and is_module(item)
         if (hollow and can_end(item)) or was_there or is_live or is_module_of_engine or is_named_logger(item):

@@ -98,6 +98,11 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
     return [by_identity[id(leak)] for leak in leaks]
 
 
+_TABLES = ("dict", "collections.OrderedDict", "collections.defaultdict", "weakref.WeakValueDictionary")
+_MANY_ENTRIES = 4
+"""Entries of one table that are told together, whatever their names."""
+
+
 class _Row(msgspec.Struct, frozen=True):
     """A storage and why it is still there: at which rung it came back, or who holds it."""
 
@@ -177,16 +182,25 @@ def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, s
 
 
 def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Group what is one thing: what hangs on one suspect edge, came back at one rung, or has no path."""
+    """Group what is one thing: what hangs on one suspect edge, came back at one rung, or has no path.
+
+    The entries of one table are one thing where they are many: no program names so many of them one by one.
+    """
     groups: dict[tuple[Any, ...], list[_Row]] = {}
+    tables: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
     for row in rows:
         explanation = row.explanation
         first = next((turn for turn, hop in enumerate(explanation.path) if hop.suspect), len(explanation.path))
-        key: tuple[Any, ...] = (explanation.cause, *(hop.edge for hop in explanation.path[: first + 1]))
+        key: tuple[Any, ...] = (row.held.stage, explanation.cause, *(hop.edge for hop in explanation.path[: first + 1]))
         if not explanation.path:
             # Without a known holder, only the allocation site distinguishes two leaks.
-            key = (row.rung, explanation.suspects[:1], allocating_function(row.stack))
-        groups.setdefault((row.held.stage, *key), []).append(row)
+            key = (row.held.stage, row.rung, explanation.suspects[:1], allocating_function(row.stack))
+        elif 0 < first < len(explanation.path) and explanation.path[first - 1].type in _TABLES and key not in groups:
+            tables.setdefault(key[:-1], []).append(key)
+        groups.setdefault(key, []).append(row)
+    for entries in tables.values():
+        if len(entries) >= _MANY_ENTRIES:
+            groups[entries[0]] = [row for key in entries for row in groups.pop(key)]
     return list(groups.values())
 
 
@@ -201,8 +215,14 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     """Return the fingerprint of what hangs on one edge; the largest thing says where it was allocated."""
     row = max(group, key=lambda row: row.held.bytes)
     explanation = row.explanation
-    # What hangs on one suspect edge is one finding, however much it is.
-    suspects: tuple[str, ...] = (explanation.cause, *explanation.suspects[:1])
+    # What hangs on one suspect edge is one finding, however much it is; so are the entries of a table.
+    edges = {row.explanation.suspects[:1] for row in group}
+    named = (
+        explanation.suspects[:1]
+        if len(edges) == 1
+        else tuple(f"{edge.partition(' [')[0]} [*]" for edge in explanation.suspects[:1])
+    )
+    suspects: tuple[str, ...] = (explanation.cause, *named)
     if row.rung is not None and not explanation.path:
         suspects = (row.rung.value,)
     elif explanation.verdict == "frozen-garbage":

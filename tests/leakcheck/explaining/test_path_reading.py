@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import enum
@@ -428,6 +429,15 @@ def test_a_plain_dict_that_something_innocent_holds_is_innocent_where_ages_are_k
     assert marks([Endless(), table], **known) == [None, None]
     assert marks([there, Endless(), table], **known) == ["innocent", None, None]
     assert marks([there, table], innocent={id(there)}) == ["innocent", None]
+
+
+@pytest.mark.parametrize("container", [list, tuple, collections.deque, lambda tables: {"request": tables[0]}])
+def test_a_plain_dict_among_the_entries_of_a_container_is_as_old_as_it_seems(container: Callable[[Any], Any]) -> None:
+    table = {"logits": Endless()}
+    there = container([table])
+    known: dict[str, Any] = {"ages_known": True}
+    assert marks([there, table], innocent={id(there)}, **known) == ["innocent", None]
+    assert marks([there, table], innocent={id(there), id(table)}, **known) == ["innocent", "innocent"]
 
 
 @pytest.mark.parametrize("state", ["running", "asleep", "READY", State.RUNNING, State.ASLEEP])

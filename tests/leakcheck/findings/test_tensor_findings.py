@@ -1,10 +1,20 @@
-"""The frames of an allocation as a report has them: up to the test, each with the text of its line."""
+"""What tensors are one finding, and the frames of an allocation: up to the test, each with the text of its line."""
 
 from __future__ import annotations
 
+import collections
+import sys
+import types
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from lowtide.leakcheck.findings.tensor_findings import frames
+from lowtide.leakcheck.watching.watch import Watch
+from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.memory.stack_frames import StackFrame
 
 HERE = str(Path(__file__))
@@ -36,3 +46,42 @@ def test_a_line_of_a_generated_file_is_cut(tmp_path: Path) -> None:
 def test_who_called_the_test_is_left_out() -> None:
     stack = [StackFrame(HERE, 1, "test"), StackFrame("/site/_pytest/python.py", 2, "pytest_pyfunc_call")]
     assert [frame.function for frame in frames(stack)] == ["test"]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = types.ModuleType("program")
+    module.TABLE, module.ORDERED, module.LISTED = {}, collections.OrderedDict[str, Any](), list[Any]()
+    monkeypatch.setitem(sys.modules, "program", module)
+    return module
+
+
+def left_in(table: Callable[[Collection[str]], None], names: Collection[str]) -> list[tuple[str | None, int]]:
+    """Return the holder and the number of tensors of each finding about a test that fills a table."""
+    watch = Watch(Policy(card=False, settle=0.01, remedies="never"))
+    watch.open()
+    try:
+        watch.begin(module="test_program.py")
+        table(names)
+        return [(finding.holder, finding.count) for finding in watch.end([]).findings]
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("name", ["TABLE", "ORDERED"])
+def test_many_entries_of_one_table_are_one_finding_and_few_are_one_each(name: str, program: Any) -> None:
+    table = getattr(program, name)
+
+    def fill(names: Collection[str]) -> None:
+        table.update({name: torch.ones(8) for name in names})
+
+    assert left_in(fill, ["norm", "up", "gate", "down"]) == [(f"program.{name}", 4)]
+    few = left_in(fill, ["embed", "head", "bias"])
+    assert sorted(few) == [(f"program.{name}['{each}']", 1) for each in ("bias", "embed", "head")]
+
+
+def test_tables_that_a_list_took_are_one_finding(program: Any) -> None:
+    def append(names: Collection[str]) -> None:
+        program.LISTED.extend({name: torch.ones(8) for name in names} for _ in range(3))
+
+    assert left_in(append, ["logits", "hidden"]) == [("program.LISTED", 6)]
