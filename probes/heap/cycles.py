@@ -97,7 +97,7 @@ def _named(members: Sequence[Any]) -> list[CycleEdge]:
     # An instance's dict is named with the instance, which has to be before it.
     first = next((turn for turn, item in enumerate(members) if type(item) is not dict), 0)
     members = [*members[first:], *members[:first]]
-    around, namer = [*members, *members[:2]], EdgeNamer(members, {})
+    around, namer = [*members, *members[:2]], EdgeNamer({})
     edges, place = [], 0
     while place < len(members):
         edge = namer.edge(around, place)

@@ -19,10 +19,10 @@ from typing import Any
 
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.objects.address_table import Indices, Ints, each_once
+from lowtide.probes.objects.attribute_names import has_values_inside
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     MISSING,
-    attribute,
     cells_of,
     code_of,
     dict_of_module,
@@ -36,7 +36,7 @@ from lowtide.probes.objects.identities import elements, identities
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, threading
 from lowtide.probes.references.definitions import is_dict_of_cache
-from lowtide.probes.references.edges import UNNAMED, EdgeNamer, has_values_inside, names_in_class, names_in_module
+from lowtide.probes.references.edges import UNNAMED, EdgeNamer, names_inside
 from lowtide.probes.references.entries import attribute_text, definition_text, key_text
 
 ENTRIES = ".<entries>"
@@ -103,7 +103,7 @@ class EdgeLabels:
             self._dicts_of_instances(cls, nodes)
         self._say(np.arange(len(graph.kinds)), graph.kinds, np.full(len(graph.kinds), self._text(".__class__")))
         self._resolve()
-        namer = EdgeNamer(graph.all_objects(), {})
+        namer = EdgeNamer({})
         for cls, nodes in groups:
             self._others(cls, nodes, namer)
         namer.undo()
@@ -296,24 +296,17 @@ class EdgeLabels:
                 self._say_one(holder, entries, HIDDEN)
 
     def _attributes_inside(self, cls: type, nodes: Ints) -> None:
-        """Attributes whose values lie in the instances (Python 3.11 and later), by the names that code mentions."""
+        """Attributes whose values lie in the instances (Python 3.11 and later)."""
         each = each_once(self._unnamed(nodes)[0]) if has_values_inside(cls) else _NONE
         if not len(each):
             return
-        names: dict[str, None] = {}
-        for candidates in (names_in_class, names_in_module):
-            mentioned = [name for name in sorted(candidates(cls)) if name not in names and _is_plain(cls, name)]
-            for item in self._objects(each[:: max(1, len(each) // _SAMPLED)]):
-                names.update((name, None) for name in mentioned if attribute(item, name) is not MISSING)
-            items = self._objects(each)
-            for name in names:
+        items = self._objects(each)
+        for name in names_inside(cls):
+            if _is_plain(cls, name):
                 values = [_attribute_inside(item, name) for item in items]
                 self._say(each, identities(values), np.full(len(values), self._text(attribute_text(name))))
-            self._say(each, np.full(len(each), id(cls)), np.full(len(each), self._text(".__class__")))
-            self._resolve(each)
-            each = each_once(self._unnamed(each)[0])
-            if not len(each):
-                return
+        self._say(each, np.full(len(each), id(cls)), np.full(len(each), self._text(".__class__")))
+        self._resolve(each)
 
     def _others(self, cls: type, nodes: Ints, namer: EdgeNamer) -> None:
         """Name what is left one by one, as far as that is worth it, and else say of what type the holder is."""

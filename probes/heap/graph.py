@@ -6,7 +6,7 @@ The references lie in numpy arrays (edges in compressed sparse rows).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -28,7 +28,7 @@ from lowtide.probes.memory.capsules import ExportedMemory, keeps_exported
 from lowtide.probes.objects.address_table import Indices, Ints, each_once
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, type_name
 from lowtide.probes.objects.identities import Identities, are_tracked, identities
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects, any_frozen
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, any_frozen
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys
 from lowtide.probes.references.edges import GENERATORS
@@ -109,10 +109,6 @@ class Graph:
     def nodes_of(self, ids: Ints) -> Indices:
         """Return the node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
         return self._walk.find(ids)
-
-    def all_objects(self) -> Iterable[object]:
-        """Every object there is, whether it is a node or not."""
-        return self.objects
 
     def census(self) -> Census:
         """Return the nodes by their types."""
@@ -302,10 +298,6 @@ class NewBehindKnown(Graph):
         self._frozen: Ints = np.zeros(0, np.int64)
         if any_frozen():
             self._frozen = np.flatnonzero(~np.isin(identities(self.objects), identities(gc.get_objects())))
-
-    def all_objects(self) -> Iterable[object]:
-        """See `Graph`; listed only when somebody goes through them."""
-        yield from all_objects()
 
     def is_frozen(self, node: int) -> bool:
         """See `Graph`."""

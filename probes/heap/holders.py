@@ -213,10 +213,7 @@ class Traces:
         self._heap = heap
         self._parents = np.zeros(0, np.int32) if heap is None else heap.search()
         known = [] if heap is None else heap.roots
-        self._namer = EdgeNamer(
-            [] if heap is None else heap.graph.all_objects(),
-            {id(root.held): root.variables for root in known if root.variables},
-        )
+        self._namer = EdgeNamer({id(root.held): root.variables for root in known if root.variables})
         self._edges: dict[int, list[tuple[int, Edge]]] = {}
         self._paths: dict[int, list[int]] = {}
         self._entries: dict[int, Ints] = {}

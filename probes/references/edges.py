@@ -1,7 +1,6 @@
 """What a reference is called: the edge between two objects of the heap as code, found without running foreign code.
 
-An instance's are its attributes and slots, the parts of a `torch.nn.Module`, what a tensor holds; an attribute that
-code mentions is told by the name by which that calls it.
+An instance's are its attributes and slots, the parts of a `torch.nn.Module`, what a tensor holds.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from inspect import CO_OPTIMIZED
 from types import (
@@ -23,20 +21,17 @@ from types import (
     FunctionType,
     GeneratorType,
     MemberDescriptorType,
-    ModuleType,
     TracebackType,
 )
 from typing import Any
 from weakref import CallableProxyType, ProxyType
 
+from lowtide.probes.objects.attribute_names import attribute_names, has_values_inside
 from lowtide.probes.objects.foreign import (
     attribute,
     code_of,
-    dict_of_module,
-    flags_of,
     instance_dict,
     is_a,
-    module_of_class,
     mro_of,
     namespace_of,
     type_name,
@@ -78,18 +73,10 @@ def names_in_class(cls: type) -> set[str]:
     return names
 
 
-def names_in_module(cls: type) -> set[str]:
-    """What the functions and classes of the class's module mention: often it is they that set what an instance has."""
-    names: set[str] = set()
-    module = sys.modules.get(module_of_class(cls))
-    if module is None or not is_a(module, ModuleType):
-        return names
-    for value in list(dict_of_module(module).values()):
-        if type(value) is FunctionType:
-            add_names(code_of(value), names)
-        elif is_a(value, type) and module_of_class(value) == module_of_class(cls):
-            names |= names_in_class(value)
-    return names
+def names_inside(cls: type) -> list[str]:
+    """Return the names that attributes may have whose values lie in instances of a class; none where none do."""
+    # Where they cannot be read, what the code of the class mentions.
+    return attribute_names(cls) or (sorted(names_in_class(cls)) if has_values_inside(cls) else [])
 
 
 def add_names(code: CodeType, names: set[str]) -> None:
@@ -225,14 +212,11 @@ def is_autograd_node(cls: type) -> bool:
     return "torch._C._FunctionBase" in names or _AUTOGRAD_NODE.fullmatch(names[0]) is not None
 
 
-_MANAGED_DICT = 1 << 4
-"""`Py_TPFLAGS_MANAGED_DICT`: the interpreter decides where the attributes of a type's instances are."""
-
 _ENTRIES = 10
 """Entries of a dict that are looked at to say whether it has an instance's attributes."""
 
 UNNAMED = ".<computed name>"
-"""What an attribute is called that no code names, as one that is set by `setattr` with a name that was put together."""
+"""What an attribute is called whose name cannot be read and that no code of its class names."""
 
 GENERATORS = {id(GeneratorType): "gi", id(CoroutineType): "cr", id(AsyncGeneratorType): "ag"}
 """What the attributes of suspended functions begin with, by the identity of their type."""
@@ -246,15 +230,12 @@ class EdgeNamer:
     """Names the edges of paths through one heap.
 
     Args:
-        objects: all objects of the heap, where a name may have to be looked for in all code there is.
         variables: the local variables of the frames that were read already, by the frame's identity.
     """
 
-    def __init__(self, objects: Iterable[object], variables: Mapping[int, Sequence[tuple[str, object]]]) -> None:
-        self._objects = objects
+    def __init__(self, variables: Mapping[int, Sequence[tuple[str, object]]]) -> None:
         self._known_variables = variables
         self._read: list[FrameType] = []
-        self._known_names: dict[int, set[str]] = {}
         self._containers = Containers()
 
     def undo(self) -> None:
@@ -314,40 +295,15 @@ class EdgeNamer:
         return variables_of(frame)
 
     def _of_attribute(self, way: Rest) -> Edge:
-        """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet.
-
-        Reading `__dict__` would make the dict, which then stays; asking for one attribute by its name does not. So the
-        names are tried that the code of the instance's class mentions, then its module's, then all code in the heap.
-        """
+        """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet."""
         holder, held = way[0], way[1]
-        # What was found on one instance is tried first on the next; all code there is, which takes 0.2 s to go through,
-        # only where nothing else has it.
-        known = self._known_names.setdefault(id(type(holder)), set())
-        for names in self._candidates(type(holder), known) if has_values_inside(type(holder)) else ():
-            for name in sorted(names):
-                if attribute(holder, name) is held:
-                    known.add(name)
-                    return Edge(attribute_text(name), "instance-attribute")
+        for name in names_inside(type(holder)):
+            if attribute(holder, name) is held:
+                return Edge(attribute_text(name), "instance-attribute")
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
             of_dict = of_hidden_attribute(way) or of_inline_attribute(way) or of_attributes(way)
             return of_dict or Edge(UNNAMED, "opaque")
         return Edge(f"inside {type_name(type(holder))}", "opaque")
-
-    def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
-        yield known
-        yield names_in_class(cls)
-        yield names_in_module(cls)
-        yield self._all_names
-
-    @functools.cached_property
-    def _all_names(self) -> set[str]:
-        names: set[str] = set()
-        for item in self._objects:
-            if type(item) is FunctionType:
-                add_names(code_of(item), names)
-            elif type(item) is FrameType:
-                add_names(item.f_code, names)
-        return names
 
 
 # In this order: the first that knows the reference names it.
@@ -377,11 +333,6 @@ def _of_callers(way: Rest) -> Edge:
     while len(way) > references + 1 and way[references].f_back is way[references + 1]:
         references += 1
     return Edge(".f_back" if references == 1 else ".f_back … .f_back", "other", references)
-
-
-def has_values_inside(cls: type) -> bool:
-    """Return whether instances have attributes in themselves and not in a dict, as no type written in C has."""
-    return sys.version_info >= (3, 11) and bool(flags_of(cls) & _MANAGED_DICT)
 
 
 def variables_of(frame: FrameType) -> list[tuple[str, object]]:

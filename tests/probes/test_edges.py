@@ -14,8 +14,9 @@ import pytest
 from lowtide.probes.heap.holders import find_paths
 from lowtide.probes.heap.paths import Path
 from lowtide.probes.host.counters import SettingReader
+from lowtide.probes.objects import attribute_names
 from lowtide.probes.references import edges as naming
-from lowtide.probes.references.edges import UNNAMED, EdgeNamer
+from lowtide.probes.references.edges import UNNAMED
 
 
 class Thing:
@@ -222,6 +223,11 @@ def test_names_that_cannot_stand_behind_a_dot_are_reported_as_keys(helper: Any) 
         assert paths[:2] == [f"module 'helper' .holder {edge}" for edge in as_keys]
 
 
+class Mentioning:
+    def put(self, thing: object) -> None:
+        self.mentioned = thing
+
+
 def test_an_attribute_that_a_loop_over_names_sets_is_found_by_its_name(helper: Any) -> None:
     def fill(holder: object, *items: object) -> None:
         for name, item in zip(("by_a_loop", "by_it_too"), items, strict=True):
@@ -233,13 +239,7 @@ def test_an_attribute_that_a_loop_over_names_sets_is_found_by_its_name(helper: A
     assert list(map(edges, find_paths(things))) == [".by_a_loop", ".by_it_too"]
 
 
-def test_an_attribute_that_the_module_of_its_class_names_is_found_without_a_look_at_all_code(
-    helper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def look_at_all_code(namer: EdgeNamer) -> set[str]:
-        raise AssertionError
-
-    monkeypatch.setattr(EdgeNamer, "_all_names", property(look_at_all_code))
+def test_an_attribute_is_found_whoever_sets_it(helper: Any) -> None:
     exec(NAMES_ELSEWHERE, vars(helper))
     helper.holder, thing = helper.Holder(), Thing()
     helper.put(helper.holder, thing)
@@ -251,11 +251,21 @@ def test_an_attribute_that_the_module_of_its_class_names_is_found_without_a_look
     assert edges(find_paths([thing])[0]) == ".put_by_another_class"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="attributes are in dicts")
+def test_where_names_cannot_be_read_those_that_the_class_mentions_are_tried(
+    helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attribute_names, "_place_of_keys", lambda: 0)
+    helper.holder, thing, other = Mentioning(), Thing(), Thing()
+    helper.holder.put(thing)
+    setattr(helper.holder, "_".join(["put", "together"]), other)
+    assert list(map(edges, find_paths([thing, other]))) == [".mentioned", UNNAMED]
+
+
 def test_for_what_c_has_no_name_no_code_is_looked_at(helper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def look_at_code(*_: object) -> set[str]:
         raise AssertionError
 
-    monkeypatch.setattr(EdgeNamer, "_all_names", property(look_at_code))
     monkeypatch.setattr(naming, "names_in_class", look_at_code)
     # It keeps the file below its buffer by a pointer of its own.
     with open(os.devnull) as text:  # noqa: PTH123 - `Path` is another one here
@@ -273,16 +283,14 @@ def test_a_class_whose_module_is_gone_or_is_no_name_has_its_attributes_named_all
         assert edges(find_paths([thing])[0]) == ".found_in_all_code"
 
 
-def test_an_attribute_that_no_code_names_is_reported_as_unnamed_unless_its_dict_is_there(helper: Any) -> None:
+def test_an_attribute_that_no_code_names_is_found_by_its_name_whether_its_dict_is_there_or_not(helper: Any) -> None:
     name = "".join(["no_code_", "names_this"])
     things = [Thing(), Thing()]
     helper.first, helper.second = Bare(), Bare()
     for holder, thing in zip((helper.first, helper.second), things, strict=True):
         setattr(holder, name, thing)
     vars(helper.second)
-    of_the_first = UNNAMED if sys.version_info >= (3, 11) else f".{name}"
-    of_the_second = UNNAMED if sys.version_info >= (3, 13) else f".{name}"
-    assert list(map(edges, find_paths(things))) == [of_the_first, of_the_second]
+    assert list(map(edges, find_paths(things))) == [f".{name}"] * 2
 
 
 def test_no_path_leads_through_the_checker_s_own_probes(nn: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -671,8 +671,7 @@ def attribute_of_the_class_of_an_instance(helper: Any, thing: Any) -> None:
     helper.SERVICE = type("Service", (), {"cache": {"a": thing}})()
 
 
-# Until Python 3.10 the dict of an instance was made with it, and has the name.
-@held_by("helper.CONFIG (computed name)" if sys.version_info >= (3, 11) else "helper.CONFIG.layer_0[0]")
+@held_by("helper.CONFIG.layer_0[0]")
 def attribute_that_no_code_names(helper: Any, thing: Any) -> None:
     helper.CONFIG = Thing()
     setattr(helper.CONFIG, "".join(["lay", "er_", "0"]), [thing])
