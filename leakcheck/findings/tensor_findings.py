@@ -23,7 +23,7 @@ from lowtide.probes.heap.reach import reach
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.originals import lines_of, loaded
-from lowtide.reports.schema import Finding, Frame, Hop, Remedy
+from lowtide.reports.schema import Cause, Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement, noted, restated
 
@@ -98,9 +98,8 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
     return [by_identity[id(leak)] for leak in leaks]
 
 
-_TABLES = ("dict", "collections.OrderedDict", "collections.defaultdict", "weakref.WeakValueDictionary")
 _MANY_ENTRIES = 4
-"""Entries of one table that are told together, whatever their names."""
+"""Entries of one table, or attributes of one instance, that are told together, whatever their names."""
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -184,7 +183,7 @@ def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, s
 def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
     """Group what is one thing: what hangs on one suspect edge, came back at one rung, or has no path.
 
-    The entries of one table are one thing where they are many: no program names so many of them one by one.
+    So are the entries of one table, or the attributes of one instance, where they are many: one method sets them.
     """
     groups: dict[tuple[Any, ...], list[_Row]] = {}
     tables: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
@@ -195,13 +194,18 @@ def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
         if not explanation.path:
             # Without a known holder, only the allocation site distinguishes two leaks.
             key = (row.held.stage, row.rung, explanation.suspects[:1], allocating_function(row.stack))
-        elif 0 < first < len(explanation.path) and explanation.path[first - 1].type in _TABLES and key not in groups:
+        elif key not in groups and first and _is_one_of_many(explanation.cause, explanation.path[first:]):
             tables.setdefault(key[:-1], []).append(key)
         groups.setdefault(key, []).append(row)
     for entries in tables.values():
         if len(entries) >= _MANY_ENTRIES:
             groups[entries[0]] = [row for key in entries for row in groups.pop(key)]
     return list(groups.values())
+
+
+def _is_one_of_many(cause: Cause, path: Sequence[Hop]) -> bool:
+    """Return whether a way goes on by an entry or an instance's attribute, of which there may be any number."""
+    return bool(path) and (path[0].edge[:1] == "[" or (path[0].edge[:1] == "." and cause == "instance-attribute"))
 
 
 class _Marks(NamedTuple):
@@ -216,12 +220,9 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     row = max(group, key=lambda row: row.held.bytes)
     explanation = row.explanation
     # What hangs on one suspect edge is one finding, however much it is; so are the entries of a table.
-    edges = {row.explanation.suspects[:1] for row in group}
-    named = (
-        explanation.suspects[:1]
-        if len(edges) == 1
-        else tuple(f"{edge.partition(' [')[0]} [*]" for edge in explanation.suspects[:1])
-    )
+    named = explanation.suspects[:1]
+    if len({row.explanation.suspects[:1] for row in group}) > 1:
+        named = tuple(f"{edge.partition(' [')[0].partition(' .')[0]} *" for edge in named)
     suspects: tuple[str, ...] = (explanation.cause, *named)
     if row.rung is not None and not explanation.path:
         suspects = (row.rung.value,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import types
 from collections.abc import Callable, Collection
@@ -78,6 +79,18 @@ def test_many_entries_of_one_table_are_one_finding_and_few_are_one_each(name: st
     assert left_in(fill, ["norm", "up", "gate", "down"]) == [(f"program.{name}", 4)]
     few = left_in(fill, ["embed", "head", "bias"])
     assert sorted(few) == [(f"program.{name}['{each}']", 1) for each in ("bias", "embed", "head")]
+
+
+def test_many_attributes_of_one_instance_are_one_finding_and_globals_are_one_each(program: Any) -> None:
+    program.ENGINE = types.SimpleNamespace()
+
+    def put(holder: Any, names: Collection[str]) -> None:
+        for name in names:
+            setattr(holder, name, torch.ones(8))
+
+    names = ["norm", "up", "gate", "down"]
+    assert left_in(functools.partial(put, program.ENGINE), names) == [("program.ENGINE", 4)]
+    assert sorted(left_in(functools.partial(put, program), names)) == sorted((f"program.{name}", 1) for name in names)
 
 
 def test_tables_that_a_list_took_are_one_finding(program: Any) -> None:
