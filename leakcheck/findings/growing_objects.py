@@ -13,7 +13,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,7 +35,6 @@ from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import (
-    flags_of,
     is_a,
     module_of_class,
     mro_of,
@@ -103,9 +102,10 @@ _EXPLAINED = 100
 """Objects on a way of which it is worth knowing what leads to each."""
 
 _DEEP = 0.25
-"""The part of the new ones that the longest way must lead through where these are what everybody makes."""
+"""The part of all that the longest way must lead through where it is not known which are new."""
 
-_HEAP_TYPE = 1 << 9
+_LINKED_PART = 0.5
+"""The part of the turns of which it must lead through a new one where these are what everybody makes."""
 
 _MOST_EXPLAINED = 500
 """Containers that grow in some of the turns of which it is asked who holds them."""
@@ -113,7 +113,7 @@ _MOST_EXPLAINED = 500
 _ONE = 2 / 3
 """Items with each turn below which it is said in how many turns there is one."""
 
-_PLAIN = (list, dict, tuple)
+PLAIN = (list, dict, tuple)
 """What everybody makes, some of it in some."""
 
 
@@ -170,7 +170,7 @@ def growth_in_heap(
         others = _each_or_together(_without_copies(others, there), there, stretch, heap)
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
-        found |= _growing_chains(types, {course.identity for course in courses}, stretch, heap)
+        found |= _growing_chains(types, {course.identity for course in others}, stretch, heap)
         return _growing_values(values, stretch, found.keys(), heap) | found
 
 
@@ -278,14 +278,12 @@ def _over_its_course(course: Course, container: Any, most: int) -> list[tuple[An
 
 
 def _may_be_linked(cls: type) -> bool:
-    """Return whether objects of a type may be links: what is written in Python, what it runs, and errors."""
-    is_made = flags_of(cls) & _HEAP_TYPE or any(base is BaseException for base in mro_of(cls))
-    is_run = any(cls is each for each in (*_PLAIN, FunctionType, GeneratorType, CoroutineType))
-    return bool(is_made or is_run) and not _is_of_runner(cls) and not any(base is type for base in mro_of(cls))
+    """Return whether objects of a type may be links: all but classes, and what is a test runner's."""
+    return not _is_of_runner(cls) and not any(base is type for base in mro_of(cls))
 
 
 def _is_plain(cls: type) -> bool:
-    return any(cls is each for each in _PLAIN)
+    return any(cls is each for each in PLAIN)
 
 
 def _without_copies(courses: Sequence[Course], there: Mapping[int, Any]) -> list[Course]:
@@ -671,8 +669,9 @@ def _growing_chains(
     explained = iter(heap.explained(near))
     known = [(each, [(next(explained), way) for way in own]) for each, own in zip(came, ways_of, strict=True)]
     found: dict[int, Finding] = {}
-    # Of a chain of two kinds of objects both grow: the one that is held is told.
-    for each, of_each in sorted(known, key=lambda of: min((len(way.before) for _, way in of[1]), default=0)):
+    # Of a chain of two kinds of objects both grow: the one that is held is told, and what everybody makes comes last.
+    order = lambda of: (_is_plain(of[0].cls), min((len(way.before) for _, way in of[1]), default=0))  # noqa: E731
+    for each, of_each in sorted(known, key=order):
         answer = _of_chain(each, of_each, stretch, told, heap)
         if answer is not None:
             found[each.course.identity], through = answer
@@ -704,17 +703,27 @@ def _of_chain(
     held = [(each, way) for each, way in explained if each.path]
     chained = [one for each, way in held if (one := _chained(each, way, type_name(cls))) is not None]
     chained = [one for one in chained if one.through.isdisjoint(told)]
-    if len(chained) < _BEHIND_PART * len(held) or not chained:
+    is_known, count = course.identity in stretch.earlier, len(held)
+    if is_known and _is_plain(cls):
+        # What else has come of such has nothing to do with these.
+        chained = _of_one_nest(chained, new, _LINKED_PART * course.span)
+        count = len(chained)
+    if len(chained) < _BEHIND_PART * count or not chained:
         return _at_one_place(came, [each for each, way in held if way.near == way.item], stretch, told)
-    ((head, count),) = Counter(one.head for one in chained).most_common(1)
+    ((head, sharing),) = Counter(one.head for one in chained).most_common(1)
     longest = max((one for one in chained if one.head == head), key=lambda one: len(one.members))
     depth = len(longest.members)
     is_deep = depth >= _DEEP * len(new) and depth >= _DEEP * course.items
-    are_telling = course.identity in stretch.earlier and not _is_plain(cls)
-    if count < _SHARED_PART * len(held) or not (is_deep or are_telling):
+    if sharing < _SHARED_PART * count or not (is_deep or is_known):
         return None
     through = frozenset[int]().union(*(one.through for one in chained))
-    entries = [(item,) for item in _spread([item for item in new if id(item) in through], _SIZED)]
+    linked = [item for item in new if id(item) in through]
+    if _is_plain(cls):
+        # Others that have come have nothing to do with these.
+        lengths = [course.lengths[-1] - len(linked), course.lengths[-1]]
+        course = replace(course, turns=[course.turns[0], course.turns[-1]], lengths=lengths)
+        came = came._replace(course=course)
+    entries = [(item,) for item in _spread(linked, _SIZED)]
     heap.own.append(entries)
     (holder,) = heap.explained([objects[longest.members[0]]])
     if not holder.path or not _is_of_program(holder, entries, stretch):
@@ -726,6 +735,14 @@ def _of_chain(
     what = f"{type_name(cls)} behind each other by {links}, {depth + 1} deep or more"
     finding = _stated(course, holder, stretch, each=each, what=what)
     return finding, through
+
+
+def _of_one_nest(chained: Sequence[_Chained], new: Sequence[Any], least: float) -> list[_Chained]:
+    """Return those with the head of the one that lies behind the most new ones; none where these are fewer."""
+    are_new = set(map(id, new))
+    behind = [(len(are_new.intersection(one.members)), one.head) for one in chained]
+    deepest, head = max(behind, default=(0, ()))
+    return [one for one in chained if one.head == head] if deepest >= least else []
 
 
 def _at_one_place(
@@ -767,6 +784,7 @@ def _spread(items: Sequence[Any], most: int) -> Sequence[Any]:
 def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
     """Return how an object is reached through others of its type; None where it is not."""
     edges = [re.sub(r"\[\d+\]", "[*]", hop.edge) for hop in explanation.path]
+    edges = [edge if edge.startswith((".", "[")) else f" {edge}" for edge in edges]
     places = [place for place, hop in enumerate(explanation.path) if hop.type == kind and place]
     if len(places) < 2:
         return None

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_objects import ADVICE, Stretch, growth_in_heap, ids_of, is_worth_a_look
+from lowtide.leakcheck.findings.growing_objects import ADVICE, PLAIN, Stretch, growth_in_heap, ids_of, is_worth_a_look
 from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
-from lowtide.leakcheck.growth.containers import CANDIDATE, ContainerCourses, Course
+from lowtide.leakcheck.growth.containers import CANDIDATE, ContainerCourses, Course, SwellingTypes
 from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import trim_heap
-from lowtide.probes.heap.container_lengths import read_lengths
+from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
 from lowtide.probes.heap.large_values import read_values
 from lowtide.probes.host.memory_parts import NAMES, malloc_in_use
 from lowtide.probes.objects.address_table import Ints
@@ -193,6 +193,7 @@ class TurnGrowth:
         self._is_unread = False
         self._turn = 0
         self._earlier: dict[int, Ints] = {}
+        self._plain, self._plain_earlier = SwellingTypes([*map(id, PLAIN)]), dict[int, Ints]()
         # How much single values have had of whoever refers to them, and what malloc had given out when they were read.
         self._values = ContainerCourses()
         self._malloc: int | None = None
@@ -248,6 +249,8 @@ class TurnGrowth:
         read, found = read_lengths(wanted)
         self._gone_through += read.objects
         self._largest = max(self._largest, read.objects)
+        if self._asked:
+            self._note_plain(turn, read, begins=begins)
         self._containers.note(turn, read)
         self._note_types(found)
         self._read_values(turn)
@@ -288,6 +291,13 @@ class TurnGrowth:
         types = {identity: item for identity, item in found.items() if is_a(item, type)}
         self._earlier = {identity: ids for identity, ids in self._earlier.items() if identity in types}
         self._earlier |= ids_of(item for identity, item in types.items() if identity not in self._earlier)
+
+    def _note_plain(self, turn: int, read: ContainerLengths, *, begins: bool) -> None:
+        """Note how many of what everybody makes there are, and at the first reading of a stretch which."""
+        if begins or not self._plain_earlier:
+            self._plain.forget()
+            self._plain_earlier = ids_of(PLAIN)
+        self._plain.note(turn, read, [self._containers.own(kind) + self._values.own(kind) for kind in PLAIN])
 
     def _worth_a_look(self, courses: Mapping[int, Course], there: Mapping[int, object]) -> dict[int, bool]:
         return {
@@ -355,6 +365,7 @@ class TurnGrowth:
         """What has come since the last reading, and comes until the next one, is not judged."""
         self._containers.break_off()
         self._values.break_off()
+        self._plain_earlier = {}
         self._malloc = None
         self.forget_levels()
 
@@ -427,7 +438,9 @@ class TurnGrowth:
 
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)
-        others = (*self._containers.slow(), *self._containers.replaced())
+        swelling = self._plain.growing()
+        growing = [course for course in growing if course.identity not in {each.identity for each in swelling}]
+        others = (*self._containers.slow(), *self._containers.replaced(), *swelling)
         values = self._growing_values()
         found = self._findings_on([*growing, *others], module, since, values)
         for course in growing:
@@ -455,7 +468,7 @@ class TurnGrowth:
             seconds=self._seconds,
             tensors=self._counts_tensors,
             fixed=self._containers.fixed(min((course.items for course in growing), default=0)),
-            earlier=self._earlier,
+            earlier=self._earlier | self._plain_earlier,
         )
         return growth_in_heap(growing, there, stretch, values)
 

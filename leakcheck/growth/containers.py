@@ -133,6 +133,43 @@ def _mean(rates: Sequence[float]) -> float:
     return sum(rates) / len(rates)
 
 
+class SwellingTypes:
+    """Types of which objects come and go in any turn, as of lists: whether there are more of them with late ones.
+
+    Args:
+        kinds: the types' identities.
+    """
+
+    def __init__(self, kinds: Sequence[int]) -> None:
+        self._kinds = np.array(kinds, np.int64)
+        self._turns: list[int] = []
+        self._counts = np.zeros((0, len(kinds)), np.int64)
+
+    def note(self, turn: int, now: ContainerLengths, own: Sequence[int]) -> None:
+        """Note how many there are after a turn, but for those of each type that whoever reads has himself."""
+        counts = np.append(now.lengths, 0)[now.places_of(self._kinds)] - np.array(own)
+        self._turns.append(turn)
+        self._counts = np.vstack([self._counts, counts])
+
+    def forget(self) -> None:
+        """Begin again with the next reading."""
+        self._turns.clear()
+        self._counts = self._counts[:0]
+
+    def growing(self) -> list[Course]:
+        """Return those of which each quarter of the later half has left half as many as it had turns, or more."""
+        last = len(self._turns) - 1
+        if last + 1 < FEWEST_READINGS:
+            return []
+        places, counts = [last // 2, last * 3 // 4, last], self._counts
+        steps, spans = np.diff(counts[places], axis=0), np.diff(np.array(self._turns)[places])
+        swell = (2 * steps >= spans[:, None]).all(0) & (counts[last] > counts[0])
+        return [
+            Course(int(self._kinds[at]), id(type), [*self._turns], counts[:, at].tolist())
+            for at in np.flatnonzero(swell)
+        ]
+
+
 _Replaced: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 _AT_ONCE = range(1, 5)
@@ -162,7 +199,8 @@ class ContainerCourses:
         self._slow = _NONE
         # What each time gives way to a longer one: its type, how many things each turn adds, and since when, how long.
         self._replaced: tuple[_Replaced, ...] = ()
-        self._new: dict[tuple[int, int], list[int]] = {}
+        # In arrays, too: lists of them would be a few more of these at each reading.
+        self._new = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._rested = 0
         self._first: ContainerLengths | None = None
         self._last: ContainerLengths | None = None
@@ -227,6 +265,10 @@ class ContainerCourses:
         """Return those that have taken something in every turn until the last reading, of however few."""
         return list(self._courses.values())
 
+    def own(self, kind: type) -> int:
+        """Return how many objects of a type hold what is known here: the lists of courses, the tuples of others."""
+        return 2 * len(self._courses) if kind is list else 3 * len(self._replaced) if kind is tuple else 0
+
     def drop(self, identity: int) -> None:
         """What a container has taken is known, or of no interest: its course begins anew."""
         self._courses.pop(identity, None)
@@ -270,28 +312,27 @@ class ContainerCourses:
     def _note_replaced(self, turn: int, span: int, before: ContainerLengths, now: ContainerLengths) -> None:
         # An object may be where the last one but one was.
         gone, new = _unlike(before, now), _unlike(now, before) & (now.lengths >= span)
-        of_new = zip(now.kinds[new].tolist(), now.lengths[new].tolist(), strict=True)
-        self._new = {}
-        for place, identity in zip(of_new, now.ids[new].tolist(), strict=True) if new.sum() <= _MOST_NEW else ():
-            self._new.setdefault(place, []).append(identity)
+        if new.sum() > _MOST_NEW:
+            new[:] = False
+        self._new = now.ids[new], now.kinds[new], now.lengths[new]
+        there = {*zip(self._new[1].tolist(), self._new[2].tolist(), strict=True)}
         of_gone = {*zip(before.kinds[gone].tolist(), before.lengths[gone].tolist(), strict=True)}
-        begun = (
-            (kind, each, (turn - span,), (length - each * span,)) for kind, length in self._new for each in _AT_ONCE
-        )
+        begun = ((kind, each, (turn - span,), (length - each * span,)) for kind, length in there for each in _AT_ONCE)
         longer: dict[tuple[int, int], _Replaced] = {}
         for kind, each, turns, lengths in (*self._replaced, *begun):
             length = lengths[-1] + each * span
-            if (kind, lengths[-1]) in of_gone and (kind, length) in self._new:
+            if (kind, lengths[-1]) in of_gone and (kind, length) in there:
                 longer.setdefault((kind, length), (kind, each, (*turns, turn), (*lengths, length)))
         self._replaced = (*longer.values(),)
 
     def replaced(self) -> list[Course]:
         """Return those that have each time taken the place of a shorter one, by as many things as there were turns."""
+        ids, kinds, new = self._new
         found = [
             Course(identity, kind, [*turns], [*lengths], is_remade=True)
             for kind, _, turns, lengths in self._replaced
             if len(turns) >= FEWEST_READINGS
-            for identity in self._new[kind, lengths[-1]]
+            for identity in ids[(kinds == kind) & (new == lengths[-1])].tolist()
         ]
         told = {identity for identity, course in self._courses.items() if course.goes_on}
         return [course for course in found if course.identity not in told]

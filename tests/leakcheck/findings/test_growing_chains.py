@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from xml.etree.ElementTree import Element, SubElement
 
 import pytest
 
@@ -125,6 +127,23 @@ def nest_dicts(number: int) -> None:
         Held.head = {"before": Held.head, "data": bytes(SIZE)}
 
 
+def nest_lists(number: int) -> None:
+    Held.head = [Payload(), Held.head]
+
+
+def nest_tuples(number: int) -> None:
+    Held.head = (bytes(SIZE), Held.head)
+
+
+def chain_iterators(number: int) -> None:
+    Held.head = itertools.chain(Held.head or (), [bytes(SIZE)])
+
+
+def add_elements(number: int) -> None:
+    Held.head = Element("log") if Held.head is None else Held.head
+    SubElement(Held.head, "line", text="x" * SIZE)
+
+
 def grow_a_tree(number: int) -> None:
     leaf = Leaf(random.Random(number).random())
     at = Held.head
@@ -163,6 +182,10 @@ def test_of_a_long_chain_few_objects_are_asked(monkeypatch: pytest.MonkeyPatch) 
         pytest.param(nest_generators, {"head"}, {"f_locals['before']"}, marks=pytest.mark.nightly),
         (chain_errors, {"head"}, {".__context__"}),
         pytest.param(nest_dicts, {"head"}, {"['before']"}, marks=pytest.mark.nightly),
+        (nest_lists, {"head"}, {"[*]"}),
+        (nest_tuples, {"head"}, {"[*]"}),
+        (chain_iterators, {"head"}, {"inside itertools.chain inside tuple_iterator[*]"}),
+        (add_elements, {"head"}, {"inside xml.etree.ElementTree.Element"}),
         (grow_a_tree, {"head"}, {".left or .right", ".right or .left"}),
     ],
     ids=lambda each: each.__name__ if callable(each) else "",
@@ -203,6 +226,33 @@ def raise_and_keep_the_last(number: int) -> None:
         raise ValueError(bytes(SIZE))
     except ValueError as error:
         Held.head = error
+
+
+def make_and_drop_lists(number: int) -> None:
+    Held.head = [[[bytes(SIZE)] for _ in range(number % 5)], None]
+
+
+def nest_a_few_times(number: int) -> None:
+    Held.head = None if number % 8 == 0 else [bytes(SIZE), Held.head]
+
+
+def nest_until_it_is_deep(number: int) -> None:
+    """As a table of prefixes does that is full."""
+    if number <= TURNS * 3 // 4:
+        nest_lists(number)
+
+
+def chain_a_few_iterators(number: int) -> None:
+    Held.head = None if number % 8 == 0 else Held.head
+    chain_iterators(number)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [make_and_drop_lists, nest_a_few_times, nest_until_it_is_deep, chain_a_few_iterators],
+)
+def test_one_that_has_ended_or_begins_anew_is_none(turn: Callable[[int], None]) -> None:
+    assert found_after(turn) == []
 
 
 @pytest.mark.parametrize(
@@ -256,6 +306,15 @@ def test_one_that_gives_way_to_one_as_long_is_not() -> None:
 
 
 KEPT: list[Node] = []
+
+
+def test_what_others_make_of_the_same_type_is_no_link() -> None:
+    """Each turn leaves a list in another attribute, all behind a deep nest that was there."""
+    for number in range(3 * TURNS):
+        nest_lists(number)
+    found = found_after(lambda number: KEPT.append([bytes(SIZE)]))  # type: ignore[arg-type]
+    KEPT.clear()
+    assert [finding.holder for finding in found] == [f"{__name__}.KEPT"]
 
 
 def test_a_chain_that_was_there_is_not_blamed_for_what_a_list_takes() -> None:
