@@ -321,14 +321,21 @@ class EngineProcesses:
         # Once it has let go of what it needed to answer, which it has before it answers again.
         self._each(list(answers), messages.TellStacks())
         for pid, answer in answers.items():
-            # At rest: what it has more than before, or less, is by what it was asked.
-            self._imported[pid] = self._imported.get(pid, 0) + (private_bytes(pid) or 0) - before[pid]
+            self._note_taken(pid, before[pid])
             process, more = self._now[pid].process, max(more, answer.more)
             self._in_turns[pid] = tuple(in_process(each, process) for each in answer.findings)
             self._undecided.pop(pid, None)
             if answer.more and self.asks_turns:
                 self._undecided[pid] = not_decided(self._turn, answer.more, process.text)
         return more
+
+    def _note_taken(self, pid: int, before: int) -> None:
+        """Note what a process at rest has taken to answer, or given back of that, by what it had before.
+
+        What it gives back beyond that was free of the program's own: its level is that much lower.
+        """
+        taken = self._imported.get(pid, 0) + (private_bytes(pid) or 0) - before
+        self._imported[pid] = max(0, taken)
 
     def _note_update(self, stage: str) -> None:
         """Note what each process holds after an update, or after another stage, for what the next update adds."""
@@ -420,7 +427,7 @@ class EngineProcesses:
             facts = self._holder_of_arrays(finding, finding.bytes // finding.count, finding.bytes)
         if self.trim(pid) is not None:
             # What an earlier search has left may be given back by this one.
-            self._imported[pid] = max(0, self._imported[pid] + (private_bytes(pid) or 0) - before)
+            self._note_taken(pid, before)
         return facts
 
     def _with_holder(self, finding: Finding) -> Finding:
