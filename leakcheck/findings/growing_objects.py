@@ -159,14 +159,14 @@ def growth_in_heap(
     # What a container takes is told by that.
     of_containers = {course.identity for course in courses}
     fixed = [(course, item) for course, item in fixed if course.identity not in of_containers]
-    there = {**there, **{id(item): item for _, item in fixed}}
+    given, there = there, {**there, **{id(item): item for _, item in fixed}}
     courses = [*courses, *(replace(course, identity=id(item)) for course, item in fixed)]
     types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
     of_types = {course.identity for course, _ in types}
     types = [(course, cls) for course, cls in types if not course.by_turns]
     others = [course for course in courses if course.identity not in of_types]
     with sharing_walk() as walk:
-        heap = _Heap(walk, stretch.roots, [there, types, fixed, *fixed])
+        heap = _Heap(walk, stretch.roots, [given, there, types, fixed, *fixed])
         others = _each_or_together(_without_copies(others, there), there, stretch, heap)
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.

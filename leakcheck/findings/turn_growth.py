@@ -125,6 +125,12 @@ class Grown(msgspec.Struct, frozen=True):
     levels: tuple[int, int] = (0, 0)
 
 
+class _Earlier(msgspec.Struct):
+    """The identities of a type's objects; of a class of ours, so that a dict of them is seen to be no program's."""
+
+    ids: Ints
+
+
 class OpenEnd(msgspec.Struct):
     """Says after which turns it is read what there is, where it is not known how many there will be.
 
@@ -192,7 +198,7 @@ class TurnGrowth:
         self._readings = 0
         self._is_unread = False
         self._turn = 0
-        self._earlier: dict[int, Ints] = {}
+        self._earlier: dict[int, _Earlier] = {}
         self._plain, self._plain_earlier = SwellingTypes([*map(id, PLAIN)]), dict[int, Ints]()
         # How much single values have had of whoever refers to them, and what malloc had given out when they were read.
         self._values = ContainerCourses()
@@ -290,7 +296,8 @@ class TurnGrowth:
         """Note which objects there are of the types that may grow, when these are met first."""
         types = {identity: item for identity, item in found.items() if is_a(item, type)}
         self._earlier = {identity: ids for identity, ids in self._earlier.items() if identity in types}
-        self._earlier |= ids_of(item for identity, item in types.items() if identity not in self._earlier)
+        met = ids_of(item for identity, item in types.items() if identity not in self._earlier)
+        self._earlier |= {identity: _Earlier(ids) for identity, ids in met.items()}
 
     def _note_plain(self, turn: int, read: ContainerLengths, *, begins: bool) -> None:
         """Note how many of what everybody makes there are, and at the first reading of a stretch which."""
@@ -468,7 +475,7 @@ class TurnGrowth:
             seconds=self._seconds,
             tensors=self._counts_tensors,
             fixed=self._containers.fixed(min((course.items for course in growing), default=0)),
-            earlier=self._earlier | self._plain_earlier,
+            earlier={identity: each.ids for identity, each in self._earlier.items()} | self._plain_earlier,
         )
         return growth_in_heap(growing, there, stretch, values)
 

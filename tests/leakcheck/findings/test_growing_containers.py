@@ -20,6 +20,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from lowtide.leakcheck.findings import growing_objects, turn_growth
+from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap
 from lowtide.leakcheck.findings.turn_growth import SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
@@ -218,6 +219,15 @@ def test_a_list_that_only_c_holds_is_said_where_no_test_runner_may_have_it(by_fr
         assert found == []
     else:
         assert found[0].message.startswith("a list of native code takes 1 item (19.")
+
+
+def test_who_asks_what_grows_holds_none_of_it() -> None:
+    """Else it would be told by that what the checker has for itself, as its agent in another process."""
+    notes = type("Notes", (), {"__module__": "lowtide.probes.heap"})()
+    notes.born = [Block(number) for number in range(TURNS)]
+    there = {id(notes.born): notes.born}
+    courses = [Course(id(notes.born), id(list), [0, TURNS], [0, TURNS])]
+    assert growth_in_heap(courses, there, Stretch("steps", by_frames=True)) == {}
 
 
 def test_a_function_that_a_fixture_returns_has_no_globals_of_its_module() -> None:
