@@ -198,7 +198,8 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
     """
     cls = type(container)
     if container is atexit:
-        return [tuple(entry) for entry in _runs(reversed(exit_entries()), most, step, run)]
+        # A place keeps its number though its function is registered no more.
+        return [tuple(entry) for entry in _runs(reversed(exit_entries()), most, step, run) if entry]
     if issubclass(cls, dict):
         return list(_runs(reversed(dict.items(container)), most, step, run))
     for unordered in (set, frozenset):

@@ -207,7 +207,7 @@ def _to_be_closed(census: Census) -> Iterator[tuple[str, str, Any]]:
 
 def _closed_at_exit() -> Iterator[tuple[str, str, Any]]:
     """Give the same of what `atexit` has, which C alone refers to: the arguments."""
-    for function, *rest in exit_entries():
+    for function, *rest in filter(None, exit_entries()):
         if function is os.close:
             yield "file-descriptors", _first(rest[0]), rest[0]
 

@@ -53,18 +53,19 @@ def named_holders() -> Iterator[tuple[str, object]]:
 
 def exit_functions() -> list[tuple[str, object]]:
     """Return what `atexit` has registered, with the arguments of each, and the names of all of it."""
-    return [named for entry in exit_entries() for named in _exit_function(*entry)]
+    return [named for entry in exit_entries() if entry for named in _exit_function(*entry)]
 
 
 def exit_entries() -> list[list[object]]:
-    """Return what `atexit` has registered; empty where the interpreter's memory cannot be read.
+    """Return the places that `atexit` has given out; empty where the interpreter's memory cannot be read.
 
     No function lists them, so they are looked for in the interpreter's state, by their number and their types: there is
     an array of so many pointers to a function, a tuple and, maybe, a dict. (As CPython 3.10 to 3.13 have it.) It is
     read by way of the kernel, which refuses an address that is not mapped.
 
     Returns:
-        Of each, in their order, the function, its arguments and, if there are any, those by name.
+        Of each, in their order, the function, its arguments and, if there are any, those by name; nothing of one whose
+        function is registered no more.
     """
     count = atexit._ncallbacks()
     if not 0 < count <= _MOST_EXIT_FUNCTIONS:
@@ -80,7 +81,7 @@ def exit_entries() -> list[list[object]]:
         for place in np.flatnonzero(fits).tolist():
             found = _callbacks(file, int(state[place]), count)
             # (An array of zeros looks like one of which all are unregistered.)
-            if found:
+            if found and any(found):
                 return found
     finally:
         os.close(file)
@@ -150,7 +151,8 @@ def _callbacks(file: int, array: int, count: int) -> list[list[object]] | None:
     found: list[list[object]] = []
     for entry in entries.tolist():
         if not entry:
-            continue  # unregistered
+            found.append([])
+            continue
         words = _read(file, entry, 3 * _WORD)
         if len(words) < 3:
             return None

@@ -351,6 +351,20 @@ def test_what_is_called_at_exit_alone_keeps_nothing() -> None:
     assert found == []
 
 
+def test_what_is_called_at_exit_no_more_keeps_nothing() -> None:
+    """It leaves its place in the table behind what was there before."""
+    for number in range(TURNS):
+        atexit.register(shut_down, bytes(2000 + number))
+
+    def serve(number: int) -> None:
+        end = atexit.register(Block(number).end)
+        atexit.unregister(end)
+
+    found = found_after(serve, by_frames=True)
+    atexit.unregister(shut_down)
+    assert found == []
+
+
 @pytest.mark.parametrize("kind", ["finalize", "line cache", "logger"])
 def test_what_pythons_library_has_for_itself_is_none(kind: str) -> None:
     def use(number: int) -> None:
