@@ -5,7 +5,14 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    ModuleType,
+)
 from typing import Any
 
 import msgspec
@@ -28,6 +35,8 @@ _FEWEST_SHARING = 3
 _HAS_HEADER = 1 << 14
 _HEADER = 16
 """The collector's, before each object of a type that it tracks."""
+
+_HEAP_TYPE = 1 << 9
 
 _MANAGES_ATTRIBUTES = 1 << 4
 _BEFORE = 16
@@ -158,9 +167,10 @@ class _Class:
         is_tensor: whether it is a tensor's or a storage's.
         base: what shows the array that an array is a view of.
         is_of_c: whether ctypes has allocated its data.
+        members: what gives the attributes of an object that the collector is shown nothing of.
     """
 
-    __slots__ = ("base", "before", "cls", "is_of_c", "is_tensor", "manages", "may_define", "size")
+    __slots__ = ("base", "before", "cls", "is_of_c", "is_tensor", "manages", "may_define", "members", "size")
 
     def __init__(self, item: Any) -> None:
         self.cls = cls = type(item)
@@ -177,6 +187,10 @@ class _Class:
         # The collector is not shown what an array is a view of.
         self.base = array.base.__get__ if array is not None and is_a(item, array) else None
         self.is_of_c = is_a(item, CTYPES_DATA)
+        # As of a `msgspec.Struct` with `gc=False`, of which vLLM's requests and outputs are.
+        is_hidden = flags & _HEAP_TYPE and not flags & _HAS_HEADER
+        own = [each for base in bases for each in vars(base).values()] if is_hidden else []
+        self.members = [each.__get__ for each in own if type(each) is MemberDescriptorType]
 
     def referents(self, item: Any) -> Sequence[Any]:
         """Return what an object of the class refers to; a function, not to the names of its module."""
@@ -186,6 +200,8 @@ class _Class:
         if self.cls is CodeType:
             # The collector is shown nothing of it.
             return [item.co_consts, item.co_names, item.co_linetable, item.co_filename]
+        if self.members:
+            return [value for value in (_member(get, item) for get in self.members) if value is not None]
         base = None if self.base is None else self.base(item)
         return behind if base is None else [*behind, base]
 
@@ -197,6 +213,14 @@ class _Class:
             if not any(type(each) is dict for each in behind):
                 size += _WORD * len(behind)
         return size + (bytes_of_c(item) if self.is_of_c else 0)
+
+
+def _member(get: Callable[[Any], Any], item: Any) -> Any:
+    """Return an attribute that lies in a slot; None where it has none."""
+    try:
+        return get(item)
+    except AttributeError:
+        return None
 
 
 def own_size(item: Any) -> int:
