@@ -12,6 +12,14 @@ import atexit
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
+from types import (
+    AsyncGeneratorType,
+    CellType,
+    CoroutineType,
+    GeneratorType,
+    MappingProxyType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import msgspec
@@ -28,7 +36,13 @@ from lowtide.probes.objects.identities import (
     referents,
     types_of,
 )
-from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
+from lowtide.probes.objects.listed import (
+    all_instances,
+    all_objects,
+    collector_paused,
+    lists_can_be_read,
+    running_locals,
+)
 from lowtide.probes.original_numpy import np
 from lowtide.probes.references.interpreter_holders import exit_entries
 
@@ -49,6 +63,18 @@ _GOLDEN = 0.618034
 
 _LARGEST_NAMESPACE = 10_000
 """Entries of a dict that may be somebody's attributes."""
+
+_HOLDERS = (
+    CellType,
+    GeneratorType,
+    CoroutineType,
+    AsyncGeneratorType,
+    MappingProxyType,
+    SimpleNamespace,
+    deque,
+    BaseException,
+)
+"""Types of C whose objects may hold somebody's dict."""
 
 _LARGEST_RECORD = 16
 """Things in a list that may hold somebody's dicts, as that of a `ChainMap`."""
@@ -81,7 +107,7 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
     """Read the length of every list, dict, set and deque that the collector, or an object's attribute, knows of.
 
     Dicts of nothing that the collector tracks, as of names and numbers, it does not track either: they are found where
-    an instance, a class, a namespace or a short list refers to them. No foreign code runs, and nothing is kept alive
+    an instance, a class, a namespace, a short list or a variable of a function refers to them. No foreign code runs, and nothing is kept alive
     but what is wanted; in C no other thread runs meanwhile, which would find what it lets go of alive.
 
     Args:
@@ -113,13 +139,39 @@ def long_containers() -> dict[int, int]:
 def _lengths(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
     with collector_paused():
         if native.lengths_of_all is not None and lists_can_be_read():
-            return _all_lengths_in_c(wanted)
-        objects = all_objects()
-        try:
-            return _lengths_among(objects, wanted)
-        finally:
-            # The list may be among the objects by this frame.
-            objects.clear()
+            read, found = _all_lengths_in_c(wanted)
+        else:
+            objects = all_objects()
+            try:
+                read, found = _lengths_among(objects, wanted)
+            finally:
+                # The list may be among the objects by this frame.
+                objects.clear()
+        more = _dicts_of_functions()
+        more = more[read.places_of(more) < 0]
+        found |= {id(item): item for item in objects_at(np.intersect1d(more, [*wanted]))}
+        places = np.searchsorted(read.ids, more)
+        ids, kinds, lengths = (
+            np.insert(those, places, these)
+            for those, these in ((read.ids, more), (read.kinds, id(dict)), (read.lengths, lengths_of(more, dict)))
+        )
+        return ContainerLengths(ids, kinds, lengths, read.objects), found
+
+
+def _dicts_of_functions() -> Ints:
+    """Return the identities of the dicts that the collector does not track of running, waiting and nested functions.
+
+    And of the few others that hold somebody's dict by itself.
+    """
+    holders = all_instances(*_HOLDERS)
+    of_holders = _untracked_dicts(holders, np.arange(len(holders)))
+    holders.clear()
+    values = running_locals()
+    ids = identities(values)
+    dicts = ids[types_of(ids) == id(dict)]
+    dicts = dicts[~are_tracked(dicts)]
+    values.clear()
+    return each_once(np.concatenate([of_holders, dicts]))
 
 
 def _all_lengths_in_c(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -96,6 +97,48 @@ def test_a_dict_of_names_alone_is_found_where_a_short_list_holds_it() -> None:
     chained["one"] = 1
     assert not gc.is_tracked(chained.maps[0])
     assert length_of(chained.maps[0]) == 1
+
+
+def held_by_a_variable() -> tuple[dict[str, int], object]:
+    return {"one": 1}, None
+
+
+def held_by_a_closure() -> tuple[dict[str, int], object]:
+    seen = {"one": 1}
+    return seen, lambda: seen
+
+
+def held_by_a_generator() -> tuple[dict[str, int], object]:
+    def counted() -> Iterator[dict[str, int]]:
+        seen = {"one": 1}
+        yield seen
+
+    generator = counted()
+    return next(generator), generator
+
+
+def held_by_a_view() -> tuple[dict[str, int], object]:
+    seen = {"one": 1}
+    return seen, MappingProxyType(seen)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("held", [held_by_a_variable, held_by_a_closure, held_by_a_generator, held_by_a_view])
+def test_a_dict_of_names_alone_is_found_where_a_function_has_it(
+    held: Callable[[], tuple[dict[str, int], object]],
+) -> None:
+    if held is held_by_a_variable:
+        found, _ = held()
+        assert (gc.is_tracked(found), length_of(found)) == (False, 1)
+        return
+    # In no variable of a function that runs.
+    holder, identity = held_alone(held())
+    read, _ = read_lengths()
+    assert (read.places_of(np.array([identity])) >= 0, holder is not None) == (True, True)
+
+
+def held_alone(held: tuple[dict[str, int], object]) -> tuple[object, int]:
+    return held[1], id(held[0])
 
 
 @pytest.mark.usefixtures("way")

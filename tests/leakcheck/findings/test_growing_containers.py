@@ -244,6 +244,19 @@ def test_what_it_closes_over_it_has() -> None:
     assert (finding.holder or "").startswith("fixture 'step'")
 
 
+@pytest.mark.parametrize(("kept", "count"), [(TURNS, 1), (4, 0)], ids=["each", "the latest"])
+def test_a_dict_of_texts_in_a_variable_is_told_if_it_grows(kept: int, count: int) -> None:
+    """The collector does not track it."""
+
+    def run() -> list[Finding]:
+        replies: dict[int, str] = {}
+        return found_after(lambda number: replies.update({number % kept: "x" * (2000 + number)}), by_frames=True)
+
+    found = run()
+    assert len(found) == count
+    assert all("'replies'" in (each.holder or "") for each in found)
+
+
 class Server:
     """Something that lives as long as all requests."""
 
