@@ -156,9 +156,6 @@ def growth_in_heap(
     """
     fixed = _growing_items([course for course in values if course.identity & OF_ITEMS])
     values = [course for course in values if not course.identity & OF_ITEMS]
-    # What a container takes is told by that.
-    of_containers = {course.identity for course in courses}
-    fixed = [(course, item) for course, item in fixed if course.identity not in of_containers]
     given, there = there, {**there, **{id(item): item for _, item in fixed}}
     courses = [*courses, *(replace(course, identity=id(item)) for course, item in fixed)]
     types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
@@ -171,7 +168,7 @@ def growth_in_heap(
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in others}, stretch, heap)
-        return _growing_values(values, stretch, found.keys(), heap) | found
+        return _growing_values(values, stretch, heap) | found
 
 
 class _Heap(msgspec.Struct, frozen=True):
@@ -811,15 +808,12 @@ def _growing_items(courses: Sequence[Course]) -> list[tuple[Course, Any]]:
     return found
 
 
-def _growing_values(
-    courses: Sequence[Course], stretch: Stretch, told: Collection[int], heap: _Heap
-) -> dict[int, Finding]:
+def _growing_values(courses: Sequence[Course], stretch: Stretch, heap: _Heap) -> dict[int, Finding]:
     """Return a finding on each value that grows and that the program holds, by the identity of who refers to it.
 
-    What containers take that grow is told by them.
+    What a container takes are several, of which none has grown: that is told by the container.
     """
     courses = [course for course in courses if course.items * UNIT >= _LEAST_IN_ALL]
-    courses = [course for course in courses if owner_of(course.identity) not in told]
     if not courses:
         return {}
     _, values = read_values({course.identity for course in courses})
@@ -831,7 +825,7 @@ def _growing_values(
     for course, value, explanation in zip(there, wanted, explained, strict=True):
         if size_of_value(value) < _MOST_PART * course.items * UNIT:
             continue
-        if not explanation.through.isdisjoint(told) or not _is_of_program(explanation, [(value,)], stretch):
+        if not _is_of_program(explanation, [(value,)], stretch):
             continue
         size = round(course.items * UNIT / course.span)
         what = f"{type_name(type(value))} of {format_bytes(size_of_value(value))}"

@@ -184,7 +184,18 @@ def take_tuples(number: int) -> None:
     Held.value.append((number,))
 
 
-@pytest.mark.parametrize("turn", [window, take_tuples])
+class Row:
+    """Has a place for what each turn may say."""
+
+    __slots__ = tuple(f"said_{number}" for number in range(TURNS + 1))
+
+
+def fill_row(number: int) -> None:
+    Held.value = Held.value or Row()
+    setattr(Held.value, f"said_{number}", (bytes(2000 + number), number))
+
+
+@pytest.mark.parametrize("turn", [window, take_tuples, fill_row])
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_a_window_of_things_and_tuples_of_little_are_none(turn: Callable[[int], None], seconds: float) -> None:
     assert found_after(turn, seconds=seconds) == []
@@ -234,6 +245,17 @@ def test_what_a_list_takes_is_told_by_the_list_alone() -> None:
     (finding,) = found_after(lambda number: Held.logs.append(bytes(SIZE)))
     assert finding.holder == f"{__name__}.Held.logs"
     assert " takes 1 item (" in finding.message
+
+
+def test_what_grows_in_one_of_the_things_that_a_list_takes_is_told_beside_the_list() -> None:
+    Held.logs = [Held()]
+
+    def serve(number: int) -> None:
+        Held.logs.append(bytes(SIZE))
+        Held.logs[0].value = (Held.logs[0].value or "") + chr(97 + number % 26) * SIZE
+
+    holders = {finding.holder for finding in found_after(serve)}
+    assert holders == {f"{__name__}.Held.logs", f"{__name__}.Held.logs[0].value"}
 
 
 def test_where_nobody_has_asked_values_are_not_read() -> None:
