@@ -57,7 +57,10 @@ def fuzz(
     steps: Annotated[int, typer.Option(help="Calls of one life at most.")] = 10,
     seed: Annotated[
         int | None,
-        typer.Option(help="The same seed tries the same lives; without one, the life that failed last comes first."),
+        typer.Option(
+            help="The same seed tries the same lives; without one, a new one is drawn and said, and the life that "
+            "failed last comes first."
+        ),
     ] = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks of lowtide's own engine, in a process of its own each.")
@@ -315,5 +318,5 @@ def _summary(found: Found) -> str:
     rate = seen.lives / found.seconds if found.seconds else 0.0
     return (
         f"{seen.lives} lives, {seen.calls} calls, {len(seen.states)} states, {len(seen.edges)} edges in "
-        f"{found.seconds:.1f} s ({rate:.1f} lives/s)"
+        f"{found.seconds:.1f} s ({rate:.1f} lives/s), --seed {found.seed}"
     )

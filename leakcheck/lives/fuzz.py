@@ -5,6 +5,7 @@ A life that fails is made as short and as plain as can be, by leaving out one th
 
 from __future__ import annotations
 
+import secrets
 import time
 import unittest
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -290,6 +291,7 @@ class Found(msgspec.Struct, frozen=True):
         life: that life's calls.
         reason: what ended the search without a result; empty where nothing did.
         not_measured: what could not be judged.
+        seed: that of the search.
     """
 
     coverage: Coverage
@@ -298,6 +300,7 @@ class Found(msgspec.Struct, frozen=True):
     life: tuple[Call, ...] = ()
     reason: str = ""
     not_measured: tuple[NotMeasured, ...] = ()
+    seed: int = 0
 
 
 def fuzz(
@@ -313,7 +316,7 @@ def fuzz(
     Args:
         factory: makes a target.
         examples: lives to try.
-        seed: of the search; the same finds the same.  None looks first at what failed the last time.
+        seed: of the search; the same finds the same.  None draws one, and looks first at what failed the last time.
         steps: calls of one life at most.
         listener: hears of the coverage after each life, also of those that shorten one that fails.
 
@@ -325,8 +328,9 @@ def fuzz(
     # The life that fails is shortened by its calls, which takes some thirty lives where shrinking takes five hundred.
     phases = [Phase.generate] if seed is not None else [Phase.reuse, Phase.generate]
     wanted = settings(_settings(examples, steps), phases=phases)
-    if seed is not None:
-        machine = hypothesis.seed(seed)(machine)
+    # Where `CI` is set, Hypothesis would draw the same lives each night.
+    seed = secrets.randbelow(1 << 32) if seed is None else seed
+    machine = hypothesis.seed(seed)(machine)
     started = time.perf_counter()
     with lives:
         # From here on: not what it takes to load the libraries.
@@ -346,15 +350,15 @@ def fuzz(
             seconds = time.perf_counter() - started
             # Only now, of the one life that is shown, who holds what.
             findings = replay(factory, life) or failure.findings
-            return Found(lives.coverage, seconds, findings, life, not_measured=lives.unmeasured)
+            return Found(lives.coverage, seconds, findings, life, not_measured=lives.unmeasured, seed=seed)
         except hypothesis.errors.Flaky as error:
             seconds = time.perf_counter() - started
             why = f"a life that failed did not fail again: {error}"
             findings = tuple(machine.findings)
-            return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.unmeasured)
+            return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.unmeasured, seed)
         # No single life shows it, so there is none to be shortened.
         grown = tuple(lives.processes.engine.findings_at_end())
-    return Found(lives.coverage, time.perf_counter() - started, grown, not_measured=lives.unmeasured)
+    return Found(lives.coverage, time.perf_counter() - started, grown, not_measured=lives.unmeasured, seed=seed)
 
 
 def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:

@@ -107,8 +107,9 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
     """Read the length of every list, dict, set and deque that the collector, or an object's attribute, knows of.
 
     Dicts of nothing that the collector tracks, as of names and numbers, it does not track either: they are found where
-    an instance, a class, a namespace, a short list or a variable of a function refers to them. No foreign code runs, and nothing is kept alive
-    but what is wanted; in C no other thread runs meanwhile, which would find what it lets go of alive.
+    an instance, a class, a namespace, a short list or a function's variable refers to them. No foreign code runs, and
+    nothing is kept alive but what is wanted; in C no other thread runs meanwhile, which would find what it lets go of
+    alive.
 
     Args:
         wanted: identities of containers and types that are returned themselves.

@@ -118,6 +118,24 @@ def test_a_seed_finds_the_same_again() -> None:
     assert first == again
 
 
+@pytest.fixture
+def ci() -> Iterator[None]:
+    """Have Hypothesis draw the same examples each time, as it does where `CI` is set."""
+    settings.register_profile("as on CI", settings.get_profile("lowtide"), derandomize=True, database=None)
+    settings.load_profile("as on CI")
+    yield
+    settings.load_profile("lowtide")
+
+
+@pytest.mark.usefixtures("ci")
+def test_without_a_seed_each_search_draws_one_that_repeats_it() -> None:
+    first, second = (fuzz(SmallTarget, examples=20) for _ in range(2))
+    assert first.seed != second.seed
+    again = fuzz(SmallTarget, examples=20, seed=first.seed)
+    tried = [(each.coverage.calls, each.coverage.states, each.coverage.edges) for each in (first, again)]
+    assert tried[0] == tried[1]
+
+
 def test_without_a_seed_what_failed_last_is_tried_first() -> None:
     first = fuzz(ForgetsAtWake, examples=100, seed=3)
     assert first.findings
