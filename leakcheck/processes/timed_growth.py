@@ -259,6 +259,9 @@ class TimedGrowth(TimeWindow):
         self._known: frozenset[int] = frozenset()
         self._new: frozenset[int] = frozenset()
         self._grown: dict[int, messages.GrownContainers] = {}
+        # At which reading each was there first, and how many it has had.
+        self._came: dict[int, int] = {}
+        self._read_of: Counter[int] = Counter()
         # When each did not answer, in seconds.
         self._silent: dict[int, float] = {}
         self._told: list[Finding] | None = None
@@ -290,9 +293,12 @@ class TimedGrowth(TimeWindow):
             self.named[pid] = describe_process(pid, variables=now.variables, called=now.called)
         self._silent |= dict.fromkeys(self._engine.not_measured.keys() - known, time.monotonic())
         self._grown |= grown
+        self._came = dict.fromkeys(grown, self._readings) | self._came
+        self._read_of.update(grown.keys())
         is_known = any(each.findings for each in grown.values()) and not any(each.more for each in grown.values())
         # Whoever has come just now may stay.
-        if self._tells and (self._is_last or (is_known and not self._new)):
+        is_last = self._is_last and not any(map(self._waits_for, grown))
+        if self._tells and (is_last or (is_known and not self._new)):
             self._grown |= self._engine.read_turn(list(grown), self._question(ends=True))
             # While they are there to be asked.
             self._told = self.findings()
@@ -308,10 +314,16 @@ class TimedGrowth(TimeWindow):
         may_start = self._warm_up is None and time.monotonic() - (self._began_first or 0.0) < _STARTING_S
         return may_start and (bool(stays) or has_imported)
 
+    def _waits_for(self, pid: int) -> bool:
+        """Return whether a process that came in the first half of the readings has had too few to be judged."""
+        return self._read_of[pid] < FEWEST_TURNS and 2 * self._came[pid] * self.interval <= self.seconds
+
     def _begin_anew(self) -> None:
         self._start = Start(None, time.monotonic())
         self._began, self._turn, self._readings, self._new = None, 0, 0, frozenset()
         self._grown.clear()
+        self._came.clear()
+        self._read_of.clear()
         self._series.clear()
         self._things = CountedThings(self._ask)
         self.tell("the program was starting still: its growth is watched anew once it has started")

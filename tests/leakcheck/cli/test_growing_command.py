@@ -37,7 +37,7 @@ class Core:
         self.running[number % 8] = request
         if keeps == "list":
             self.seen.append(request)
-        elif keeps in ("threads", "pool") and (keeps == "threads" or number <= 10):
+        elif keeps.endswith("threads") or (keeps == "pool" and number <= 10):
             threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         elif keeps == "C":
             ctypes.memset(LIBRARY.malloc(1 << 16), 1, 1 << 16)
@@ -51,6 +51,9 @@ def core(pipe, keeps):
 
 
 def front(pipe, keeps):
+    begun = os.path.join(os.path.dirname(__file__), "begun")
+    while keeps == "late threads" and not os.path.exists(begun):
+        time.sleep(0.05)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=core, args=(there, keeps), name="EngineCore")
@@ -115,6 +118,7 @@ def watched(server: Path, keeps: str, *options: str, until: str = "nothing") -> 
         assert running.stderr is not None
         for line in running.stderr:
             said += line
+            server.with_name("begun").touch()
             if line.startswith("lowtide: ") and (until in line or "nothing" in line):
                 break
         end.touch()
@@ -140,6 +144,12 @@ def test_a_list_that_grows_is_named_in_its_process_with_what_it_takes_in_a_secon
     assert finding.message.endswith(" a second")
     # While the command runs on.
     assert said.endswith(f"lowtide: {finding.message}\n")
+
+
+def test_one_that_comes_once_it_is_watched_is_watched_for_as_long(server: Path) -> None:
+    status, said, subject = watched(server, "late threads", until="threads more")
+    assert (status, of_core(subject).resource) == (1, "threads")
+    assert said.startswith("lowtide: growth of 3 processes is watched for 12 s\n")
 
 
 def test_threads_that_grow_are_told_with_who_holds_them_and_what_they_run(server: Path) -> None:
