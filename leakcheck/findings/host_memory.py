@@ -408,7 +408,8 @@ def _grown_containers(context: Context, least: float) -> list[HeldArray]:
         return []
     born = context.born or ()
     taken = {item: range(before.get(item, 0), length) for item, length in long_containers().items()}
-    grown = [(item, entries) for item, entries in taken.items() if len(entries) >= MANY]
+    # What was noted of them has not been read itself.
+    grown = [(item, entries) for item, entries in taken.items() if len(entries) >= MANY and item != id(before)]
     # What is new itself may lie in one of the others.
     grown.sort(key=lambda each: (each[0] in born, -len(each[1])))
     return _held_containers(dict(grown[:_MOST_SAMPLED]), context, least)
