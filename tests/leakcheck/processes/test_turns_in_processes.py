@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -55,7 +56,8 @@ def test_tensors_that_grow_are_told_by_these_alone(child: Child) -> None:
 def test_memory_that_c_keeps_there_is_told_by_what_each_adds(child: Child) -> None:
     (finding,) = remembered(child, 16, "take for C")
     assert (finding.resource, finding.trend) == ("host-memory", "growth")
-    assert "host memory that is under no tensor grows by 1.0 MiB with each infer" in finding.message
+    # An answer may leave some tens of KiB with each.
+    assert re.search(r"host memory that is under no tensor grows by 1\.[01] MiB with each infer", finding.message)
 
 
 def test_each_life_counts_its_own_inferences(child: Child) -> None:
