@@ -43,6 +43,7 @@ from lowtide.probes.objects.foreign import (
     mro_of,
     namespace_of,
     place_of_definition,
+    type_name,
 )
 from lowtide.probes.originals import threading
 from lowtide.probes.references.edges import UNNAMED
@@ -421,6 +422,9 @@ _ITSELF = "ITSELF"
 END_OF_RUNNING_LOOP = f"call_soon_threadsafe({_ITSELF}.stop), join its thread and close() it"
 """That of a loop of asyncio: while it runs `close` raises, and `stop` alone is heard by its own thread only."""
 
+END_OF_FULL_QUEUE = f"get() for each that nobody has taken, then {_ITSELF}.close()"
+"""That of a queue of multiprocessing: of a shared tensor in it, who has sent it keeps memory or a descriptor."""
+
 END_OF_SHARED_MEMORY = f"close() and {_ITSELF}.unlink()"
 """That of shared memory: closed it keeps its name, unlinked its descriptors."""
 
@@ -443,6 +447,8 @@ def ending_of(cls: type | None, instance: object = None) -> str:
             names[name] = own
     if "run_forever" in names and type(attribute(instance, "_thread_id")) is int:
         return END_OF_RUNNING_LOOP
+    if _is_full_queue(instance):
+        return END_OF_FULL_QUEUE
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
     endings = ["close", *_NAMES] if "fileno" in names else [*_NAMES]
     if "close" in names and "unlink" in names:
@@ -455,6 +461,14 @@ def ending_of(cls: type | None, instance: object = None) -> str:
         endings = [each for each in endings if each != name]
         name = broader
     return f"{_call(name, names[name])}" if name else ""
+
+
+def _is_full_queue(instance: object) -> bool:
+    """Return whether something was put into a queue of multiprocessing that nobody has taken out of it."""
+    limit, lock = attribute(instance, "_maxsize"), attribute(attribute(instance, "_sem"), "_semlock")
+    read: Any = namespace_of(type(lock)).get("_get_value")
+    is_lock = type_name(type(lock)) == "_multiprocessing.SemLock"
+    return type(limit) is int and is_lock and bool(read(lock) < limit)
 
 
 def ends_part(cls: type | None, name: str) -> bool:

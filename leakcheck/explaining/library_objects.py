@@ -321,6 +321,10 @@ _KNOWN: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"multiprocessing\.util\._finalizer_registry\b.*"),
         "call cancel() of the multiprocessing.util.Finalize that registered it",
     ),
+    (
+        re.compile(r"multiprocessing\.resource_sharer\b.*"),
+        "it waits for whoever was sent it: get() it from its queue, or call multiprocessing.resource_sharer.stop()",
+    ),
     (re.compile(r"weakref\.finalize\._registry\b.*"), "call detach() of the weakref.finalize that registered it"),
     (re.compile(r"atexit\b.*"), "call atexit.unregister() with the function that was registered"),
     (

@@ -29,7 +29,13 @@ from lowtide.leakcheck.explaining.expressions import (
     ends_part,
     on,
 )
-from lowtide.leakcheck.explaining.library_objects import FINALIZER, advice_for_finalizer, advice_for_root, is_installed
+from lowtide.leakcheck.explaining.library_objects import (
+    FINALIZER,
+    advice_for_finalizer,
+    advice_for_root,
+    is_installed,
+    known_advice,
+)
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import by_work, most_work, with_work
@@ -341,6 +347,8 @@ def _causes_of_things(
     unheld: dict[str, list[list[_Named]]] = {}
     for members in things.values():
         holder = next((holders[named] for named in members if named in holders), None)
+        if holder is None or is_library(holder.path[0].edge):
+            holder = next(filter(None, (_of_its_thread(named, holders, context) for named in members)), holder)
         if holder is None:
             unheld.setdefault(_main(members), []).append(members)
         else:
@@ -367,6 +375,12 @@ def _causes_of_things(
             apart = [(each, held[mark]) for mark, each in by_holder.items() if _suspect_edge(each.path) not in edges]
             causes.update(_of_one_maker(apart, context))
     return causes
+
+
+def _of_its_thread(named: _Named, holders: Mapping[_Named, CommonCause], context: Context) -> CommonCause | None:
+    """Return what holds the running thread that made a thing: it may work for what the program has to end."""
+    maker = context.maker_of(*named)
+    return None if maker is None else holders.get(("threads", maker.thread))
 
 
 def _mark_of(holder: CommonCause) -> Hashable:
@@ -730,6 +744,8 @@ def _cause(
         advice = f"call {at_exit.__name__}() of the {last.type} in teardown, and give it to atexit.unregister(){but}"
     elif len(path) == 1 and root.type == "interpreter":
         advice = advice_for_root(root.edge)
+    elif known := known_advice(name):
+        advice = known
     elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
         # itself is the program's to end where it was made.

@@ -21,6 +21,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.resources.resource import Change, without_numbers
+from lowtide.probes.heap.holders import objects_of
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import (
@@ -109,22 +110,28 @@ def _groups(names: Collection[str], context: Context) -> list[list[_Running]]:
         names=context.names(),
     )
     by_target = {id(item): holder for item, holder in zip(targets, holders, strict=True) if _is_programs(holder)}
+    wanted = {holder.identity for holder in by_target.values() if holder is not None}
+    kept = {id(item): item for item in (objects_of(wanted, context.walk) if wanted else ())}
     groups: dict[Hashable, list[_Running]] = {}
     for thread, own in zip(running, owners, strict=True):
         started = context.made_at("threads", thread_key(thread))
-        each = _Running(thread, own, [by_target.get(id(item)) for item in own], started)
+        each = _Running(thread, own, [by_target.get(id(item)) for item in own], started, kept)
         # Exactly what a fingerprint distinguishes, or two findings of a test had the same one.
         groups.setdefault(identity_of("threads", [each.name]), []).append(each)
     return list(groups.values())
 
 
 class _Running(msgspec.Struct, frozen=True):
-    """A thread, the objects that it works for, the most significant first, who holds each, and who started it."""
+    """A thread, the objects that it works for, the most significant first, who holds each, and who started it.
+
+    The objects that hold some are `kept` by their identities.
+    """
 
     thread: threading.Thread
     owners: Sequence[Any]
     holders: Sequence[Holder | None]
     started: str
+    kept: Mapping[int, object]
 
     @property
     def name(self) -> str:
@@ -146,7 +153,7 @@ def _told(leak: ItemLeak, group: Sequence[_Running]) -> ItemLeak:
     """Return a finding about threads that do the same with what that is, who keeps what they work for, and its end."""
     one, runs, text = len(group) == 1, _runs(group[0].thread), _work(group)
     held = [running.held for running in group if running.held is not None]
-    holder, path, advice = _kept_by(held, runs, one=one) if held else ("", (), _unheld(group[0], runs))
+    holder, path, advice = _kept_by(held, runs, group[0].kept, one=one) if held else ("", (), _unheld(group[0], runs))
     if path == (held[0][1].way if held else ()):
         # Nobody else's end is advised.
         advice = _idle_end(group[0], runs) or advice
@@ -164,12 +171,15 @@ def _work(group: Sequence[_Running]) -> str:
     return runs + (f", started in {first_of(started, _SHOWN)}" if started else "")
 
 
-def _kept_by(held: Sequence[tuple[Any, Holder]], runs: str, *, one: bool) -> tuple[str, tuple[Hop, ...], str]:
+def _kept_by(
+    held: Sequence[tuple[Any, Holder]], runs: str, kept: Mapping[int, object], *, one: bool
+) -> tuple[str, tuple[Hop, ...], str]:
     """Return who keeps what threads work for, as code, the way there, and what to change."""
     owner, holder = held[0]
     ways = list(dict.fromkeys(way_text(of.way) for _, of in held))
-    name, path, call = ways[0], holder.way, _call(type(owner))
-    outer = ending_of(class_named(holder.path[-1].type)) if len(holder.path) < len(holder.way) else ""
+    name, path, call = ways[0], holder.way, _call(type(owner), owner)
+    is_outer = len(holder.path) < len(holder.way)
+    outer = ending_of(class_named(holder.path[-1].type), kept.get(holder.identity)) if is_outer else ""
     if outer:
         # What holds it and has an end of its own is what the program ends.
         ways = list(dict.fromkeys(way_text(of.path) for _, of in held))
@@ -184,7 +194,7 @@ def _kept_by(held: Sequence[tuple[Any, Holder]], runs: str, *, one: bool) -> tup
 def _unheld(running: _Running, runs: str) -> str:
     """Return what to change where nothing of the program knows the thread, or what it works for, any more."""
     for owner in running.owners:
-        call, name = _call(type(owner)), type_name(type(owner))
+        call, name = _call(type(owner), owner), type_name(type(owner))
         if call:
             verb = "await its" if call.startswith("await ") else "call its"
             end = on("it", call).removeprefix("await ").removeprefix("it.")
@@ -210,9 +220,9 @@ def _idle_end(running: _Running, runs: str) -> str:
     return f"let {type_name(type(owner))}.{call} end the thread: make {runs} return, and join() it there"
 
 
-def _call(cls: type) -> str:
+def _call(cls: type, instance: object = None) -> str:
     names = [type_name(base) for base in mro_of(cls)]
-    return next((_CALLS[name] for name in names if name in _CALLS), "") or ending_of(cls)
+    return next((_CALLS[name] for name in names if name in _CALLS), "") or ending_of(cls, instance)
 
 
 def _is_context(cls: type) -> bool:

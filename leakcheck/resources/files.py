@@ -14,6 +14,9 @@ _MADE_UP = re.compile(
     r"(psm_|wnsm_|sem\.mp-|sem\.loky-|mp-|pym-|torch_|nccl-|cuda\.shm\.|__KMP_REGISTERED_LIB_)[\w.-]*"
 )
 
+_SENT = re.compile(r"torch_\d+_\d+(_\d+)?")
+"""How torch calls the memory of a tensor that it shares by name: who has received it removes that."""
+
 
 class SharedMemory(Resource):
     """The entries of `/dev/shm`, by name."""
@@ -46,7 +49,13 @@ class SharedMemory(Resource):
         """Return how to remove those that nobody holds: the file stays when its maker ends."""
         first = f"os.unlink({f'/dev/shm/{min(names)}'!r})"
         others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        return f"call unlink() of the shared memory when its maker no longer needs it; now: {first}{others}"
+        sent = all(map(_SENT.fullmatch, names))
+        end = (
+            "get() each tensor from the queue that it was put into"
+            if sent
+            else "call unlink() of the shared memory when its maker no longer needs it"
+        )
+        return f"{end}; now: {first}{others}"
 
 
 def name_of_segment(item: str) -> Name:

@@ -98,6 +98,7 @@ class Makers:
         for module, owner, name, note in (
             (_OF_ZMQ, "Socket", "bind", self._note_bound_by_zmq),
             (_OF_GROUPS, "", "_new_process_group_helper", self._note_group),
+            ("torch", "UntypedStorage", "_share_filename_cpu_", self._note_shared),
         ):
             library: Any = loaded(module)
             if library is not None:
@@ -319,6 +320,9 @@ class Makers:
         names = loaded(_OF_GROUPS)._world.pg_names
         if made[0] in names:  # else this process is not in it
             self.note_made("process-groups", str(names[made[0]]))
+
+    def _note_shared(self, storage: object, made: tuple[bytes, bytes, int]) -> None:
+        self.note_made("shared-memory", made[1].decode().lstrip("/"))
 
     def _note_file(self, path: str, number: int, identity: tuple[int, int]) -> None:
         self._bound[os.path.abspath(path)] = number, replace(self._maker(sys._getframe(3)), identity=identity)

@@ -10,6 +10,7 @@ from tests.pytest_plugin.conftest import InnerRun, RunInner
 NUMBERS = """
 import os
 import socket
+import torch.multiprocessing
 
 KEPT = []
 
@@ -85,10 +86,67 @@ def test_bystander():
     KEPT.append(Bystander(number))
 
 
+def opened():
+    number = os.open(__file__, os.O_RDONLY)
+    return lambda: os.close(number)
+
+
+def test_function():
+    KEPT.append(opened())
+
+
+def test_function_that_was_called():
+    KEPT.append(opened())
+    KEPT[-1]()
+    KEPT.append(open(__file__))
+
+
 def test_closed():
     pair = Pair()
     pair.close()
     KEPT.append(pair)
+
+
+def sent():
+    made = torch.multiprocessing.get_context("spawn").Queue()
+    made.put(torch.ones(1000))
+    assert made._reader.poll(60)
+    return made
+
+
+def in_a_file():
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        return sent()
+    finally:
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
+
+
+def test_queue():
+    KEPT.append(sent())
+
+
+def test_queue_of_files():
+    KEPT.append(in_a_file())
+
+
+def test_queue_that_was_closed():
+    made = sent()
+    made.close()
+    made.join_thread()
+
+
+def test_queue_of_files_that_was_closed():
+    made = in_a_file()
+    made.close()
+    made.join_thread()
+
+
+def test_taken():
+    for made in (sent(), in_a_file()):
+        made.get()
+        made.close()
+        made.join_thread()
 """
 
 
@@ -125,5 +183,30 @@ def test_where_no_object_has_opened_it_none_is(run: InnerRun, name: str) -> None
     assert (finding.resource, finding.path) == ("file-descriptors", ())
 
 
-def test_a_number_that_is_closed_is_nothing(run: InnerRun) -> None:
-    assert subject_of(run, "test_closed").findings == ()
+@pytest.mark.parametrize("name", ["test_closed", "test_taken"])
+def test_a_number_that_is_closed_is_nothing(run: InnerRun, name: str) -> None:
+    assert subject_of(run, name).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("test_function", "function"), ("test_function_that_was_called", "_io.TextIOWrapper")]
+)
+def test_a_function_that_closes_a_number_has_it_until_a_file_does(run: InnerRun, name: str, kind: str) -> None:
+    (finding,) = subject_of(run, name).findings
+    assert (finding.resource, finding.path[-1].type) == ("file-descriptors", kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("test_queue", "file-descriptors"), ("test_queue_of_files", "shared-memory")]
+)
+def test_what_nobody_has_taken_from_a_queue_is_a_part_of_that(run: InnerRun, name: str, part: str) -> None:
+    (finding,) = subject_of(run, name).findings
+    assert finding.resource == "threads"
+    assert "torch_" in next(each.message for each in finding.parts if each.resource == part)
+    assert "get() for each that nobody has taken, then " in (finding.advice or "")
+
+
+@pytest.mark.parametrize("name", ["test_queue_that_was_closed", "test_queue_of_files_that_was_closed"])
+def test_of_a_queue_that_is_gone_it_is_to_be_taken(run: InnerRun, name: str) -> None:
+    (finding,) = subject_of(run, name).findings
+    assert "get() " in (finding.advice or "")
