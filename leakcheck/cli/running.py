@@ -46,6 +46,7 @@ from lowtide.probes.host.process_files import (
     descendants_of,
     descriptors_of,
     name_of,
+    numbered_descriptors,
     stat,
     thread_names,
 )
@@ -551,7 +552,7 @@ class _Watching:
         from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 
         def begin(seconds: float, is_first: bool) -> TimedGrowth:
-            return TimedGrowth(engine, seconds, self.warm_up if is_first else 0.0, tell)
+            return TimedGrowth(engine, seconds, self.warm_up if is_first else 0.0, tell, "--for")
 
         def stacks_of(pid: int) -> messages.ThreadStacks:
             return messages.ask_agent(engine.agents, pid, messages.TellStacks(), _STACKS_S)
@@ -589,12 +590,10 @@ class _Watching:
 
     def _of_tree(self, pid: int, stack: ExitStack) -> ServerWatch:
         """Begin to watch a tree: through agents, or by looks where it has none."""
-        from lowtide.leakcheck.processes.attachment import Attachment
         from lowtide.leakcheck.processes.engine_processes import EngineProcesses
         from lowtide.leakcheck.processes.timed_growth import LookedGrowth
         from lowtide.probes.host.process_tree import ProcessTree
         from lowtide.probes.processes.agents import NoAgentError
-        from lowtide.probes.processes.injection import python_of
 
         found = find_agents(pid)
         if found is not None:
@@ -603,18 +602,47 @@ class _Watching:
             engine = EngineProcesses(tree, found[0], None, lambda: self._driver)
             self._silent = engine.not_measured.values
             return self.begin(engine)
-        pythons = [each for each in _tree_of(pid) if python_of(each) is not None]
-        looks = {each: stack.enter_context(Attachment(each)) for each in pythons}
+        looks = self._look_into(_tree_of(pid), stack)
         if not looks:
             refuse(f"pid {pid} is no Python, and there is none below it: it cannot be asked what grows in it")
         tell(f"growth of {format_amount(len(looks), 'processes')} is watched, at a fork of each")
+
+        def begin(seconds: float, is_first: bool) -> LookedGrowth:
+            # A server may have ended some of its workers meanwhile, and started others.
+            there = [*looks] if is_first else _tree_of(pid)
+            looks.update(self._look_into([each for each in there if each not in looks], stack, needed=False))
+            return LookedGrowth({each: looks[each] for each in looks if each in there}, seconds, tell)
 
         def stacks_of(of: int) -> messages.ThreadStacks:
             if of not in looks:
                 raise NoAgentError(f"pid {of} is not looked into")
             return looks[of].ask(messages.TellStacks(), _STACKS_S)
 
-        return self._watch(lambda seconds, _: LookedGrowth(looks, seconds, tell), lambda: _tree_of(pid), stacks_of)
+        return self._watch(begin, lambda: _tree_of(pid), stacks_of)
+
+    @staticmethod
+    def _look_into(pids: Sequence[int], stack: ExitStack, *, needed: bool = True) -> dict[int, Attachment]:
+        """Enter those of some processes that are the program's own Pythons, for as long as a stack is open.
+
+        Raises:
+            InjectionError: that is `needed` and possible for none of them.
+        """
+        from lowtide.leakcheck.processes.attachment import Attachment
+        from lowtide.leakcheck.processes.process_levels import describe_process, is_helper
+        from lowtide.probes.processes.injection import InjectionError, python_of
+
+        looks, refused = dict[int, Attachment](), list[InjectionError]()
+        for pid in pids:
+            if python_of(pid) is None or is_helper(process := describe_process(pid)):
+                continue
+            try:
+                looks[pid] = stack.enter_context(Attachment(pid))
+            except InjectionError as error:
+                refused.append(error)
+                tell(f"what grows in {process.text} is not judged: {error}")
+        if refused and needed and not looks:
+            raise refused[0]
+        return looks
 
     def _watch(
         self,
@@ -697,19 +725,24 @@ def _listener(url: str) -> int:
 
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    found = {
-        each.pid
+    listening = [
+        numbered_descriptors(each.pid).get(each.fd)
         for each in psutil.net_connections("tcp")
         if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid is not None
+    ]
+    # Workers share the socket that they were forked with, and psutil names one of them alone.
+    found = {
+        pid for pid in psutil.pids() if listening and {*numbered_descriptors(pid).values()}.intersection(listening)
     }
     if not found:
         refuse(
             f"no process of this machine that can be seen listens on port {port}: run lowtide where the server runs, "
             "in its container and as its user, or name it by --pid"
         )
+    tops = found - {below for pid in found for below in descendants_of(pid)}
     # Several may share a port: then whoever has started them is their parent.
-    first = min(found)
-    return first if len(found) == 1 else int(psutil.Process(first).ppid())
+    first = min(tops)
+    return first if len(tops) == 1 else int(psutil.Process(first).ppid())
 
 
 def _port_of(command: Sequence[str]) -> int:

@@ -181,11 +181,13 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
         from lowtide.leakcheck.judging.ladder import trim_heap
 
     # What a running function holds is the program's: no test runner is in here.
-    growth = _turns.setdefault(
-        question.turns,
-        TurnGrowth(question.turns, by_frames=True, asked=question.asked, seconds=question.seconds, apart=_by_container),
-    )
-    if question.anew:
+    growth = _turns.get(question.turns)
+    # Each window of a watch has intervals of another length.
+    if growth is None or (question.anew and question.seconds):
+        growth = _turns[question.turns] = TurnGrowth(
+            question.turns, by_frames=True, asked=question.asked, seconds=question.seconds, apart=_by_container
+        )
+    elif question.anew:
         growth.break_off()
     if question.seconds and not question.ends:
         growth.note("")

@@ -97,9 +97,10 @@ class Attachment:
 
     def _give(self, file: Path) -> None:
         """Let the process use a file of ours, where it is another user's and we are root."""
-        owner = os.stat(f"/proc/{self.pid}")
-        if owner.st_uid != os.geteuid():
-            os.chown(file, owner.st_uid, owner.st_gid)
+        with contextlib.suppress(FileNotFoundError):  # it has ended, which is seen where it does not answer
+            owner = os.stat(f"/proc/{self.pid}")
+            if owner.st_uid != os.geteuid():
+                os.chown(file, owner.st_uid, owner.st_gid)
 
     def ask(self, question: messages.Question[_Answer], limit: float = ANSWER_S) -> _Answer:
         """Return what a fork of the process answers.

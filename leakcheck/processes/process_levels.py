@@ -65,6 +65,11 @@ def describe_process(
     )
 
 
+def is_helper(process: ProcessName) -> bool:
+    """Return whether `multiprocessing` has the process for itself: nothing of the program's runs in it."""
+    return process.role in ("python resource-tracker", "python fork-server")
+
+
 def pid_of(finding: Finding) -> int:
     """Return the number of the process that a finding is about; 0 for this one."""
     return 0 if finding.process is None else finding.process.pid
@@ -135,8 +140,8 @@ class ProcessLevels(msgspec.Struct, frozen=True):
     @property
     def is_shown(self) -> bool:
         """Return whether it is listed: it has torch, or a card, or `SHOWN` bytes of host memory and is no helper."""
-        is_helper = self.process.role == "python resource-tracker"
-        return self.levels.has_torch or bool(self.cards) or ((self.host or 0) >= SHOWN and not is_helper)
+        is_own = not is_helper(self.process)
+        return self.levels.has_torch or bool(self.cards) or ((self.host or 0) >= SHOWN and is_own)
 
     def as_stage(self, context: Callable[[str], int | None]) -> ProcessStage:
         """Return what a report says of it.

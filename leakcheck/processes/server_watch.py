@@ -193,7 +193,8 @@ class ServerWatch:
         if not found and silent is not None and silent > SLOW_S:
             why = f"the last answer of the server came {silent:.0f} s ago: watch it for longer"
             self._too_late = (NotMeasured(what="whether the server hangs", why=why),)
-        if steady or left < SHORTEST_S or window.not_measured:
+        # What takes too long for one window may be read in the next one, whose intervals are longer.
+        if steady or left < SHORTEST_S or (window.not_measured and not window.seconds_read):
             self._end([_by_request(each, count, window) for each in steady or grown])
             return
         self._rates, self._requests, self._too_late = rates, None, ()

@@ -66,6 +66,8 @@ _STARTING_S = 600.0
 _ENDING_S = 10.0
 """Seconds before the end of the program in which a process that does not answer is one that ends."""
 
+_ENDED = "it has ended"
+
 REQUESTS = "requests"
 """What turns are called that somebody has counted."""
 
@@ -204,7 +206,9 @@ class TimeWindow(ABC):
         if rise is None:
             return None
         rate, more = rise.slope.rate, round(rise.slope.rate * rise.turns)
-        each = f"{quantity.rate(rate)} with each ({quantity.rate(rate / self.interval)} a second)"
+        # A reading may take longer than an interval.
+        apart = self.seconds_read / (series.turns - 1)
+        each = f"{quantity.rate(rate)} with each ({quantity.rate(rate / apart)} a second)"
         said = f"{quantity.more(more, key.device)} over {rise.turns} {INTERVALS}, {each}"
         count = more if quantity.things else rise.turns
         return risen(key, more, said, INTERVALS, turn="interval", process=self.named[pid], count=count)
@@ -244,13 +248,19 @@ class TimedGrowth(TimeWindow):
         warm_up: seconds from the start of the program, which is now, to the first reading; None: as soon as its
             processes are there, and have been at rest, or have been there for half a minute.
         tell: as of `TimeWindow`.
+        option: what gives it more time.
     """
 
     def __init__(
-        self, engine: EngineProcesses, seconds: float, warm_up: float | None, tell: Callable[[str], object]
+        self,
+        engine: EngineProcesses,
+        seconds: float,
+        warm_up: float | None,
+        tell: Callable[[str], object],
+        option: str = "--growth",
     ) -> None:
         super().__init__(seconds, tell, engine.ask)
-        self._engine, self._warm_up = engine, warm_up
+        self._engine, self._warm_up, self._option = engine, warm_up, option
         self._start = Start(warm_up, time.monotonic())
         self._began: float | None = None
         self._began_first: float | None = None
@@ -384,7 +394,7 @@ class TimedGrowth(TimeWindow):
                 grown.more,
                 self.named[pid].text,
                 turn=f"interval of {self.interval:g} s",
-                remedy="--growth",
+                remedy=self._option,
             )
             for pid, grown in self._grown.items()
             if grown.more and not grown.findings
@@ -429,7 +439,9 @@ class WatchedLooks:
         question = ExplainGrown(containers=asked_for(growing), turns=INTERVALS, seconds=seconds, fixed=fixed)
         found = asked.ask(question) if growing else []
         host = self._host.grown() if self._host.seem_to_grow() else None
-        return found if host is None else [*found, growth_of_host_memory(host, INTERVALS, "", seconds)]
+        # A look may take longer than an interval.
+        apart = seconds * (self.turn - 1) / (self.looks - 1)
+        return found if host is None else [*found, growth_of_host_memory(host, INTERVALS, "", apart)]
 
 
 class LookedGrowth(TimeWindow):
@@ -460,20 +472,15 @@ class LookedGrowth(TimeWindow):
         self._note_levels(tensors)
         watched = [self._watched[pid] for pid in self._asked.keys() - self._silent.keys()]
         is_known = any(each.is_known for each in watched) and all(each.is_decided for each in watched)
-        if not watched or is_known or self._is_last:
+        # On a machine that has other work to do, looks take longer than the time for which they were asked.
+        is_enough = all(each.looks >= FEWEST_TURNS for each in watched)
+        if is_known or (is_enough and (self._is_last or not watched)):
             self._end()
 
     def _end(self) -> None:
         self.is_over = True
         for pid in self._asked.keys() - self._silent.keys():
-            watched = self._watched[pid]
-            if watched.looks < FEWEST_TURNS:
-                self._silent[pid] = (
-                    f"there were {watched.looks} of {FEWEST_TURNS} looks that it takes, which take long here: "
-                    "watch it longer"
-                )
-                continue
-            found = self._answer(pid, partial(watched.found_by, seconds=self.interval))
+            found = self._answer(pid, partial(self._watched[pid].found_by, seconds=self.interval))
             for finding in () if found is None else self._causes(pid, found):
                 self._found.append(finding)
                 self.tell(finding.message)
@@ -482,7 +489,7 @@ class LookedGrowth(TimeWindow):
         try:
             return question(self._asked[pid])
         except NoAgentError:
-            self._silent[pid] = "it has ended"
+            self._silent[pid] = _ENDED
         except AgentError as error:
             self._silent[pid] = str(error)
         return None
@@ -493,10 +500,10 @@ class LookedGrowth(TimeWindow):
 
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
-        """Return what is not known of those that did not answer."""
-        return tuple(
-            NotMeasured(what=f"what grows in {self.named[pid].text}", why=why) for pid, why in self._silent.items()
-        )
+        """Return what is not known of those that did not answer; a server may end a worker, but not all there is."""
+        is_all = len(self._silent) == len(self._asked)
+        silent = {pid: why for pid, why in self._silent.items() if is_all or why != _ENDED}
+        return tuple(NotMeasured(what=f"what grows in {self.named[pid].text}", why=why) for pid, why in silent.items())
 
 
 def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:

@@ -19,7 +19,7 @@ from lowtide.leakcheck.processes.attachment import Attachment
 from lowtide.leakcheck.processes.messages import Begin, Look, Question, Trim
 from lowtide.probes.host.process_files import status
 from lowtide.probes.processes import injection
-from lowtide.probes.processes.agents import AgentError
+from lowtide.probes.processes.agents import AgentError, NoAgentError
 from lowtide.probes.processes.injection import InjectionError, refuse_unless_possible, run_in
 from lowtide.reports.schema import Finding, Subject, decode
 from tests.leakcheck.cli.loaded_server import LoadedServer
@@ -234,6 +234,16 @@ def test_what_fails_in_a_fork_is_an_error_and_one_that_takes_too_long_is_ended(l
             attachment.ask(Look(), limit=0.01)
         assert attachment.ask(Begin(stage="any", cycle=1)) is False
     assert local.poll() is None
+
+
+def test_one_that_ends_before_it_is_asked_has_ended(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    asked = Attachment(process.pid)
+    asked.folder, asked._pipe = tmp_path, os.open(os.devnull, os.O_WRONLY)
+    with pytest.raises(NoAgentError):
+        asked.ask(Look())
+    asked.__exit__()
 
 
 def test_a_process_that_is_not_there_is_lowtide_itself_or_no_python_is_refused() -> None:

@@ -27,6 +27,7 @@ pytest.importorskip("opentelemetry.sdk")
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from lowtide.leakcheck.cli.running import _listener
 from lowtide.leakcheck.growth.quantities import HeldSource
 from lowtide.leakcheck.processes.exported_metrics import ExportedMetrics
 from lowtide.leakcheck.targets.load import Load
@@ -37,12 +38,15 @@ from tests.waiting import HANG_S, wait_until
 ROOT = Path(__file__).parents[3]
 
 SERVER = """
+import ctypes
 import http.server
 import json
 import os
+import signal
 import sys
 import threading
 import time
+from multiprocessing import resource_tracker
 
 KEPT, ANSWERED = [], [0]
 
@@ -95,7 +99,14 @@ MODE = sys.argv[1]
 if MODE == "takes":
     threading.Thread(target=take, daemon=True).start()
 port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Answers)
+if "--workers" in sys.argv:
+    resource_tracker.ensure_running()
+    if os.fork() and os.fork():
+        while True:
+            time.sleep(0.1)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+server.serve_forever()
 """
 
 
@@ -193,6 +204,29 @@ def test_one_that_runs_is_found_by_its_address(server: Path, port: int, has_agen
             status, _, subject = watch("--for", "40s", "--warm-up", "1s", "--url", url)
     assert status == 1
     assert 1.8 < per_request(of_list(subject)) < 2.2
+
+
+def test_of_workers_that_share_a_socket_whoever_has_it_above_them_is_watched() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        worker = [sys.executable, "-c", "input()"]
+        with subprocess.Popen(worker, stdin=subprocess.PIPE, pass_fds=[listening.fileno()]) as process:
+            assert _listener(url) == os.getpid()
+            process.communicate(b"\n")
+        assert _listener(url) == os.getpid()
+
+
+@pytest.mark.nightly
+def test_all_workers_of_a_server_are_watched_and_no_helper_of_theirs(server: Path, port: int) -> None:
+    command = (sys.executable, str(server), "keeps", "--port", str(port), "--workers")
+    url = f"http://127.0.0.1:{port}"
+    with running(*command), Load(url, 4, is_needed=True) as load:
+        wait_until(lambda: load.silent_for() is not None)
+        status, said, subject = watch("--for", "40s", "--warm-up", "1s", "--url", url)
+    assert "growth of 3 processes is watched" in said
+    assert status == 1
+    assert {finding.holder for finding in subject.findings} == {"__main__.KEPT"}
+    assert len({finding.process for finding in subject.findings}) == 2
 
 
 @pytest.mark.nightly

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from lowtide.leakcheck.cli.growth_report import with_known
+from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
+from lowtide.leakcheck.processes.messages import Seen
 from lowtide.leakcheck.processes.timed_growth import LookedGrowth, Start, grown_above
+from lowtide.probes.host.memory_parts import MemoryParts
+from lowtide.probes.processes.agents import NoAgentError
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
 
@@ -90,11 +95,12 @@ MIB = 1 << 20
 RISING = range(0, 20 * MIB, MIB)
 
 
-def causes(on_card: Sequence[int], *found: Finding) -> list[Finding]:
-    """What grows in this process, with what torch has given out on a card after each of some intervals."""
+def causes(on_card: Sequence[int], *found: Finding, each: int = 1) -> list[Finding]:
+    """What grows in this process, with what torch has given out on a card after `each` of some intervals."""
     window = LookedGrowth({}, 60)
     window.named[OWN] = ProcessName(pid=OWN, name="core")
     for size in on_card:
+        window._turn += each if window._turn else 1
         window._note_levels({OWN: {"cpu": 0, "cuda:0": size}, OWN + 1: {"cuda:0": 0}})
     return window._causes(OWN, found)
 
@@ -111,6 +117,46 @@ def test_tensors_on_a_card_of_which_each_interval_adds_some_are_told_with_their_
     assert (finding.bytes, finding.count) == (19 * MIB, 19)
 
 
+def test_where_readings_take_longer_than_an_interval_a_second_is_a_part_of_what_they_take() -> None:
+    (finding,) = causes(RISING, each=3)
+    assert "1.0 MiB with each (113.8 KiB a second)" in finding.message
+
+
+class Looked:
+    """A process that is looked into, until it ends before one of the looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    def ask(self, question: object) -> Seen:
+        self.left -= 1
+        if self.left < 0:
+            raise NoAgentError("it has ended")
+        return Seen(
+            ids=b"", kinds=b"", lengths=b"", parts=dict.fromkeys(MemoryParts.__struct_fields__, 0), malloc=0, tensors={}
+        )
+
+
+def looked_into(*looks: int) -> LookedGrowth:
+    """What is known after looks at some processes that each took three intervals, until it is over."""
+    asked: Any = {OWN + turn: Looked(each) for turn, each in enumerate(looks)}
+    window = LookedGrowth(asked, 12)
+    while not window.is_over:
+        window._turn += 3
+        window._read()
+    return window
+
+
+def test_it_is_looked_into_often_enough_however_long_that_takes() -> None:
+    window = looked_into(50)
+    assert (window._turn, window.not_measured) == (3 * FEWEST_TURNS, ())
+
+
+def test_a_worker_may_end_but_not_all_of_them() -> None:
+    assert looked_into(50, 5).not_measured == ()
+    assert [missing.why for missing in looked_into(3, 5).not_measured] == ["it has ended"] * 2
+
+
 def opened_by(turn: Callable[[list[int]], object], *found: Finding) -> list[Finding]:
     """What grows in this process that does something with its descriptors in each of some intervals."""
     window, numbers = LookedGrowth({}, 60), list[int]()
@@ -118,6 +164,7 @@ def opened_by(turn: Callable[[list[int]], object], *found: Finding) -> list[Find
     try:
         for _ in range(20):
             turn(numbers)
+            window._turn += 1
             window._note_levels({OWN: {}})
         return window._causes(OWN, found)
     finally:

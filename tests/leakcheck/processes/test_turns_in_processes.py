@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import pytest
+from msgspec.structs import replace
 
 from lowtide.leakcheck.lives.lifecycle import check_run
+from lowtide.leakcheck.processes.messages import ReadTurn
 from lowtide.probes.device.driver import NoDriver
 from lowtide.reports.schema import Finding, Subject
 from tests.leakcheck import spawned_target
@@ -46,6 +48,25 @@ def test_what_is_bounded_is_no_growth(child: Child, what: str) -> None:
 def test_it_is_told_by_the_last_reading_that_it_has_stopped(child: Child) -> None:
     assert len(remembered(child, 15)) == 1
     assert remembered(child, 10, "keep nothing") == []
+
+
+def test_a_second_is_a_part_of_the_interval_of_the_window_that_is_told(child: Child) -> None:
+    assert [rate_told(child, seconds) for seconds in (1.0, 4.0)] == [
+        "1 item (2.1 KiB) a second",
+        "0.2 items (532 B) a second",
+    ]
+
+
+def rate_told(child: Child, seconds: float) -> str:
+    """What a window of such intervals says that a container takes each second."""
+    for turn in range(1, 14):
+        child.requests.send("remember each")
+        assert child.requests.recv() == "done"
+        asked = ReadTurn(turns="intervals", turn=turn, begins=turn == 1, anew=turn == 1, asked=True, seconds=seconds)
+        last = turn == 13
+        answers = child.asked.read_turn([child.pid], replace(asked, tells=last, ends=last))
+    (finding,) = answers[child.pid].findings
+    return finding.message.partition("that is ")[2]
 
 
 def test_tensors_that_grow_are_told_by_these_alone(child: Child) -> None:
