@@ -81,6 +81,9 @@ _LIBRARIES = re.compile(r"/(?:lib)?python3\.\d+t?(?:\.so[^/]*)?$")
 _SET_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of the kernel's include/uapi/linux/prctl.h."""
 
+_OLDEST = (3, 10)
+"""The Python that a look runs in, at least."""
+
 _SYS_PTRACE = 1 << 19
 """CAP_SYS_PTRACE of its include/uapi/linux/capability.h."""
 
@@ -128,6 +131,8 @@ def refuse_unless_possible(pid: int) -> None:
     named = f"pid {pid} ({name_of(pid)})"
     if python is None:
         raise InjectionError(f"{named} runs no Python that is known by its file's name")
+    if tuple(map(int, python[0].split("."))) < _OLDEST:
+        raise InjectionError(f"{named} runs Python {python[0]}: it takes {'.'.join(map(str, _OLDEST))} or newer")
     if python[1]:
         raise InjectionError(
             f"{named} runs a free-threaded Python, whose threads would run on beside: use a build with the GIL"

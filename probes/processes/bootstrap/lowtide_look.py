@@ -12,6 +12,7 @@ needs, are given by who starts it.
 
 import _signal  # type: ignore[import-not-found]
 import _thread
+import _weakref
 import posix
 import sys
 
@@ -58,6 +59,7 @@ def _answer_in_a_fork() -> None:
     # A fork has one thread: what the others run, and who they are, is taken with it.
     frames = sys._current_frames()
     threads = dict(getattr(sys.modules.get("threading"), "_active", ()))
+    marks = _marks_of_locals()
     try:
         child = posix.fork()
     except Exception as error:
@@ -69,11 +71,29 @@ def _answer_in_a_fork() -> None:
         finally:
             posix._exit(0)
     # What runs in other threads is not to be kept meanwhile.
-    del frames, threads
+    del frames, threads, marks
     try:
         posix.waitpid(child, 0)
     except OSError:  # the program lets nobody wait, or has done so itself
         pass
+
+
+def _marks_of_locals() -> "list[Any]":
+    """Return what marks each thread in each `threading.local`: what a thread has there goes with its mark, as in a fork.
+
+    Who refers to the classes is asked, for a list of all objects would be seen by the program's threads.
+    """
+    was_there = "gc" in sys.modules
+    import gc
+
+    if not was_there:
+        del sys.modules["gc"]
+    kinds = [_thread._local]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    locals_of_threads = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
+    tables = [table for table in gc.get_referents(*locals_of_threads) if type(table) is dict]
+    return [key() for table in tables for key in list(table) if type(key) is _weakref.ref]
 
 
 def _look(frames: "dict[int, Any]", threads: "dict[int, Any]") -> None:

@@ -146,6 +146,26 @@ while True:
 """
 
 
+OF_THREAD = """
+import os, sys, threading, time
+class Core:
+    def __init__(self):
+        self.seen = []
+held = threading.local()
+def core():
+    held.core = Core()
+    while True:
+        held.core.seen.append(os.urandom(2048))
+        if len(held.core.seen) > int(sys.argv[1]):
+            held.core.seen.clear()
+        time.sleep(0.01)
+print("begun", flush=True)
+threading.Thread(target=core, daemon=True).start()
+while True:
+    time.sleep(0.01)
+"""
+
+
 @pytest.fixture
 def local() -> Iterator[subprocess.Popen[str]]:
     with running(LOCAL) as process:
@@ -159,6 +179,15 @@ def test_what_only_a_running_function_of_another_thread_holds_has_a_path(local: 
     (finding,) = subject.findings
     assert str(finding.holder).startswith(".seen of thread 'requests', local 'own' of core() in ")
     assert [hop.edge for hop in finding.path[1:]] == ["f_locals['own']", ".seen"]
+
+
+@needs_gdb
+@pytest.mark.parametrize(("most", "holders"), [("1000000", ["__main__.held.core.seen"]), ("50", [])])
+def test_what_another_thread_has_in_a_threading_local_is_seen(most: str, holders: list[str]) -> None:
+    with running(OF_THREAD, most) as process:
+        done = attached(process.pid, "--watch", "13s", "--json")
+    (subject,) = decode(done.stdout.encode()).subjects
+    assert [finding.holder for finding in subject.findings] == holders
 
 
 @needs_gdb
@@ -263,6 +292,7 @@ def test_a_process_that_is_not_there_is_lowtide_itself_or_no_python_is_refused()
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
+        ("python_of", lambda _: ("3.9", False), r"runs Python 3\.9: it takes 3\.10 or newer"),
         ("python_of", lambda _: ("3.13", True), r"runs a free-threaded Python, whose threads would run on beside"),
         ("_files_of", str, r"is in another container: run lowtide in that one"),
         ("status", lambda _: {"TracerPid": "1"}, r"is traced by pid 1 \(.*\): end that first"),
