@@ -248,10 +248,11 @@ class ServerWatch:
         held, now = [size for _, size in self._course if size], time.monotonic()
         if not held:
             return ""
-        before = f"{format_bytes(held[0])} {now - self._course[0][0]:.0f} s before"
+        since = now - self._course[0][0]
+        before = f", and {format_bytes(held[0])} {since:.0f} s before" if since >= _STAYS_S else ""
         lately = {name: now - since for name, since in self._gone.items() if now - since < _LATELY_S}
         ended = [f"; {name} had ended {seconds:.1f} s before" for name, seconds in lately.items()]
-        return f"; its processes held {format_bytes(held[-1])}, and {before}{''.join(ended)}"
+        return f"; its processes held {format_bytes(held[-1])}{before}{''.join(ended)}"
 
     def findings(self) -> list[Finding]:
         """Return what grows, and how the server has ended, if it has."""

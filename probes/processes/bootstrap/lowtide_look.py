@@ -79,7 +79,7 @@ def _answer_in_a_fork() -> None:
 
 
 def _marks_of_locals() -> "list[Any]":
-    """Return what marks each thread in each `threading.local`: what a thread has there goes with its mark, as in a fork.
+    """Return what marks each thread in each `threading.local`: in a fork that goes, and what the thread has there.
 
     Who refers to the classes is asked, for a list of all objects would be seen by the program's threads.
     """
