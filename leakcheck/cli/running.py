@@ -571,10 +571,10 @@ class _Watching:
             except InjectionError as error:
                 refuse(str(error))
             while not watch.is_over:
-                watch.look()
                 process = stat(pid)
                 if process is None or process.state in ("Z", "X"):
                     watch.end()
+                watch.look()
                 time.sleep(LOOK_S)
             where = f"over {watch.seconds_read:.0f} s"
             return report_growth(

@@ -135,7 +135,11 @@ class ServerWatch:
         if not window.has_begun:
             self._requests = None
         elif self._requests is None:
-            self._began = self._began or time.monotonic()
+            if self._began is None:
+                self._began = time.monotonic()
+                # What an agent imports to read them counts from here on.
+                self._course.clear()
+                self._note()
             self._requests = self._count()
         if window.is_over:
             self._judge(window)
@@ -193,8 +197,9 @@ class ServerWatch:
         if not found and silent is not None and silent > SLOW_S:
             why = f"the last answer of the server came {silent:.0f} s ago: watch it for longer"
             self._too_late = (NotMeasured(what="whether the server hangs", why=why),)
-        # What takes too long for one window may be read in the next one, whose intervals are longer.
-        if steady or left < SHORTEST_S or (window.not_measured and not window.seconds_read):
+        # Whoever sees the server end says so; and what was read once may be read in the next window, which is longer.
+        is_lost = bool(window.not_measured) and not (window.seconds_read or window.is_gone)
+        if steady or left < SHORTEST_S or is_lost:
             self._end([_by_request(each, count, window) for each in steady or grown])
             return
         self._rates, self._requests, self._too_late = rates, None, ()

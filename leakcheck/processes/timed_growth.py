@@ -235,6 +235,11 @@ class TimeWindow(ABC):
         """Return that of which it is not known whether it grows."""
         return ()
 
+    @property
+    def is_gone(self) -> bool:
+        """Return whether all the processes have ended."""
+        return False
+
 
 class TimedGrowth(TimeWindow):
     """Reads the processes of a tree at intervals, once the program has started, until it is known what grows.
@@ -501,9 +506,15 @@ class LookedGrowth(TimeWindow):
     @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return what is not known of those that did not answer; a server may end a worker, but not all there is."""
-        is_all = len(self._silent) == len(self._asked)
-        silent = {pid: why for pid, why in self._silent.items() if is_all or why != _ENDED}
+        if not self._asked:
+            return (NotMeasured(what="what grows in the server", why="none of its Python processes is there"),)
+        silent = {pid: why for pid, why in self._silent.items() if self.is_gone or why != _ENDED}
         return tuple(NotMeasured(what=f"what grows in {self.named[pid].text}", why=why) for pid, why in silent.items())
+
+    @property
+    def is_gone(self) -> bool:
+        """See `TimeWindow`."""
+        return all(self._silent.get(pid) == _ENDED for pid in self._asked)
 
 
 def grown_above(findings: Sequence[Finding], allowed: int) -> set[int]:

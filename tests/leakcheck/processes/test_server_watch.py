@@ -43,6 +43,7 @@ class Window:
     not_judged: tuple[NotMeasured, ...] = ()
     is_over: bool = False
     has_begun: bool = False
+    is_gone: bool = False
     tensors: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def look(self) -> None:
@@ -182,6 +183,32 @@ def test_an_end_is_a_finding_unless_somebody_has_asked_for_it() -> None:
     asked.look()
     asked.end(-15, asked=True)
     assert (asked.is_over, asked.findings()) == (True, [])
+
+
+def test_what_was_read_of_a_process_is_no_growth_of_what_it_holds() -> None:
+    held = iter([1 << 20, 1 << 30, 1 << 30, 1 << 30])
+    watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: {OWN: next(held)})
+    watch.look()
+    assert [size for _, size in watch._course] == [1 << 30]
+
+
+MISSING = (NotMeasured(what="what grows", why="no answer"),)
+
+
+@pytest.mark.parametrize(
+    ("window", "is_over"),
+    [
+        (Window(0, not_measured=MISSING), True),
+        (Window(12, not_measured=MISSING), False),
+        (Window(0, not_measured=MISSING, is_gone=True), False),
+    ],
+    ids=["never answered", "answered at first", "ended"],
+)
+def test_the_watch_goes_on_where_the_next_window_may_tell(window: Window, *, is_over: bool) -> None:
+    watch = ServerWatch(lambda *_: window, 300, lambda text: None)
+    watch.look()
+    watch.look()
+    assert watch.is_over is is_over
 
 
 def test_a_process_that_ended_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

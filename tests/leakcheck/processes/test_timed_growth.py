@@ -154,7 +154,10 @@ def test_it_is_looked_into_often_enough_however_long_that_takes() -> None:
 
 def test_a_worker_may_end_but_not_all_of_them() -> None:
     assert looked_into(50, 5).not_measured == ()
-    assert [missing.why for missing in looked_into(3, 5).not_measured] == ["it has ended"] * 2
+    ended = looked_into(3, 5)
+    assert ended.is_gone
+    assert [missing.why for missing in ended.not_measured] == ["it has ended"] * 2
+    assert len(looked_into().not_measured) == 1
 
 
 def opened_by(turn: Callable[[list[int]], object], *found: Finding) -> list[Finding]:
