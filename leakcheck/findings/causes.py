@@ -516,7 +516,8 @@ def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named,
             owners.update(((key, name), item) for name, item in resource.objects(own).items())
     opened = [("file-descriptors", name) for name in names.get("file-descriptors", ())]
     unowned = [named for named in opened if named not in owners]
-    natively = [named for named in unowned if not context.made_at(*named)]
+    # What a process group has opened, which shows, no other object has.
+    natively = [named for named in unowned if not context.made_at(*named) and _opener(*named, names) == named]
     owner = of_library(context) if natively else None
     owners.update({} if owner is None else dict.fromkeys(natively, owner))
     owners.update(_with_numbers([named for named in unowned if named not in owners], context))

@@ -314,6 +314,18 @@ def test_what_a_backend_opens_belongs_to_its_process_groups() -> None:
     ]
 
 
+def test_where_a_group_may_have_opened_it_no_other_object_of_a_library_is_looked_for(
+    opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causes_of, "of_library", lambda context: OPENED[0])
+    assert reported(leak("file-descriptors", *OF_GROUPS), leak("process-groups", *GROUPS)) == [
+        ["process-groups", "file-descriptors"]
+    ]
+    _, (cause,) = with_causes([leak("file-descriptors", *OF_GROUPS)], Context())
+    assert cause is not None
+    assert cause.holder.endswith(".OPENED[0]")
+
+
 def test_a_file_beside_process_groups_is_a_leak_of_its_own() -> None:
     beside = leak("file-descriptors", *OF_GROUPS, "990004 -> /etc/hostname")
     assert reported(beside, leak("process-groups", *GROUPS)) == [
