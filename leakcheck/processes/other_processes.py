@@ -126,6 +126,8 @@ class OtherProcesses:
         self._reported_pids: set[int] = set()
         self._judged: set[int] = set()
         self._owned: dict[str, _Owned] = {}
+        # What grew in processes when the fixture ended whose tests had used them, which may have ended them.
+        self._foreseen: dict[int, list[Finding]] = {}
         # Bytes of the containers that were found to grow, by process.
         self._in_containers: Counter[int] = Counter()
         self._reads_anew = False
@@ -301,20 +303,24 @@ class OtherProcesses:
             return []
         self._note_levels([owner], self._outside())
         owned = self._owned.pop(owner.label)
+        self._foresee(owned, owner)
         found: list[Finding] = []
+        stage = _stage_of(owner)
         for pid, turns in owned.levels.items():
-            if stat(pid) is None or pid in self._reported_pids:
+            if pid in self._reported_pids:
+                continue
+            foreseen = self._foreseen.pop(pid, [])
+            if has_ended(pid):
+                found += foreseen
                 continue
             process = describe_process(pid)
-            stage = _stage_of(owner)
             # Before it is asked for more, for which it takes memory itself.
             untrimmed = {(each.resource, each.device): (each, turns.usual_step(each)) for each in turns.findings()}
             is_trimmed = not untrimmed or self._trim(process, turns)
             tensors = []
             if self._has_torch(pid):
-                left = self._engine.left(pid, None)
-                seen = [turn for turn in owned.turns if turn >= self._followed.get(pid, self._turn)]
-                tensors = growing_tensors(left, seen, self._tolerance, process, stage)
+                seen = self._seen_by(pid, owned)
+                tensors = growing_tensors(self._engine.left(pid, None), seen, self._tolerance, process, stage)
                 if self._clears:
                     tensors = self._engine.with_caches_cleared(pid, tensors)
             found += tensors
@@ -330,6 +336,18 @@ class OtherProcesses:
                 else:
                     self._leave_unexplained(process, finding, _NO_AGENT)
         return found
+
+    def _foresee(self, ending: _Owned, owner: Owner) -> None:
+        """Note what grew in the processes of others with the tests of an owner that ends."""
+        for pid in {pid for owned in self._owned.values() for pid in owned.levels if self._has_torch(pid)}:
+            seen = self._seen_by(pid, ending)
+            if seen and not has_ended(pid):
+                left, process = self._engine.left(pid, None), describe_process(pid)
+                self._foreseen[pid] = growing_tensors(left, seen, self._tolerance, process, _stage_of(owner))
+
+    def _seen_by(self, pid: int, owned: _Owned) -> list[int]:
+        """Return the tests that have used a process since it is followed."""
+        return [turn for turn in owned.turns if turn >= self._followed.get(pid, self._turn)]
 
     def _trim(self, process: ProcessName, turns: ProcessGrowth) -> bool:
         """Note anew the levels of a process that has given back what is free in it; False where it did not."""

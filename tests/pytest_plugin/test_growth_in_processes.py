@@ -106,6 +106,29 @@ def test_infer(engine, turn):
     engine.submit(worker.{function}, 8 << 20).result()
 """
 
+ENDED_BY_ANOTHER = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import worker
+
+@pytest.fixture(scope="session")
+def cluster():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(worker.gives_back, 1 << 20).result()
+        yield pool
+
+@pytest.fixture(scope="module")
+def engine(cluster):
+    yield cluster
+    cluster.shutdown()
+
+@pytest.mark.parametrize("turn", range(6))
+def test_infer(engine, turn):
+    engine.submit(worker.{function}, 8 << 20).result()
+"""
+
 STOPPED = """
 import multiprocessing, os, signal, time
 from concurrent.futures import ProcessPoolExecutor
@@ -289,6 +312,16 @@ def test_tensors_that_grow_in_a_fixtures_process_are_named(run_inner: RunInner, 
     assert finding.holder == "worker.KEPT"
     assert finding.process is not None
     assert f"pid {finding.process.pid} " in finding.message
+
+
+@pytest.mark.parametrize(("function", "holders"), [("keeps_tensor", ["worker.KEPT"]), ("keeps_the_last", [])])
+def test_what_grew_in_one_that_another_fixture_has_ended_is_its_owners(
+    run_inner: RunInner, function: str, holders: list[str]
+) -> None:
+    run = ran(run_inner, ENDED_BY_ANOTHER.format(function=function))
+    assert run.blamed == ["session fixture 'cluster' (test_it.py)"] * len(holders)
+    found = [finding for subject in run.report.subjects for finding in subject.findings]
+    assert [finding.holder for finding in found] == holders
 
 
 def test_a_cache_that_grows_there_is_cleared_there_at_the_end(run_inner: RunInner) -> None:
