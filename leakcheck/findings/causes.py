@@ -275,6 +275,7 @@ def with_causes(found: Sequence[Leak], context: Context) -> tuple[list[Leak], li
     shared: dict[_Named | int, CommonCause] = {}
     if {leak.key for leak in leaks} - {"threads"}:
         shared.update(_causes_of_things(leaks, context, edges).items())
+    shared.update(_of_added_objects(found, shared).items())
     beside = {**_mapped_files(found), **_held_by_settings(found)}
     of_graphs = _parts_of_graphs(found, context)
     shared.update((named, CommonCause(("tensors", turn))) for named, turn in beside.items())
@@ -910,6 +911,21 @@ def _held_by_settings(found: Sequence[Leak]) -> dict[_Named, int]:
                 held.update(((left.key, name), turn) for name in left.names)
                 break
     return held
+
+
+def _of_added_objects(
+    found: Sequence[Leak], shared: Mapping[_Named | int, CommonCause]
+) -> dict[_Named | int, CommonCause]:
+    """Return the setting to which an object was added, with the cause of things that the object holds: a log's file."""
+    single = {leak.changes[0].added: leak for leak in found if isinstance(leak, ItemLeak) and len(leak.changes) == 1}
+    causes = list(shared.values())
+    return {
+        (leak.key, name): cause
+        for identity, leak in single.items()
+        for cause in causes
+        if identity in cause.through
+        for name in leak.names
+    }
 
 
 def _split(leak: ItemLeak, shared: Mapping[_Named | int, CommonCause]) -> list[tuple[Leak, CommonCause | None]]:

@@ -89,6 +89,12 @@ class SettingChange(msgspec.Struct, frozen=True):
         return _IDENTITY.sub("", self.name.removeprefix(REPLACED))
 
     @property
+    def added(self) -> int:
+        """The identity of an object that was added; 0 where none was."""
+        found = _IDENTITY.search(self.name) if self.before == ABSENT else None
+        return int(found.group().removeprefix(" at "), 16) if found else 0
+
+    @property
     def is_replaced(self) -> bool:
         """Whether it is an attribute of a module or a class, or a module, in whose place another one is now."""
         return self.name.startswith(REPLACED)

@@ -41,6 +41,7 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
 from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.resources.files import SharedMemory
+from lowtide.leakcheck.resources.settings import ABSENT, SettingChange
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import thread_key
@@ -166,6 +167,19 @@ def test_a_librarys_object_that_has_descriptors_to_itself_is_named_in_their_stea
 def objects_of_loop(loop: Any) -> list[Any]:
     """What an event loop opens: an epoll, and two ends of a pair of sockets."""
     return [loop._selector, loop._ssock, loop._csock]
+
+
+def test_a_handler_that_was_added_is_one_cause_with_its_file(tmp_path: Path) -> None:
+    logger, handler = logging.getLogger("tests.causes"), logging.FileHandler(tmp_path / "log")
+    logger.addHandler(handler)
+    try:
+        opened = leak("file-descriptors", f"{handler.stream.fileno()} -> {tmp_path / 'log'}")
+        for of, told in (handler, [["file-descriptors", "globals"]]), (OPENED, [["file-descriptors"], ["globals"]]):
+            change = SettingChange(f"handler of logger at {id(of):#x}", ABSENT, "there")
+            assert reported(opened, msgspec.structs.replace(leak("globals", "handler"), changes=(change,))) == told
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def test_a_part_that_the_program_can_name_is_not_its_owners() -> None:
