@@ -77,6 +77,9 @@ _TITLES = (
     _Title("sglang::data_parallel_controller", "sglang", "data-parallel-controller", True),
     # sglang/srt/managers/multi_tokenizer_mixin.py, TokenizerWorker: `sglang::tokenizer_worker:4711`.
     _Title("sglang::tokenizer_worker", "sglang", "tokenizer", True),
+    # engine/core_process.py and engine/ranks.py; without setproctitle the kernel's name: `lowtide::Wo_TP0`.
+    _Title("lowtide::EngineCore", "lowtide", "engine-core", True),
+    _Title("lowtide::Wo", "lowtide", "worker", True),
     # ray/_private/ray_constants.py, WORKER_PROCESS_TYPE_IDLE_WORKER.
     _Title("ray::IDLE", "ray", "idle-worker", True),
     # ray/_private/worker.py, _changeproctitle: `ray::Name` or `ray::Name.method` while an actor or a task runs.
