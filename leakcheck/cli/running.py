@@ -250,10 +250,10 @@ def _described(pid: int, moment: Moment) -> ProcessName:
     return describe_process(pid, variables=moment.seen.variables, called=moment.seen.called)
 
 
-def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
+def find_agents(pid: int, *, looks: bool = False) -> tuple[Agents, list[int]] | None:
     """Return the agents of a tree, and the processes in it that have one; None where none has.
 
-    Ends the command where the process is not there, or is another user's.
+    Ends the command where the process is not there, or, unless it may be looked into, is another user's.
     """
     import psutil
 
@@ -263,6 +263,8 @@ def find_agents(pid: int) -> tuple[Agents, list[int]] | None:
     if process is None or process.state in ("Z", "X"):
         refuse(f"there is no process {pid}: `lowtide ps` lists engines")
     if psutil.Process(pid).uids().real != os.getuid():
+        if looks:
+            return None
         owner = psutil.Process(pid).username()
         refuse(f"pid {pid} is {owner}'s, and agents answer their own user alone: run lowtide as {owner}")
     tree = _tree_of(pid)
@@ -595,7 +597,7 @@ class _Watching:
         from lowtide.probes.host.process_tree import ProcessTree
         from lowtide.probes.processes.agents import NoAgentError
 
-        found = find_agents(pid)
+        found = find_agents(pid, looks=True)
         if found is not None:
             tree = ProcessTree()
             tree.adopt([pid])

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from lowtide.leakcheck.cli import running as ask
+from lowtide.leakcheck.cli.running import find_agents
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.schema import Finding, Subject, decode
 from tests.leakcheck.cli.loaded_server import LoadedServer
@@ -197,11 +198,12 @@ def test_a_process_that_is_not_there_has_no_agent_or_is_another_user_s_is_refuse
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts another user's process")
-def test_another_user_s_process_is_refused() -> None:
+def test_another_user_s_process_is_refused_where_it_is_not_to_be_looked_into() -> None:
     with subprocess.Popen(["sleep", "600"], user="nobody") as other:
         assert refused(other.pid, "mark") == (
             f"lowtide: pid {other.pid} is nobody's, and agents answer their own user alone: run lowtide as nobody\n"
         )
+        assert find_agents(other.pid, looks=True) is None
         other.kill()
 
 
