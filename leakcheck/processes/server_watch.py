@@ -203,7 +203,8 @@ class ServerWatch:
             self._end([_by_request(each, count, window) for each in steady or grown])
             return
         self._rates, self._requests, self._too_late = rates, None, ()
-        self._length = float(int(min(2 * self._length, left)))
+        # A last one that is shorter than the one before sees less.
+        self._length = float(int(left if left < 4 * self._length else 2 * self._length))
         self._window = None
         if found:
             self.tell(f"whether that goes on is watched for {self._length:.0f} s more")

@@ -79,7 +79,7 @@ class Client:
         self.silent = None
 
 
-def watched(*by_window: Sequence[Finding], seconds: float = 300.0, client: Client | None = None) -> ServerWatch:
+def watched(*by_window: Sequence[Finding], seconds: float = 3000.0, client: Client | None = None) -> ServerWatch:
     """Look until the watch is over, or the windows are."""
     lengths: list[float] = []
     found: Iterator[Sequence[Finding]] = iter(by_window)
@@ -122,6 +122,24 @@ def test_what_grew_in_the_last_window_counts_by_itself() -> None:
     assert watch.is_over
     assert watch.findings() == []
     assert [finding.bytes for finding in watched([growth(10)], seconds=12.0).findings()] == [10]
+
+
+@pytest.mark.parametrize(("seconds", "lengths"), [(60, [12, 24, 24]), (100, [12, 24, 64]), (40, [12, 28]), (20, [12])])
+def test_no_window_is_shorter_than_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, lengths: list[float]
+) -> None:
+    now, begun = 100.0, list[float]()
+    monkeypatch.setattr(server_watch.time, "monotonic", lambda: now)
+
+    def begin(length: float, is_first: bool) -> Window:
+        begun.append(length)
+        return Window(length)
+
+    watch = ServerWatch(begin, seconds, lambda text: None)
+    while not watch.is_over:
+        watch.look()
+        now += begun[-1] if watch._window is not None else 0
+    assert begun == lengths
 
 
 def test_requests_are_told_and_are_what_the_rate_is_of() -> None:
