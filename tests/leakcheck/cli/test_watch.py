@@ -91,7 +91,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def take():
     while True:
         # Less than a dozen in one short watch, which would tell that by itself.
-        time.sleep(1.5)
+        time.sleep(3)
         os.open("/dev/null", os.O_RDONLY)
 
 
@@ -165,7 +165,7 @@ def test_a_list_that_takes_two_kilobytes_of_each_request_is_named_with_them(serv
     status, said, subject = watched(server, "keeps", port)
     assert status == 1
     assert 1.8 < per_request(of_list(subject)) < 2.2
-    assert "lowtide: whether that goes on is watched for 24 s more\n" in said
+    assert re.search(r"^lowtide: whether that goes on is watched for 2\d s more$", said, re.MULTILINE)
     assert subject.not_measured == ()
 
 
@@ -281,12 +281,12 @@ def test_one_that_was_killed_and_begun_again_decides_from_all_its_readings(
     database = str(tmp_path / "history.sqlite")
     with running(sys.executable, str(server), mode, "--port", str(port)) as process:
         options = ("--history", database, "--pid", str(process.pid))
-        command = [sys.executable, "-m", "lowtide", "watch", "--for", "60s", *options]
+        command = [sys.executable, "-m", "lowtide", "watch", "--for", "90s", *options]
         with subprocess.Popen([*command, "--metrics", "0"], stderr=subprocess.PIPE, text=True) as first:
             assert first.stderr is not None
             said = next(line for line in first.stderr if "a page of them at" in line)
             page = said.split()[-1]
-            wait_until(lambda: watched_seconds(database) > 20)
+            wait_until(lambda: watched_seconds(database) > 40)
             shown = urllib.request.urlopen(page).read().decode()
             first.kill()
         status, _, subject = watch("--for", "12s", *options)
