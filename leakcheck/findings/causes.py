@@ -746,7 +746,7 @@ def _cause(
         advice = f"call {at_exit.__name__}() of the {last.type} in teardown, and give it to atexit.unregister(){but}"
     elif len(path) == 1 and root.type == "interpreter":
         advice = advice_for_root(root.edge)
-    elif known := known_advice(name):
+    elif not ending and (known := known_advice(name)):
         advice = known
     elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for

@@ -667,8 +667,9 @@ def _growing_chains(
     known = [(each, [(next(explained), way) for way in own]) for each, own in zip(came, ways_of, strict=True)]
     found: dict[int, Finding] = {}
     # Of a chain of two kinds of objects both grow: the one that is held is told, and what everybody makes comes last.
-    order = lambda of: (_is_plain(of[0].cls), min((len(way.before) for _, way in of[1]), default=0))  # noqa: E731
-    for each, of_each in sorted(known, key=order):
+    nearest = [min((len(way.before) for _, way in of_each), default=0) for _, of_each in known]
+    places = sorted(range(len(known)), key=lambda place: (_is_plain(known[place][0].cls), nearest[place]))
+    for each, of_each in map(known.__getitem__, places):
         answer = _of_chain(each, of_each, stretch, told, heap)
         if answer is not None:
             found[each.course.identity], through = answer

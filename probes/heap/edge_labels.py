@@ -36,7 +36,7 @@ from lowtide.probes.objects.identities import elements, identities
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, threading
 from lowtide.probes.references.definitions import is_dict_of_cache
-from lowtide.probes.references.edges import UNNAMED, EdgeNamer, names_inside
+from lowtide.probes.references.edges import UNNAMED, EdgeNamer
 from lowtide.probes.references.entries import attribute_text, definition_text, key_text
 
 ENTRIES = ".<entries>"
@@ -97,13 +97,13 @@ class EdgeLabels:
             for cls, nodes in groups:
                 special(cls, nodes)
         self._resolve()
+        namer = EdgeNamer({})
         for cls, nodes in groups:
-            self._attributes_inside(cls, nodes)
+            self._attributes_inside(cls, nodes, namer)
         for cls, nodes in groups:
             self._dicts_of_instances(cls, nodes)
         self._say(np.arange(len(graph.kinds)), graph.kinds, np.full(len(graph.kinds), self._text(".__class__")))
         self._resolve()
-        namer = EdgeNamer({})
         for cls, nodes in groups:
             self._others(cls, nodes, namer)
         namer.undo()
@@ -295,13 +295,13 @@ class EdgeLabels:
             elif any(type(key) is str and not is_plain(key) for key in _first(entries)):
                 self._say_one(holder, entries, HIDDEN)
 
-    def _attributes_inside(self, cls: type, nodes: Ints) -> None:
+    def _attributes_inside(self, cls: type, nodes: Ints, namer: EdgeNamer) -> None:
         """Attributes whose values lie in the instances (Python 3.11 and later)."""
         each = each_once(self._unnamed(nodes)[0]) if has_values_inside(cls) else _NONE
         if not len(each):
             return
         items = self._objects(each)
-        for name in names_inside(cls):
+        for name in namer.names_inside(cls):
             if _is_plain(cls, name):
                 values = [_attribute_inside(item, name) for item in items]
                 self._say(each, identities(values), np.full(len(values), self._text(attribute_text(name))))

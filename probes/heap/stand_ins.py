@@ -30,8 +30,8 @@ from lowtide.probes.objects.opened_in_c import (
     SCANDIR,
     defined_in_libraries,
     file_of_database,
-    number_of_mapping,
     number_of_scandir,
+    numbers_of_mappings,
 )
 from lowtide.probes.originals import gc, loaded, os, sys, threading, weakref
 from lowtide.probes.references.interpreter_holders import exit_entries
@@ -102,8 +102,9 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
         for file in census.instances_of(file_kind):
             yield "file-descriptors", str(_number(file_kind, file)), file
     maps: Any = loaded("mmap")
-    for mapping in census.instances_of(maps.mmap) if maps is not None else ():
-        yield "file-descriptors", str(number_of_mapping(mapping)), mapping
+    mappings = census.instances_of(maps.mmap) if maps is not None else []
+    for mapping, number in zip(mappings, numbers_of_mappings(mappings), strict=True):
+        yield "file-descriptors", str(number), mapping
     for entries in census.instances_of(SCANDIR):
         yield "file-descriptors", str(number_of_scandir(entries)), entries
     yield from _to_be_closed(census)

@@ -30,11 +30,20 @@ def has_values_inside(cls: type) -> bool:
     return sys.version_info >= (3, 11) and bool(flags_of(cls) & _MANAGED_DICT)
 
 
-def attribute_names(cls: type) -> list[str]:
-    """Return the names of what instances of a class have in themselves, which any of them may lack."""
-    place = _place_of_keys() if has_values_inside(cls) else 0
-    table = _word(id(cls) + place) if place else 0
-    return list(_keys(table)) if table else []
+class AttributeNames:
+    """Reads the names that the instances of classes share."""
+
+    @functools.cached_property
+    def _place(self) -> int:
+        return _place_of_keys()
+
+    def of(self, cls: type) -> list[str]:
+        """Return the names of what instances of a class have in themselves, which any of them may lack.
+
+        None where they have nothing in themselves, or that cannot be read.
+        """
+        table = _word(id(cls) + self._place) if has_values_inside(cls) and self._place else 0
+        return list(_keys(table)) if table else []
 
 
 def _keys(table: int) -> Iterator[str]:
@@ -46,7 +55,6 @@ def _keys(table: int) -> Iterator[str]:
             yield name
 
 
-@functools.cache
 def _place_of_keys() -> int:
     """Return at which byte of a class the address of its table of keys stands; 0 if nowhere.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -67,22 +66,24 @@ def _knows_mappings() -> bool:
     return is_there and _word(id(sample) + _FIRST_FIELD) == 0
 
 
-def number_of_mapping(mapping: Any) -> int:
-    """Return the descriptor that a `mmap.mmap` has of its file, which is its own; -1 for none, or where unreadable."""
-    place = _place_of_number()
-    return ctypes.c_int.from_address(id(mapping) + place).value if place else -1
+def numbers_of_mappings(mappings: Sequence[Any]) -> list[int]:
+    """Return the descriptor that each `mmap.mmap` has of its file, which is its own, shape [len(mappings)].
+
+    -1 for none, or where that cannot be read.
+    """
+    place = _place_of_number() if mappings else 0
+    return [ctypes.c_int.from_address(id(mapping) + place).value if place else -1 for mapping in mappings]
 
 
 def has_nameless_memory(mapping: Any) -> bool:
     """Return whether a `mmap.mmap` is of shared memory that has no name in /dev/shm, or none any more."""
     try:
-        path = os.readlink(f"/proc/self/fd/{number_of_mapping(mapping)}")
+        path = os.readlink(f"/proc/self/fd/{numbers_of_mappings([mapping])[0]}")
     except OSError:
         return False
     return path.startswith(("/memfd:", "/dev/shm/")) and path.endswith(" (deleted)")
 
 
-@functools.cache
 def _place_of_number() -> int:
     """Return at which byte of a `mmap.mmap` its descriptor stands, which versions of Python differ in; 0 if nowhere."""
     number = os.memfd_create("lowtide")

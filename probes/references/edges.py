@@ -26,7 +26,7 @@ from types import (
 from typing import Any
 from weakref import CallableProxyType, ProxyType
 
-from lowtide.probes.objects.attribute_names import attribute_names, has_values_inside
+from lowtide.probes.objects.attribute_names import AttributeNames, has_values_inside
 from lowtide.probes.objects.foreign import (
     attribute,
     code_of,
@@ -71,12 +71,6 @@ def names_in_class(cls: type) -> set[str]:
             if type(value) is FunctionType:
                 add_names(code_of(value), names)
     return names
-
-
-def names_inside(cls: type) -> list[str]:
-    """Return the names that attributes may have whose values lie in instances of a class; none where none do."""
-    # Where they cannot be read, what the code of the class mentions.
-    return attribute_names(cls) or (sorted(names_in_class(cls)) if has_values_inside(cls) else [])
 
 
 def add_names(code: CodeType, names: set[str]) -> None:
@@ -236,7 +230,13 @@ class EdgeNamer:
     def __init__(self, variables: Mapping[int, Sequence[tuple[str, object]]]) -> None:
         self._known_variables = variables
         self._read: list[FrameType] = []
+        self._names = AttributeNames()
         self._containers = Containers()
+
+    def names_inside(self, cls: type) -> list[str]:
+        """Return the names that attributes may have whose values lie in instances of a class; none where none do."""
+        # Where they cannot be read, what the code of the class mentions.
+        return self._names.of(cls) or (sorted(names_in_class(cls)) if has_values_inside(cls) else [])
 
     def undo(self) -> None:
         """Empties the dicts that reading variables left in frames; only once nothing else holds those dicts."""
@@ -297,7 +297,7 @@ class EdgeNamer:
     def _of_attribute(self, way: Rest) -> Edge:
         """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet."""
         holder, held = way[0], way[1]
-        for name in names_inside(type(holder)):
+        for name in self.names_inside(type(holder)):
             if attribute(holder, name) is held:
                 return Edge(attribute_text(name), "instance-attribute")
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):

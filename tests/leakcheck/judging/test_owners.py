@@ -23,7 +23,7 @@ from torch import nn
 
 from lowtide.leakcheck.judging.owners import Claims, Owner
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.objects.opened_in_c import number_of_mapping
+from lowtide.probes.objects.opened_in_c import numbers_of_mappings
 
 
 class Engine:
@@ -297,7 +297,7 @@ def test_the_descriptor_of_shared_memory_is_its_own_by_its_target(owner: Owner, 
         target = os.readlink(f"/proc/self/fd/{mine._fd}")  # type: ignore[attr-defined]  # noqa: PTH115 - no path
         assert target == f"/dev/shm/{mine.name.lstrip('/')}"
         # That of its map has a number of its own.
-        mapped = number_of_mapping(mine._mmap)  # type: ignore[attr-defined]
+        (mapped,) = numbers_of_mappings([mine._mmap])  # type: ignore[attr-defined]
         assert Claims([owner]).names("file-descriptors") == {target: owner, f"{mapped} ->": owner}
     finally:
         for memory in (mine, other):
