@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from lowtide.probes.mappings import AddressMap, read_mappings
 from lowtide.probes.objects.foreign import flags_of
@@ -55,17 +54,21 @@ def _keys(table: int) -> Iterator[str]:
             yield name
 
 
+class _Sample:
+    def __init__(self) -> None:
+        self.first_of_sample = self.second_of_sample = 0
+
+
 def _place_of_keys() -> int:
     """Return at which byte of a class the address of its table of keys stands; 0 if nowhere.
 
     Versions of Python differ in it: it is found by a class whose names are known, where what is read is mapped.
     """
-    sample: Any = type("Sample", (), {})()
-    sample.lowtide_first, sample.lowtide_second = 1, 2
-    names = [sys.intern("lowtide_first"), sys.intern("lowtide_second")]
+    _Sample()
+    names = [sys.intern("first_of_sample"), sys.intern("second_of_sample")]
     mapped = AddressMap(read_mappings())
     for place in range(0, _SIZE_OF_CLASS, _WORD):
-        table = _word(id(type(sample)) + place)
+        table = _word(id(_Sample) + place)
         within = mapped.at(table) if table % _WORD == 0 else None
         if within is None or "r" not in within.access or table + _HEAD + 2**8 > within.end:
             continue
