@@ -430,7 +430,8 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
             type=step.type_name,
             edge=step.edge,
             suspect=first <= turn <= last,
-            mark=None if step.mark == "pending" else step.mark,
+            # Where all there is was there before, the last of it is the suspect, and not expected to stay.
+            mark=None if step.mark == "pending" or (step.mark == "innocent" and first <= turn <= last) else step.mark,
         )
         for turn, step in enumerate(shown.path.steps, shown.skipped)
     )

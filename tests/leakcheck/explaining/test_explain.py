@@ -240,6 +240,14 @@ def test_what_the_caller_names_as_innocent_is_no_suspect(explained: dict[str, Ex
     assert [hop.suspect for hop in explained["attribute_of_an_innocent_object"].path] == [False, False, True]
 
 
+def test_the_last_of_what_was_all_there_before_is_the_suspect_and_not_expected_to_stay(helper: Any) -> None:
+    helper.KEPT, tensor = [], torch.zeros(2)
+    helper.KEPT.append(tensor)
+    (found,) = explain([tensor], innocent={id(helper.KEPT), id(tensor)})
+    marked = [(hop.edge, hop.suspect, hop.mark) for hop in found.path[1:]]
+    assert marked == [(".KEPT", False, "innocent"), ("[0]", True, None)]
+
+
 def test_suspects_leave_out_what_changes_from_run_to_run(explained: dict[str, Explanation]) -> None:
     assert explained["one_of_several"].suspects == (
         "helper_one_of_several .LAYERS",
