@@ -431,7 +431,17 @@ def test_a_plain_dict_that_something_innocent_holds_is_innocent_where_ages_are_k
     assert marks([there, table], innocent={id(there)}) == ["innocent", None]
 
 
-@pytest.mark.parametrize("container", [list, tuple, collections.deque, lambda tables: {"request": tables[0]}])
+@pytest.mark.parametrize(
+    "container",
+    [
+        list,
+        tuple,
+        collections.deque,
+        lambda tables: {"request": tables[0]},
+        lambda tables: collections.defaultdict(dict, {"request": tables[0]}),
+        lambda tables: collections.OrderedDict({"request": tables[0]}),
+    ],
+)
 def test_a_plain_dict_among_the_entries_of_a_container_is_as_old_as_it_seems(container: Callable[[Any], Any]) -> None:
     table = {"logits": Endless()}
     there = container([table])
