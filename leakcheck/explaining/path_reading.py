@@ -350,7 +350,7 @@ _ENDED = frozenset({"closed", "shutdown", "shut_down", "stopped", "terminated", 
 _ALIVE = frozenset({"running", "asleep", "sleeping", "awake", "ready", "active", "idle", "started"})
 
 
-_ENTERED = frozenset({list, tuple, set, dict, collections.deque, collections.defaultdict, collections.OrderedDict})
+_ENTERED = frozenset({list, tuple, dict, collections.deque, collections.defaultdict, collections.OrderedDict})
 """What holds things as its entries, which no program has given a name each."""
 
 

@@ -52,9 +52,6 @@ UNKNOWN = -1
 FIRST_ITEM = -2
 """The label of item 0; those of the items behind it follow downward."""
 
-_SAMPLED = 32
-"""Instances of a class that are asked for names which only code mentions."""
-
 _LOOKED_AT = 4
 """Entries by which a dict is known as that of an object's attributes."""
 

@@ -350,6 +350,13 @@ def test_two_containers_are_named_where_they_are_all_that_there_is() -> None:
     assert f"in 60,000 entries of 2 containers held by {__name__}.KEPT['more'], {__name__}.LISTED" in finding.message
 
 
+def test_what_was_noted_of_them_is_none_of_them() -> None:
+    KEPT["noted"] = before = {**long_containers(), **dict.fromkeys(range(-SIZE, -SIZE + COUNT), 1)}
+    KEPT["other"] = dict.fromkeys(range(-2 * SIZE, -2 * SIZE + COUNT), 1)
+    found = {each.item for each in host_memory._grown_containers(Context(old_lengths=before), COUNT)}
+    assert (id(before) in found, id(KEPT["other"]) in found) == (False, True)
+
+
 @pytest.mark.parametrize("size", [SIZE // 2, 2 * SIZE])
 def test_a_container_of_another_size_is_not_said_to_be_it(size: int) -> None:
     before = long_containers()
