@@ -17,6 +17,7 @@ from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy
 from lowtide.probes.memory.stack_frames import StackFrame
+from lowtide.reports.schema import Finding
 
 HERE = str(Path(__file__))
 
@@ -57,16 +58,21 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def left_in(table: Callable[[Collection[str]], None], names: Collection[str]) -> list[tuple[str | None, int]]:
-    """Return the holder and the number of tensors of each finding about a test that fills a table."""
+def findings_in(table: Callable[[Collection[str]], None], names: Collection[str]) -> tuple[Finding, ...]:
+    """Return the findings about a test that fills a table."""
     watch = Watch(Policy(card=False, settle=0.01, remedies="never"))
     watch.open()
     try:
         watch.begin(module="test_program.py")
         table(names)
-        return [(finding.holder, finding.count) for finding in watch.end([]).findings]
+        return watch.end([]).findings
     finally:
         watch.close()
+
+
+def left_in(table: Callable[[Collection[str]], None], names: Collection[str]) -> list[tuple[str | None, int]]:
+    """Return the holder and the number of tensors of each of them."""
+    return [(finding.holder, finding.count) for finding in findings_in(table, names)]
 
 
 @pytest.mark.parametrize("name", ["TABLE", "ORDERED"])
@@ -79,6 +85,16 @@ def test_many_entries_of_one_table_are_one_finding_and_few_are_one_each(name: st
     assert left_in(fill, ["norm", "up", "gate", "down"]) == [(f"program.{name}", 4)]
     few = left_in(fill, ["embed", "head", "bias"])
     assert sorted(few) == [(f"program.{name}['{each}']", 1) for each in ("bias", "embed", "head")]
+
+
+def test_many_entries_have_one_fingerprint_whatever_their_names_and_few_have_others(program: Any) -> None:
+    def fill(names: Collection[str]) -> None:
+        program.TABLE.update({name: torch.ones(8) for name in names})
+
+    runs = (["norm", "up", "gate", "down"], ["embed", "head", "bias", "rope", "mask"], ["one"])
+    marks = [{finding.fingerprint for finding in findings_in(fill, names)} for names in runs]
+    assert [len(each) for each in marks] == [1, 1, 1]
+    assert marks[0] == marks[1] != marks[2]
 
 
 def test_many_attributes_of_one_instance_are_one_finding_and_globals_are_one_each(program: Any) -> None:
