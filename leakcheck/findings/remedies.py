@@ -56,6 +56,12 @@ _SHOWN = 3
 _MOST_TOLD = 8
 """Cuts that are written out one by one in one action."""
 
+_LEAST_LOOPED = 4
+"""Attributes of one object that are written as a loop over their names."""
+
+_EMPTIES = re.compile(r"(?P<owner>[^;:]+)\.(?P<name>\w+) = None")
+"""What sets one attribute to None."""
+
 _LONGEST_S = 30.0
 """Seconds that a change may take: it runs the program's code, which may wait for what never comes."""
 
@@ -296,7 +302,8 @@ def named(cuts: Sequence[Cut]) -> Wording:
     # The last first, so that the others' places stay as reported.
     ordered = sorted(cuts, key=lambda cut: -cut.place.position if cut.place is not None else 0)
     if len(cuts) <= _MOST_TOLD and all(cut.is_code for cut in cuts):
-        return Wording("; ".join(cut.code for cut in ordered))
+        codes = [cut.code for cut in ordered]
+        return Wording(_of_one_object(codes) or "; ".join(codes))
     repeated = _repeated([cut.code for cut in cuts]) if all(cut.is_code for cut in cuts) else None
     if repeated is not None:
         return Wording(repeated)
@@ -318,6 +325,16 @@ def _of_one_container(places: Sequence[Place]) -> Wording:
         take = "popitem" if first.ordered == "dict" else "pop"
         return Wording(f"[{first.code}.{take}() for _ in range({count})]")
     return Wording(f"delete {count} of the {first.size} entries of {first.code}", is_code=False)
+
+
+def _of_one_object(actions: Sequence[str]) -> str | None:
+    """Return many attributes of one object that are set to None as a loop over their names; None if they are not."""
+    found = [match for match in map(_EMPTIES.fullmatch, actions) if match]
+    owners = {match["owner"] for match in found}
+    if len(actions) < _LEAST_LOOPED or len(found) < len(actions) or len(owners) > 1:
+        return None
+    names = tuple(match["name"] for match in found)
+    return f"for name in {names!r}: setattr({owners.pop()}, name, None)"
 
 
 def _repeated(actions: Sequence[str]) -> str | None:

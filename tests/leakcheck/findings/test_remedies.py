@@ -738,6 +738,18 @@ def other_cut(action: str, *, is_code: bool = True) -> Cut:
         ([entry("['a']"), entry("['a']", 1, "m.OTHER")], "del m.TABLE['a']; del m.OTHER['a']"),
         ([entry("['a']"), other_cut("m.X = None")], "del m.TABLE['a']; m.X = None"),
         ([other_cut(f"m.{name} = None") for name in "ABC"], "m.A = None; m.B = None; m.C = None"),
+        (
+            [other_cut(f"m.NET.{name} = None") for name in "abcd"],
+            "for name in ('a', 'b', 'c', 'd'): setattr(m.NET, name, None)",
+        ),
+        (
+            [other_cut(f"m.{name}.a = None") for name in "ABCD"],
+            "m.A.a = None; m.B.a = None; m.C.a = None; m.D.a = None",
+        ),
+        (
+            [other_cut("m.NET.clear()"), *(other_cut(f"m.NET.{name} = None") for name in "abcd")],
+            "m.NET.clear(); m.NET.a = None; m.NET.b = None; m.NET.c = None; m.NET.d = None",
+        ),
         (items(1, 5, 3), "del m.ROWS[5], m.ROWS[3], m.ROWS[1]"),
         (items(*range(3, 20)), "del m.ROWS[3:20]"),
         (items(*range(80, 99), ordered="deque"), "[m.ROWS.pop() for _ in range(19)]"),
