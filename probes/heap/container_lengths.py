@@ -12,21 +12,13 @@ import atexit
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
-from types import (
-    AsyncGeneratorType,
-    CellType,
-    CoroutineType,
-    GeneratorType,
-    MappingProxyType,
-    SimpleNamespace,
-)
 from typing import Any
 
 import msgspec
 
 from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints, each_once
-from lowtide.probes.objects.foreign import flags_of, mro_of
+from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import (
     are_tracked,
     identities,
@@ -37,7 +29,6 @@ from lowtide.probes.objects.identities import (
     types_of,
 )
 from lowtide.probes.objects.listed import (
-    all_instances,
     all_objects,
     collector_paused,
     lists_can_be_read,
@@ -48,36 +39,16 @@ from lowtide.probes.references.interpreter_holders import exit_entries
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
 
-HAS_ATTRIBUTES = 8
-"""Of a type, beside its place among the containers, from 1; the same in heap.c."""
-
 MANY = 100
 """Entries of a long container."""
-
-_HEAP_TYPE = 1 << 9
 
 _CHUNK = 8_000
 
 _GOLDEN = 0.618034
 """Multiples of this, without what is before the point, are spread evenly, however many."""
 
-_LARGEST_NAMESPACE = 10_000
-"""Entries of a dict that may be somebody's attributes."""
-
-_HOLDERS = (
-    CellType,
-    GeneratorType,
-    CoroutineType,
-    AsyncGeneratorType,
-    MappingProxyType,
-    SimpleNamespace,
-    deque,
-    BaseException,
-)
-"""Types of C whose objects may hold somebody's dict."""
-
-_LARGEST_RECORD = 16
-"""Things in a list that may hold somebody's dicts, as that of a `ChainMap`."""
+_LARGEST_HOLDER = 10_000
+"""Things in a container that may hold somebody's dicts: one of attributes, or a record."""
 
 
 class ContainerLengths(msgspec.Struct, frozen=True, eq=False):
@@ -104,10 +75,10 @@ class ContainerLengths(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[int, Any]]:
-    """Read the length of every list, dict, set and deque that the collector, or an object's attribute, knows of.
+    """Read the length of every list, dict, set and deque that the collector, or something that it has, knows of.
 
     Dicts of nothing that the collector tracks, as of names and numbers, it does not track either: they are found where
-    an instance, a class, a namespace, a short list or a function's variable refers to them. No foreign code runs, and
+    an object that it does track, or a running function's variable, refers to them. No foreign code runs, and
     nothing is kept alive but what is wanted; in C no other thread runs meanwhile, which would find what it lets go of
     alive.
 
@@ -133,7 +104,7 @@ def long_containers() -> dict[int, int]:
         places = np.flatnonzero(read.lengths >= MANY)
         ids, kinds, lengths = (each[places].tolist() for each in (read.ids, read.kinds, read.lengths))
         # A type is read as if it held its objects, and is no container itself.
-        is_container = {kind: bool(_manner_of(object_at(kind)) & ~HAS_ATTRIBUTES) for kind in set(kinds)}
+        is_container = {kind: bool(_manner_of(object_at(kind))) for kind in set(kinds)}
     return {item: length for item, kind, length in zip(ids, kinds, lengths, strict=True) if is_container[kind]}
 
 
@@ -148,7 +119,7 @@ def _lengths(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]
             finally:
                 # The list may be among the objects by this frame.
                 objects.clear()
-        more = _dicts_of_functions()
+        more = _dicts_of_running_functions()
         more = more[read.places_of(more) < 0]
         found |= {id(item): item for item in objects_at(np.intersect1d(more, [*wanted]))}
         places = np.searchsorted(read.ids, more)
@@ -159,26 +130,19 @@ def _lengths(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]
         return ContainerLengths(ids, kinds, lengths, read.objects), found
 
 
-def _dicts_of_functions() -> Ints:
-    """Return the identities of the dicts that the collector does not track of running, waiting and nested functions.
-
-    And of the few others that hold somebody's dict by itself.
-    """
-    holders = all_instances(*_HOLDERS)
-    of_holders = _untracked_dicts(holders, np.arange(len(holders)))
-    holders.clear()
+def _dicts_of_running_functions() -> Ints:
+    """Return the identities of the dicts that the collector does not track and a running function has."""
     values = running_locals()
     ids = identities(values)
     dicts = ids[types_of(ids) == id(dict)]
-    dicts = dicts[~are_tracked(dicts)]
     values.clear()
-    return each_once(np.concatenate([of_holders, dicts]))
+    return each_once(dicts[~are_tracked(dicts)])
 
 
 def _all_lengths_in_c(wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
     assert native.lengths_of_all is not None
     names = np.fromiter(wanted, np.int64, len(wanted)).tobytes()
-    answer = native.lengths_of_all(deque, names, _LARGEST_RECORD, _LARGEST_NAMESPACE)
+    answer = native.lengths_of_all(deque, names, _LARGEST_HOLDER)
     ids, lengths, kinds, count, found = answer
     ids, lengths, kinds = (np.frombuffer(each, np.int64) for each in (ids, lengths, kinds))
     order = np.argsort(ids, kind="stable")
@@ -200,13 +164,12 @@ def _each_length(objects: list[object]) -> tuple[Ints, Ints]:
     ids = identities(objects)
     kinds, of_objects = np.unique(types_of(ids), return_inverse=True)
     manners = np.fromiter(map(_manner_of, objects_at(kinds)), np.int64, len(kinds))[of_objects]
-    found, holders = [], [np.flatnonzero(manners & HAS_ATTRIBUTES)]
+    found, holders = [], [np.flatnonzero(manners == 0)]
     for number, kind in enumerate(CONTAINERS, 1):
-        of_kind = np.flatnonzero(manners & ~HAS_ATTRIBUTES == number)
+        of_kind = np.flatnonzero(manners == number)
         own = ids[of_kind]
         lengths = lengths_of(own, kind)
-        if kind in (list, dict):
-            holders.append(of_kind[lengths <= (_LARGEST_RECORD if kind is list else _LARGEST_NAMESPACE)])
+        holders.append(of_kind[lengths <= _LARGEST_HOLDER])
         found.append((own, lengths))
     more = _untracked_dicts(objects, np.concatenate(holders))
     found.append((more, lengths_of(more, dict)))
@@ -216,12 +179,9 @@ def _each_length(objects: list[object]) -> tuple[Ints, Ints]:
 
 
 def _manner_of(cls: type) -> int:
-    """Return which container a type is or derives from, and whether its instances have attributes in a dict."""
+    """Return which container a type is or derives from, from 1; the same in heap.c."""
     bases = set(map(id, mro_of(cls)))
-    container = next((number for number, kind in enumerate(CONTAINERS, 1) if id(kind) in bases), 0)
-    # Of the classes that are written in Python.
-    has_attributes = bool(flags_of(cls) & _HEAP_TYPE) and id(type) not in bases
-    return container | HAS_ATTRIBUTES * has_attributes
+    return next((number for number, kind in enumerate(CONTAINERS, 1) if id(kind) in bases), 0)
 
 
 def _untracked_dicts(objects: list[object], places: Ints) -> Ints:

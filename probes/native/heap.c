@@ -589,7 +589,7 @@ static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk),
 /* Lengths -------------------------------------------------------------------------------------------------------- */
 
 /* What a type is, as in container_lengths.py. */
-enum { IS_LIST = 1, IS_DICT, IS_SET, IS_DEQUE, CONTAINERS = 7, HAS_ATTRIBUTES = 8 };
+enum { IS_LIST = 1, IS_DICT, IS_SET, IS_DEQUE };
 
 typedef struct {
     Array ids, lengths, kinds; /* int64 */
@@ -597,7 +597,7 @@ typedef struct {
     Table untracked;           /* the dicts among them that the collector does not track */
     Table wanted;
     PyTypeObject *deque;
-    Py_ssize_t record, namespace, objects;
+    Py_ssize_t most, objects;
 } Lengths;
 
 /* Not what a class that derives from it says of itself. */
@@ -652,10 +652,7 @@ manner_of(PyTypeObject *type, PyTypeObject *deque)
     int manner = 0;
     while (manner < IS_DEQUE && !PyType_IsSubtype(type, containers[manner]))
         manner++;
-    manner = manner < IS_DEQUE ? manner + 1 : 0;
-    /* Instances of classes that are written in Python. */
-    int has_attributes = PyType_GetFlags(type) & Py_TPFLAGS_HEAPTYPE && !PyType_IsSubtype(type, &PyType_Type);
-    return has_attributes ? manner | HAS_ATTRIBUTES : manner;
+    return manner < IS_DEQUE ? manner + 1 : 0;
 }
 
 static int32_t
@@ -684,14 +681,13 @@ note_object(Walk *walk, Lengths *found, PyObject *item)
     if (place < 0)
         return -1;
     ((Kind *)walk->manners.items)[place].objects++;
-    int manner = kind_at(walk, place)->manner, kind = manner & CONTAINERS;
+    int kind = kind_at(walk, place)->manner;
     int64_t length = kind ? length_of(item, kind) : 0;
     if (kind && note_length(found, item, length) < 0)
         return -1;
-    if (manner & HAS_ATTRIBUTES || (kind == IS_LIST && length <= found->record) ||
-        (kind == IS_DICT && length <= found->namespace))
-        return note_shown(walk, item, place, &nothing) < 0 ? -1 : note_untracked(walk, found);
-    return 0;
+    if (length > found->most)
+        return 0;
+    return note_shown(walk, item, place, &nothing) < 0 ? -1 : note_untracked(walk, found);
 }
 
 /* Notes how many objects there are of each type, as if that held them. */
@@ -1011,8 +1007,7 @@ lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
     Reading reading = {.lengths = {.ids = {.width = sizeof(int64_t)}, .lengths = {.width = sizeof(int64_t)},
                                    .kinds = {.width = sizeof(int64_t)}, .met = {.width = sizeof(PyObject *)}}};
     Lengths *found = &reading.lengths;
-    if (!PyArg_ParseTuple(args, "O!Snn:lengths_of_all", &PyType_Type, &found->deque, &wanted, &found->record,
-                          &found->namespace))
+    if (!PyArg_ParseTuple(args, "O!Sn:lengths_of_all", &PyType_Type, &found->deque, &wanted, &found->most))
         return NULL;
     begin(&reading.walk);
     if (add_ids(&found->wanted, wanted) == 0 && for_all(0, read_length, &reading) == 0 &&

@@ -35,16 +35,13 @@ class Walk:
         Kind places (int32), ends of edges (int64), edges (int32), nodes that are passed over (int32).
         """
 
-def lengths_of_all(
-    deque: type, wanted: bytes, record: int, namespace: int
-) -> tuple[bytes, bytes, bytes, int, list[Any]]:
+def lengths_of_all(deque: type, wanted: bytes, most: int) -> tuple[bytes, bytes, bytes, int, list[Any]]:
     """Return all lists, dicts, sets and deques, dicts that objects hold and the collector does not track, and types.
 
     Args:
         deque: `collections.deque`.
         wanted: identities (int64) of containers that are returned themselves.
-        record: the most things in a list that is looked into for such dicts.
-        namespace: the same for a dict.
+        most: the most things in a container that is looked into for such dicts.
 
     Returns:
         Their identities, how many things each holds, or how many objects there are of a type, their types' identities,

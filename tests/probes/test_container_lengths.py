@@ -6,7 +6,8 @@ import gc
 import weakref
 from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -122,9 +123,43 @@ def held_by_a_view() -> tuple[dict[str, int], object]:
     return seen, MappingProxyType(seen)
 
 
+def held_by_a_default() -> tuple[dict[str, int], object]:
+    def count(seen: dict[str, int] = {"one": 1}) -> dict[str, int]:  # noqa: B006
+        return seen
+
+    return count(), count
+
+
+def held_by_a_partial() -> tuple[dict[str, int], object]:
+    seen = {"one": 1}
+    return seen, partial(dict.get, seen)
+
+
+def held_by_a_module() -> tuple[dict[str, int], object]:
+    module = ModuleType("seen")
+    return vars(module), module
+
+
+def held_by_a_long_list() -> tuple[dict[str, int], object]:
+    rows = [{"one": 1} for _ in range(1000)]
+    return rows[500], rows
+
+
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("held", [held_by_a_variable, held_by_a_closure, held_by_a_generator, held_by_a_view])
-def test_a_dict_of_names_alone_is_found_where_a_function_has_it(
+@pytest.mark.parametrize(
+    "held",
+    [
+        held_by_a_variable,
+        held_by_a_closure,
+        held_by_a_generator,
+        held_by_a_view,
+        held_by_a_default,
+        held_by_a_partial,
+        held_by_a_module,
+        held_by_a_long_list,
+    ],
+)
+def test_a_dict_of_names_alone_is_found_whoever_holds_it(
     held: Callable[[], tuple[dict[str, int], object]],
 ) -> None:
     if held is held_by_a_variable:

@@ -51,7 +51,8 @@ PART = r"engine\._core\.worker\..*"
 LIVING = ("create", "infer")
 ENDINGS = ("sleep(1)", "sleep(2)", "shutdown")
 CORE = Told("processes", "unknown", ("shutdown",), None, "end .* in shutdown, and wait .*; now: kill .*")
-WHOLE_ENGINE = Told("tensors", "instance-attribute", LIVING, PART, rf"{PART} = None.*|for name in .*: setattr\({PART}, name, None\)")
+SET = rf"{PART} = None.*|for name in .*: setattr\({PART}, name, None\)"
+WHOLE_ENGINE = Told("tensors", "instance-attribute", LIVING, PART, SET)
 
 EXPECTED: dict[str, Sequence[Told]] = {
     "bound-method-cache": [
