@@ -289,7 +289,10 @@ def _leak(
     )
     if holder or advice:
         finding = noted(finding, ", held by " if holder else "", holder, "".join(f"; {text}" for text in advice))
-    whole, shown = largest.held.bytes, explained.shown.get(largest.held.key, 0)
+    whole, shown = max(
+        ((row.held.bytes, explained.shown.get(row.held.key, 0)) for row in group),
+        key=lambda sizes: sizes[0] - sizes[1] if 0 < sizes[1] <= sizes[0] // _SHOWN_PART else 0,
+    )
     if 0 < shown <= whole // _SHOWN_PART and whole - shown >= _LEAST_HIDDEN:
         finding = noted(finding, f"; a view of {format_bytes(shown)} keeps {format_bytes(whole)}: keep a clone() of it")
     if largest.rung is not None:

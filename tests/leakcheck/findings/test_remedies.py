@@ -575,18 +575,19 @@ def keys_of(*tensors: Any) -> set[tuple[str, int]]:
 
 
 def test_a_view_that_keeps_much_more_than_it_shows_is_told_so() -> None:
-    kept: dict[str, Any] = {}
+    shown_in_part = ("a view", "views of all", "shown twice as large", "with its whole", "its storage", "most of it")
+    kept: dict[str, list[Any]] = {name: [] for name in (*shown_in_part, "little")}
 
     def keep() -> None:
         whole = torch.ones(1 << 20)
-        kept["a view"] = whole[:4]
-        kept["views of all"] = torch.ones(1 << 19).split(1 << 16)
-        kept["shown twice as large"] = torch.ones(1 << 18).expand(2, -1)
+        kept["a view"].append(whole[:4])
+        kept["views of all"].append(torch.ones(1 << 19).split(1 << 16))
+        kept["shown twice as large"].append(torch.ones(1 << 18).expand(2, -1))
         both = torch.ones(1 << 17)
-        kept["with its whole"] = [both, both[:4]]
-        kept["its storage"] = torch.ones(1 << 16)[:4].untyped_storage()
-        kept["most of it"] = torch.ones(1 << 19)[: 3 << 17]
-        kept["little"] = torch.ones(1 << 13)[:4]
+        kept["with its whole"].append([both, both[:4]])
+        kept["its storage"].append(torch.ones(1 << 16)[:4].untyped_storage())
+        kept["most of it"].append(torch.ones(1 << 19)[: 3 << 17])
+        kept["little"].append(torch.ones(1 << 13)[:4])
 
     leaks, _ = leaks_of(("keep", keep))
     told = [leak.finding.message for leak in leaks if "view of" in leak.finding.message]
@@ -594,6 +595,19 @@ def test_a_view_that_keeps_much_more_than_it_shows_is_told_so() -> None:
     (message,) = told
     assert "4.0 MiB in 1 tensor" in message
     assert "; a view of 16 B keeps 4.0 MiB: keep a clone() of it" in message
+
+
+def test_of_many_entries_that_which_hides_most_is_told() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep() -> None:
+        kept["whole"] = torch.ones(1 << 20)
+        for name, size in (("small", 1 << 17), ("large", 1 << 18), ("smallest", 1 << 16)):
+            kept[name] = torch.ones(size)[:4]
+
+    (leak,), _ = leaks_of(("keep", keep))
+    assert "5.8 MiB in 4 tensors" in leak.finding.message
+    assert "; a view of 16 B keeps 1.0 MiB: keep a clone() of it" in leak.finding.message
 
 
 def test_a_storage_is_gone_when_its_last_view_is() -> None:
