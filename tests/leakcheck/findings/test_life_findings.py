@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -404,6 +404,11 @@ def leftovers() -> Iterator[LeftoverTensors]:
     forget()
 
 
+def concluded(leftovers: LeftoverTensors, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
+    engine = object()
+    return leftovers.conclude(leftovers.leaks_at_end(engine, 1, devices), engine, 1)
+
+
 def test_what_was_there_before_is_nobodys() -> None:
     forget()
     GROWS.append(numbers(10))
@@ -411,7 +416,7 @@ def test_what_was_there_before_is_nobodys() -> None:
         leftovers.stage("create", 1)
         GROWS.append(numbers(20))
         leftovers.read(Rung.RAW)
-        findings, actions = leftovers.conclude(object(), 1, {"cpu"})
+        findings, actions = concluded(leftovers, {"cpu"})
     assert [(finding.bytes, finding.stage) for finding in findings] == [(20, "create")]
     assert actions == (f"del {__name__}.GROWS[1]",)
     assert [tensor.numel() for tensor in GROWS] == [10]
@@ -452,7 +457,7 @@ def test_what_takes_the_place_of_what_an_earlier_stage_let_go_is_of_its_own_stag
         made.append(numbers(53))
     assert id(made[-1]) == place
     leftovers.read(Rung.RAW)
-    findings, _ = leftovers.conclude(object(), 1, {"cpu"})
+    findings, _ = concluded(leftovers, {"cpu"})
     assert [finding.stage for finding in findings if finding.bytes == 53 * len(made)] == ["shutdown"]
 
 
@@ -471,7 +476,7 @@ def test_a_freeze_that_hides_garbage_is_undone_and_that_gives_it_back(leftovers:
     leftovers.stage("infer", 1)
     leftovers.read(Rung.RAW)
     assert leftovers.thaw()
-    findings, _ = leftovers.conclude(object(), 1, set())
+    findings, _ = concluded(leftovers, set())
     (found,) = [finding for finding in findings if finding.bytes == 40]
     assert (found.cause, found.verdict) == ("frozen-garbage", "frozen-garbage")
     assert found.remedy == remedy("gc.unfreeze(); gc.collect()", 40)
