@@ -311,8 +311,11 @@ def _outcome_text(subject: Subject) -> HangingText:
         also = f", and {known} known" if known else ""
         counted = len(subject.findings) - known
         where = f" in {format_amount(cycles, 'cycles')}" if cycles else ""
-        step = next_step(max(subject.findings, key=_size)) if subject.findings else ""
-        first = f"; to do first: {step}" if step else ""
+        largest = max(subject.findings, key=_size) if subject.findings else None
+        step = next_step(largest) if largest else ""
+        # One of several: what is advised need not say of which holder.
+        of = largest.holder if largest and largest.path and largest.remedy is None and counted > 1 else ""
+        first = f"; to do first{f', for {of}' if of and of not in step else ''}: {step}" if step else ""
         return HangingText(f"LEAK: {format_amount(counted, 'findings')}{where}{also}{first}", style="bold red")
     if subject.outcome == "error" and cycles > 1:
         # Only the last one did not come to its end.

@@ -113,6 +113,9 @@ def test_the_last_lines_are_the_largest_leak_and_what_to_do_about_it() -> None:
     assert lines[-1] == ("LEAK: 3 findings, and 1 known; to do first: CACHE.clear() gives back 32.0 MiB of 32.0 MiB")
     assert shown(subject(small)).splitlines()[-1] == "LEAK: 1 finding; to do first: call close()"
     assert shown(subject(UNEXPLAINED)).splitlines()[-1] == "LEAK: 1 finding"
+    grows = msgspec.structs.replace(FINDING, bytes=1 << 30, remedy=None, advice="bound the container")
+    grown = shown(subject(FINDING, grows)).splitlines()[-1]
+    assert grown == f"LEAK: 2 findings; to do first, for {grows.holder}: bound the container"
 
 
 def test_of_many_types_the_first_are_shown_and_the_rest_is_counted() -> None:
