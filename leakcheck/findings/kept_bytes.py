@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import mmap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import (
     BuiltinFunctionType,
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.judging.storages import is_tensor
-from lowtide.probes.memory.buffers import CTYPES_DATA, bytes_of_c
+from lowtide.probes.memory.buffers import CTYPES_DATA, bytes_of_c, bytes_of_map
 from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, mro_of, place_of_definition
 from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import gc, loaded, sys
@@ -166,11 +167,11 @@ class _Class:
         may_define: whether `is_of_a_module` can say yes.
         is_tensor: whether it is a tensor's or a storage's.
         base: what shows the array that an array is a view of.
-        is_of_c: whether ctypes has allocated its data.
+        outside: gives the bytes that ctypes has allocated, or that are mapped, for an object; None if there are none.
         members: what gives the attributes of an object that the collector is shown nothing of.
     """
 
-    __slots__ = ("base", "before", "cls", "is_of_c", "is_tensor", "manages", "may_define", "members", "size")
+    __slots__ = ("base", "before", "cls", "is_tensor", "manages", "may_define", "members", "outside", "size")
 
     def __init__(self, item: Any) -> None:
         self.cls = cls = type(item)
@@ -186,7 +187,8 @@ class _Class:
         array: Any = getattr(loaded("numpy"), "ndarray", None)
         # The collector is not shown what an array is a view of.
         self.base = array.base.__get__ if array is not None and is_a(item, array) else None
-        self.is_of_c = is_a(item, CTYPES_DATA)
+        kinds = ((CTYPES_DATA, bytes_of_c), (mmap.mmap, bytes_of_map))
+        self.outside = next((size for kind, size in kinds if is_a(item, kind)), None)
         # As of a `msgspec.Struct` with `gc=False`, of which vLLM's requests and outputs are.
         is_hidden = flags & _HEAP_TYPE and not flags & _HAS_HEADER
         own = [each for base in bases for each in vars(base).values()] if is_hidden else []
@@ -212,7 +214,7 @@ class _Class:
             behind = gc.get_referents(item) if behind is None else behind
             if not any(type(each) is dict for each in behind):
                 size += _WORD * len(behind)
-        return size + (bytes_of_c(item) if self.is_of_c else 0)
+        return size + (0 if self.outside is None else self.outside(item))
 
 
 def _member(get: Callable[[Any], Any], item: Any) -> Any:

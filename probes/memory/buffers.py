@@ -172,7 +172,7 @@ def _kinds(least: int) -> _Kinds:
         (bytearray, bytearray.__len__),
         (io.BytesIO, io.BytesIO.__sizeof__),
         (array.array, _size_of_array),
-        (mmap.mmap, _size_of_map),
+        (mmap.mmap, bytes_of_map),
         # There may be a million small ones.
         (CTYPES_DATA, lambda item: bytes_of_c(item) if ctypes.sizeof(item) >= least else 0),
     ]
@@ -210,8 +210,8 @@ def _size_of_array(item: Any) -> int:
     return array.array.__len__(item) * int(array.array.itemsize.__get__(item))
 
 
-def _size_of_map(item: Any) -> int:
-    """Of a map of no file, or of shared memory without a name; one of a file is the system's cache of that."""
+def bytes_of_map(item: Any) -> int:
+    """Return the bytes of a `mmap.mmap` of no file, or of shared memory without a name; one of a file is its cache."""
     try:
         mmap.mmap.size(item)
     except OSError:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -61,6 +63,11 @@ def with_default(number: int) -> Callable[[], bytes]:
     return callback
 
 
+def map_of_a_file(number: int) -> mmap.mmap:
+    with Path(__file__).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
 def class_of_its_own(number: int) -> type:
     return type(f"Output{number}", (), {"schema": bytes(PAYLOAD)})
 
@@ -74,6 +81,7 @@ def class_of_its_own(number: int) -> type:
         lambda number: functools.partial(len, bytes(PAYLOAD)),
         lambda number: np.zeros(PAYLOAD, np.uint8)[:2],
         lambda number: ctypes.create_string_buffer(PAYLOAD),
+        lambda number: mmap.mmap(-1, PAYLOAD),
         lambda number: Request(ENGINE, number),
         lambda number: Output(ENGINE, bytes(PAYLOAD)),
     ],
@@ -94,6 +102,7 @@ def test_what_an_entry_brings_with_it_counts(make: Callable[[int], object]) -> N
         lambda number: sys,
         lambda number: Output(ENGINE, BUFFER),
         lambda number: ctypes.c_char.from_buffer(BUFFER),
+        map_of_a_file,
     ],
 )
 def test_what_was_there_does_not(make: Callable[[int], object]) -> None:
