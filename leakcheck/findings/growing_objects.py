@@ -8,6 +8,7 @@ then who holds the first of these holds all.
 from __future__ import annotations
 
 import atexit
+import contextvars
 import itertools
 import math
 import re
@@ -49,6 +50,8 @@ from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.statement import Note, Statement
 
 ADVICE = "remove entries once they are no longer needed, or bound the container"
+
+_ONCE = "make each context variable once, at the top of a module: a context keeps all that were ever set in it"
 
 _SHORTER = "give it a bound, or begin a new one now and then: it only becomes longer"
 
@@ -407,8 +410,8 @@ def _is_filling(course: Course, container: Any, explanation: Explanation, stretc
 
 
 def _held_in(container: Any) -> Any:
-    """Return what shows who holds a container; of `atexit`, of which nothing but an entry can, the last one's own."""
-    if container is not atexit:
+    """Return what shows who holds a container; of one in C, which nothing but an entry can show, the last one's own."""
+    if type(container) is not ModuleType:
         return container
     function, *arguments = last_entries(container, 1)[0]
     return next(filter(None, arguments), function)
@@ -522,6 +525,8 @@ def _name_of(explanation: Explanation, container: Any) -> str:
     """Return the container's name: the holder alone names a thread, or a variable's last attribute."""
     if container is atexit:
         return explanation.holder.removesuffix(" with")
+    if container is contextvars:
+        return "contextvars.copy_context()"
     if not explanation.path:
         return f"a {type_name(type(container))} of {explanation.holder}"
     root, *hops = explanation.path
@@ -566,9 +571,13 @@ def _of_container(
         explanation,
         cause="lru-cache" if is_cache else explanation.cause,
         # A thread has many containers, and so has C.
-        holder=name if root in ("", "thread") or container is atexit else explanation.holder,
+        holder=name if root in ("", "thread") or type(container) is ModuleType else explanation.holder,
     )
     each = _bytes_a_turn(course, container, tensors=stretch.tensors, exactly=True)
+    if container is contextvars:
+        # Of any variable, whatever its name.
+        explanation = replace(explanation, suspects=(name,))
+        return _stated(course, explanation, stretch, name=name, each=each, what=of_kind, advice=_ONCE)
     return _stated(course, explanation, stretch, name=name, each=each, what=of_kind)
 
 
@@ -830,7 +839,9 @@ def _growing_values(courses: Sequence[Course], stretch: Stretch, heap: _Heap) ->
             continue
         size = round(course.items * UNIT / course.span)
         what = f"{type_name(type(value))} of {format_bytes(size_of_value(value))}"
-        found[course.identity] = _stated(course, explanation, stretch, each=(size, ""), what=what, is_value=True)
+        found[course.identity] = _stated(
+            course, explanation, stretch, each=(size, ""), what=what, advice=_SHORTER, is_value=True
+        )
     return found
 
 
@@ -842,6 +853,7 @@ def _stated(
     each: tuple[int, str],
     what: str,
     name: str = "",
+    advice: str = ADVICE,
     is_value: bool = False,
 ) -> Finding:
     """Return the finding on what takes something in each turn, or is a value that grows.
@@ -853,6 +865,7 @@ def _stated(
         each: the bytes that it takes in a turn, and the device where most of them are; empty if on none.
         what: what it holds, or is.
         name: its name, where that is not its holder's.
+        advice: what to do about it.
         is_value: whether it is a value.
     """
     size, device = each
@@ -883,6 +896,6 @@ def _stated(
         verdict=explanation.verdict,
         holder=explanation.holder,
         path=explanation.path,
-        advice=_SHORTER if is_value else ADVICE,
+        advice=advice,
         trend="growth",
     )

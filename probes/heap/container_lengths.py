@@ -1,7 +1,7 @@
 """How many things each container holds, read in one go: twice, and it shows which containers grow.
 
 A type is read as if it held its objects: what is in no container, as the nodes of a chain, shows by that. And `atexit`
-is read as the list that it has of what is to be called at exit.
+is read as the list that it has of what is to be called at exit, `contextvars` as the context of the thread that reads.
 
 (A container that was frozen is read like any other: `gc.freeze()` hides it from the collector's list alone.)
 """
@@ -9,6 +9,7 @@ is read as the list that it has of what is to be called at exit.
 from __future__ import annotations
 
 import atexit
+import contextvars
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -89,11 +90,14 @@ def read_lengths(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[i
         The lengths, and the wanted ones that are there, by identity.
     """
     read, found = _lengths(wanted)
-    if id(atexit) in wanted:
-        found[id(atexit)] = atexit
-    place = np.searchsorted(read.ids, id(atexit))
-    ids, kinds = np.insert(read.ids, place, id(atexit)), np.insert(read.kinds, place, id(type(atexit)))
-    return ContainerLengths(ids, kinds, np.insert(read.lengths, place, atexit._ncallbacks()), read.objects), found
+    in_c = {atexit: atexit._ncallbacks(), contextvars: len(contextvars.copy_context())}
+    found |= {id(module): module for module in in_c if id(module) in wanted}
+    names, lengths = identities([*in_c]), np.array([*in_c.values()])
+    order = np.argsort(names)
+    places = np.searchsorted(read.ids, names[order])
+    more = zip((read.ids, read.kinds, read.lengths), (names, types_of(names), lengths), strict=True)
+    ids, kinds, lengths = (np.insert(those, places, these[order]) for those, these in more)
+    return ContainerLengths(ids, kinds, lengths, read.objects), found
 
 
 def long_containers() -> dict[int, int]:
@@ -201,18 +205,21 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
     """Return what a container took last, as far as it has an order, without running foreign code.
 
     Args:
-        container: a list, dict, set, deque, tuple or frozenset, or `atexit`.
+        container: a list, dict, set, deque, tuple or frozenset, `atexit` or `contextvars`.
         most: how many entries are gone through.
         step: of each so many of them some are returned; a multiple of `run`.
         run: how many, one after the other.
 
     Returns:
-        Key and value of each entry of a dict, function and arguments of one of `atexit`; of others the thing alone.
+        Key and value of each entry of a dict or a context, function and arguments of one of `atexit`; of others the
+        thing alone.
     """
     cls = type(container)
     if container is atexit:
         # A place keeps its number though its function is registered no more.
         return [tuple(entry) for entry in _runs(reversed(exit_entries()), most, step, run) if entry]
+    if container is contextvars:
+        return [*_runs(iter(contextvars.copy_context().items()), most, step, run)]
     if issubclass(cls, dict):
         return list(_runs(reversed(dict.items(container)), most, step, run))
     for unordered in (set, frozenset):

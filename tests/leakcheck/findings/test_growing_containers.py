@@ -14,6 +14,7 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar, copy_context
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -356,6 +357,18 @@ def test_what_is_to_be_called_at_exit_is_told_by_its_function(register: Callable
     assert finding.holder == f"atexit.register({name.format(__name__)})"
     assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
     assert finding.count == TURNS - SECOND
+
+
+def test_variables_of_a_context_that_each_turn_makes_are_told_and_those_it_sets_anew_are_not() -> None:
+    """A context keeps each variable that was set in it, as the documentation of `contextvars` says."""
+    kept: ContextVar[Block] = ContextVar("kept")
+    made = copy_context().run(found_after, lambda number: ContextVar(f"request {number}").set(Block(number)))
+    again = copy_context().run(found_after, lambda number: ContextVar(f"of {number} others").set(Block(number)))
+    assert copy_context().run(found_after, lambda number: kept.set(Block(number))) == []
+    (finding,), (other,) = made, again
+    assert finding.holder == "contextvars.copy_context()"
+    assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
+    assert finding.fingerprint == other.fingerprint
 
 
 def test_what_is_called_at_exit_alone_keeps_nothing() -> None:
