@@ -287,8 +287,11 @@ def _said_of(found: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
 
 def _as_container(held: HeldArray) -> HeldArray:
     """Return what an array in it says of a container of several, by the container's name."""
-    explanation = held.explanation
-    return replace(held, explanation=replace(explanation, holder=way_text(explanation.path[:-1])))
+    root, *way = held.explanation.path[:-1]
+    if root.type in ("frame", "thread", "context"):
+        # The holder of what lies in a variable of these is named by that.
+        return held
+    return replace(held, explanation=replace(held.explanation, holder=way_text((root, *way))))
 
 
 def _facts(said: str, held: Sequence[HeldArray]) -> tuple[HolderFacts, Explanation]:
