@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.storage_holders import Context, common_holder
 from lowtide.leakcheck.judging.fingerprints import fingerprint, whereabouts
 from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
@@ -70,22 +70,27 @@ def _held(names: Mapping[str, int], context: Context) -> list[tuple[dict[str, in
     """Part private pools by what holds them: those behind the same suspect are one leak, those behind another another.
 
     Returns:
-        The largest first, those that nobody is known to hold last; each with who holds the pool that is reached in the
-        fewest steps.
+        The largest first, those that nobody is known to hold last; each with who holds all of it, by the way to the
+        pool that is reached in the fewest steps.
     """
     explained = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
     parts: dict[object, dict[str, int]] = {}
-    holders: dict[object, _Holding] = {}
+    holders: dict[object, list[_Holding]] = {}
     for name, size in names.items():
         identity = _pool_of(name)
         holder = explained.get(identity) if identity is not None else None
         # As the fingerprint has it, so that no two of them share one.
         mark = None if holder is None else (holder[1], holder[0].suspects[:1])
         parts.setdefault(mark, {})[name] = size
-        if holder is not None and (mark not in holders or len(holder[0].path) < len(holders[mark][0].path)):
-            holders[mark] = holder
-    found = [(part, holders.get(mark)) for mark, part in parts.items()]
+        if holder is not None:
+            holders.setdefault(mark, []).append(holder)
+    found = [(part, _one_of(holders[mark]) if mark in holders else None) for mark, part in parts.items()]
     return sorted(found, key=lambda held: (held[1] is None, -sum(held[0].values())))
+
+
+def _one_of(holdings: Sequence[_Holding]) -> _Holding:
+    nearest, cause = min(holdings, key=lambda holding: len(holding[0].path))
+    return replace(nearest, holder=common_holder([nearest, *(each for each, _ in holdings)])), cause
 
 
 def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
