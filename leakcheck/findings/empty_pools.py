@@ -89,6 +89,7 @@ def _held(names: Mapping[str, int], context: Context) -> list[tuple[dict[str, in
 
 
 def _one_of(holdings: Sequence[_Holding]) -> _Holding:
+    """Return the holding that is reached in the fewest steps, with the name of what holds all of them."""
     nearest, cause = min(holdings, key=lambda holding: len(holding[0].path))
     return replace(nearest, holder=common_holder([nearest, *(each for each, _ in holdings)])), cause
 

@@ -59,7 +59,7 @@ class ContainerLengths(msgspec.Struct, frozen=True, eq=False):
         ids: their identities.
         kinds: those of their types.
         lengths: how many things each holds; of a type how many objects the collector has.
-        objects: how many objects were gone through.
+        objects: how many objects were gone through, with the dicts that the collector does not track.
     """
 
     ids: Ints
@@ -154,17 +154,17 @@ def _all_lengths_in_c(wanted: Collection[int]) -> tuple[ContainerLengths, dict[i
 
 
 def _lengths_among(objects: list[object], wanted: Collection[int]) -> tuple[ContainerLengths, dict[int, Any]]:
-    ids, lengths = _each_length(objects)
+    ids, lengths, untracked = _each_length(objects)
     order = np.argsort(ids, kind="stable")
     ids = ids[order]
-    read = ContainerLengths(ids, types_of(ids), lengths[order], len(objects))
+    read = ContainerLengths(ids, types_of(ids), lengths[order], len(objects) + untracked)
     places = read.places_of(np.fromiter(wanted, np.int64, len(wanted)))
     kept = read.ids[places[places >= 0]]
     return read, dict(zip(kept.tolist(), objects_at(kept), strict=True))
 
 
-def _each_length(objects: list[object]) -> tuple[Ints, Ints]:
-    """Return the containers' identities and lengths, in no order; both of shape [n]."""
+def _each_length(objects: list[object]) -> tuple[Ints, Ints, int]:
+    """Return the containers' identities and lengths, in no order, both of shape [n]; and how many are not tracked."""
     ids = identities(objects)
     kinds, of_objects = np.unique(types_of(ids), return_inverse=True)
     manners = np.fromiter(map(_manner_of, objects_at(kinds)), np.int64, len(kinds))[of_objects]
@@ -179,7 +179,7 @@ def _each_length(objects: list[object]) -> tuple[Ints, Ints]:
     found.append((more, lengths_of(more, dict)))
     found.append((kinds, np.bincount(of_objects, minlength=len(kinds))))
     own, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return own, lengths
+    return own, lengths, len(more)
 
 
 def _manner_of(cls: type) -> int:

@@ -638,6 +638,7 @@ note_untracked(Walk *walk, Lengths *found)
             continue;
         if (table_add(&found->untracked, item, 0) < 0)
             return no_memory();
+        found->objects++;
         if (note_length(found, item, PyDict_Size(item)) < 0)
             return -1;
     }

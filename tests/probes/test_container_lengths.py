@@ -172,6 +172,14 @@ def test_a_dict_of_names_alone_is_found_whoever_holds_it(
     assert (read.places_of(np.array([identity])) >= 0, holder is not None) == (True, True)
 
 
+@pytest.mark.usefixtures("way")
+def test_dicts_that_are_not_tracked_count_for_what_a_reading_costs() -> None:
+    before, _ = read_lengths()
+    rows = [{"one": number} for number in range(5000)]
+    after, _ = read_lengths()
+    assert (gc.is_tracked(rows[0]), after.objects - before.objects > 4500) == (False, True)
+
+
 def held_alone(held: tuple[dict[str, int], object]) -> tuple[object, int]:
     return held[1], id(held[0])
 
