@@ -30,7 +30,7 @@ from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
-from lowtide.probes.heap.large_values import OF_ITEMS, UNIT, items_of, owner_of, read_values, size_of_value
+from lowtide.probes.heap.large_values import OF_ITEMS, OF_TYPE, UNIT, count_of, items_of, read_values, size_of_value
 from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import survey_storages
@@ -160,10 +160,10 @@ def growth_in_heap(
     fixed = _growing_items([course for course in values if course.identity & OF_ITEMS])
     values = [course for course in values if not course.identity & OF_ITEMS]
     given, there = there, {**there, **{id(item): item for _, item in fixed}}
-    courses = [*courses, *(replace(course, identity=id(item)) for course, item in fixed)]
+    courses = [*courses, *(course for course, _ in fixed)]
     types = [(course, there[course.identity]) for course in courses if is_a(there.get(course.identity), type)]
     of_types = {course.identity for course, _ in types}
-    types = [(course, cls) for course, cls in types if not course.by_turns]
+    types = [(course, cls) for course, cls in types if course.is_regular or not course.by_turns]
     others = [course for course in courses if course.identity not in of_types]
     with sharing_walk() as walk:
         heap = _Heap(walk, stretch.roots, [given, there, types, fixed, *fixed])
@@ -171,7 +171,7 @@ def growth_in_heap(
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in others}, stretch, heap)
-        return _growing_values(values, stretch, heap) | found
+        return _growing_values(values, stretch, heap, found.keys()) | found
 
 
 class _Heap(msgspec.Struct, frozen=True):
@@ -802,23 +802,32 @@ def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
 
 
 def _growing_items(courses: Sequence[Course]) -> list[tuple[Course, Any]]:
-    """Return the tuples and frozensets that have each time taken the place of shorter ones, with who refers to them.
+    """Return what takes nothing and has each time taken the place of shorter ones, and objects of C that take things.
 
     An object may have several that grow. Where none is long, it has come to have more of them.
     """
     there = read_values({course.identity for course in courses})[1] if courses else {}
-    found = []
-    for course in courses:
+    found: dict[int, tuple[Course, Any]] = {}
+    for course in sorted(courses, key=_is_of_type):
         items = [*map(items_of, there.get(course.identity, ()))]
-        long = [item for item in items if len(item) >= _LONG_PART * course.items]
-        all_ = max(course.items, sum(map(len, long)))
+        long = [item for item in items if count_of(item) >= _LONG_PART * course.items]
+        if _is_of_type(course):
+            long = long[:1]
+        all_ = max(course.items, sum(map(count_of, long)))
         for item in long:
-            since = [len(item) - (course.lengths[-1] - length) * len(item) // all_ for length in course.lengths]
-            found.append((replace(course, identity=owner_of(course.identity), lengths=since, is_remade=True), item))
-    return found
+            since = [count_of(item) - (course.lengths[-1] - each) * count_of(item) // all_ for each in course.lengths]
+            found.setdefault(id(item), (replace(course, identity=id(item), lengths=since, is_remade=True), item))
+    return [*found.values()]
 
 
-def _growing_values(courses: Sequence[Course], stretch: Stretch, heap: _Heap) -> dict[int, Finding]:
+def _is_of_type(course: Course) -> bool:
+    """Return whether it is that of the largest value that any object of a type has."""
+    return course.identity & OF_TYPE > 0
+
+
+def _growing_values(
+    courses: Sequence[Course], stretch: Stretch, heap: _Heap, told: Collection[int]
+) -> dict[int, Finding]:
     """Return a finding on each value that grows and that the program holds, by the identity of who refers to it.
 
     What a container takes are several, of which none has grown: that is told by the container.
@@ -827,16 +836,20 @@ def _growing_values(courses: Sequence[Course], stretch: Stretch, heap: _Heap) ->
     if not courses:
         return {}
     _, values = read_values({course.identity for course in courses})
-    there = [course for course in courses if course.identity in values]
+    there = sorted((course for course in courses if course.identity in values), key=_is_of_type)
     wanted = [values[course.identity][0] for course in there]
     heap.own.extend((values, *values.values(), there))
     explained = heap.explained(wanted) if wanted else []
-    found = {}
+    found: dict[int, Finding] = {}
+    known = set[int]()
     for course, value, explanation in zip(there, wanted, explained, strict=True):
-        if size_of_value(value) < _MOST_PART * course.items * UNIT:
+        if size_of_value(value) < _MOST_PART * course.items * UNIT or id(value) in known:
+            continue
+        if _is_of_type(course) and not explanation.through.isdisjoint(told):
             continue
         if not _is_of_program(explanation, [(value,)], stretch):
             continue
+        known.add(id(value))
         size = round(course.items * UNIT / course.span)
         what = f"{type_name(type(value))} of {format_bytes(size_of_value(value))}"
         found[course.identity] = _stated(

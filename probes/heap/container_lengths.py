@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
+import numpy.typing as npt
 
 from lowtide.probes import native
 from lowtide.probes.objects.address_table import Ints, each_once
@@ -36,6 +37,7 @@ from lowtide.probes.objects.listed import (
     running_locals,
 )
 from lowtide.probes.original_numpy import np
+from lowtide.probes.originals import gc, loaded
 from lowtide.probes.references.interpreter_holders import exit_entries
 
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque)
@@ -188,6 +190,12 @@ def _manner_of(cls: type) -> int:
     return next((number for number, kind in enumerate(CONTAINERS, 1) if id(kind) in bases), 0)
 
 
+def are_containers(kinds: Ints) -> npt.NDArray[np.bool_]:
+    """Return of some types, which are alive, by their identities whether their objects are read by `read_lengths`."""
+    each, places = np.unique(kinds, return_inverse=True)
+    return np.fromiter((_manner_of(kind) > 0 for kind in objects_at(each)), np.bool_, len(each))[places]
+
+
 def _untracked_dicts(objects: list[object], places: Ints) -> Ints:
     """Return the identities of the dicts that some objects hold and that the collector does not track."""
     holders = [objects[place] for place in places.tolist()]
@@ -205,7 +213,7 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
     """Return what a container took last, as far as it has an order, without running foreign code.
 
     Args:
-        container: a list, dict, set, deque, tuple or frozenset, `atexit` or `contextvars`.
+        container: a list, dict, set, deque, tuple or frozenset, `atexit`, `contextvars`, or an object of C.
         most: how many entries are gone through.
         step: of each so many of them some are returned; a multiple of `run`.
         run: how many, one after the other.
@@ -228,8 +236,16 @@ def last_entries(container: Any, most: int, step: int = 1, run: int = 1) -> list
     if issubclass(cls, tuple):
         backwards = tuple.__getitem__(container, slice(None, None, -1))
         return [(item,) for item in _runs(iter(backwards), most, step, run)]
-    kind = list if issubclass(cls, list) else deque
-    return [(item,) for item in _runs(kind.__reversed__(container), most, step, run)]
+    for ordered in (list, deque):
+        if issubclass(cls, ordered):
+            return [(item,) for item in _runs(ordered.__reversed__(container), most, step, run)]
+    return [(item,) for item in _runs(reversed(_referents(container)), most, step, run)]
+
+
+def _referents(item: Any) -> list[Any]:
+    """Return what an object of C refers to, which shows its things by that alone."""
+    # An array shows nothing to the collector.
+    return item.ravel().tolist() if type(item) is getattr(loaded("numpy"), "ndarray", None) else gc.get_referents(item)
 
 
 def _runs(entries: Iterator[Any], most: int, step: int, run: int) -> Iterator[Any]:

@@ -1,7 +1,11 @@
 """How much each object refers to of what may become longer and longer though no container takes anything.
 
-Bytes of text, arrays and their like: the same object grows, as a `bytearray`, or a longer one takes its place. And the
-things in tuples, frozensets and the arguments of a `functools.partial`, which always do the latter.
+Bytes of text, arrays and their like: the same object grows, as a `bytearray`, or a longer one takes its place. The
+things in tuples, frozensets, arrays of objects and the arguments of a `functools.partial`, which always do the latter.
+And what an object of C refers to that is none of Python's containers, as a `MultiDict` or a block of `itertools.tee`.
+
+Who refers to them may give way to another one, too, as a frozen record does, or what a context is made of: so of each
+type it is read how much the one value is that any object of it refers to.
 """
 
 from __future__ import annotations
@@ -13,12 +17,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from lowtide.probes import native
-from lowtide.probes.heap.container_lengths import ContainerLengths
+from lowtide.probes.heap.container_lengths import ContainerLengths, are_containers
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import are_tracked, identities, objects_at, referents, types_of
 from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
-from lowtide.probes.originals import loaded
+from lowtide.probes.originals import gc, loaded
 
 LEAST = 16 << 10
 """Bytes of a value that counts."""
@@ -26,11 +30,12 @@ LEAST = 16 << 10
 UNIT = 1024
 """Bytes that are one of what is counted."""
 
-OF_VALUES, OF_ITEMS = 1, 2
-"""Beside an object's identity, which is a multiple of 8: the KiB of its values, and how many things its tuples have."""
+OF_VALUES, OF_ITEMS, OF_TYPE = 1, 2, 4
+"""Beside an object's identity, which is a multiple of 8: the KiB of its values, or how many things its tuples have; and
+beside a type's, that it is the most that one value, or tuple, of any object of it has."""
 
 _MANY = 16
-"""Things in tuples from which on who refers to them is worth a place in a message."""
+"""Things from which on who refers to them is worth a place in a message, and no record of a few fields."""
 
 _ARGUMENTS: Callable[[Any], tuple[Any, ...]] = functools.partial.__dict__["args"].__get__
 
@@ -39,9 +44,12 @@ _COUNTS: dict[type, Callable[[Any], int]] = {
     frozenset: frozenset.__len__,
     functools.partial: lambda partial: len(_ARGUMENTS(partial)),
 }
-"""How many things there are in what takes nothing, and gives way to a longer one."""
+"""How many things there are in what takes nothing, and gives way to a longer one; see `_counts`."""
 
 _AT_A_TIME = 1 << 16
+
+_POINTER = 8
+"""Bytes that a reference takes."""
 
 
 def with_values(lengths: ContainerLengths) -> ContainerLengths:
@@ -58,26 +66,26 @@ def with_values(lengths: ContainerLengths) -> ContainerLengths:
 
 def owner_of(identity: Any) -> Any:
     """Return the identity, or identities, of the object of which `read_values` has read something."""
-    return identity & ~(OF_VALUES | OF_ITEMS)
+    return identity & ~(OF_VALUES | OF_ITEMS | OF_TYPE)
 
 
 def read_values(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[int, list[Any]]]:
     """Read how many KiB of values, and how many things in tuples and their like, each object refers to.
 
-    Of those alone that refer to any, and of values of at least `LEAST` bytes. No foreign code runs, and nothing is kept
-    alive but what is wanted.
+    Of those alone that refer to any, and of values of at least `LEAST` bytes. An object that is no container refers to
+    its things as if they were in a tuple. No foreign code runs, and nothing is kept alive but what is wanted.
 
     Args:
         wanted: those of the identities that are returned of which the values, or tuples, are returned.
 
     Returns:
-        The KiB as the length of `OF_VALUES` beside the object's identity, the things as that of `OF_ITEMS`; for each
-        wanted identity that is there what counts there, the largest first.
+        The KiB as the length of `OF_VALUES` beside the object's identity, the things as that of `OF_ITEMS`; the same of
+        each type, of its objects' largest one; for each wanted identity that is there what counts, the largest first.
     """
     with collector_paused():
         found = _Found(wanted)
         if native.values_of_all is not None and lists_can_be_read():
-            held, values, count = native.values_of_all((*_sizes(), *_COUNTS), LEAST)
+            held, values, count = native.values_of_all((*_sizes(), *_counts()), LEAST, _MANY)
             found.note(np.frombuffer(held, np.int64), values)
             values.clear()
         else:
@@ -110,7 +118,7 @@ class _Found:
     def __init__(self, wanted: Collection[int]) -> None:
         self.wanted: dict[int, list[Any]] = {}
         self._wants = wanted
-        self._measures = ((OF_VALUES, _sizes(), LEAST), (OF_ITEMS, _COUNTS, 1))
+        self._measures = ((OF_VALUES, _sizes(), LEAST), (OF_ITEMS, _counts(), 1))
         self._parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
         self._seen = np.zeros(0, np.int64)
 
@@ -120,43 +128,51 @@ class _Found:
         names, sizes = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
         ids, places = np.unique(names, return_inverse=True)
         lengths = np.bincount(places, sizes, minlength=len(ids)).astype(np.int64)
+        of_types = np.flatnonzero(names & OF_TYPE)
+        lengths[ids & OF_TYPE > 0] = 0
+        np.maximum.at(lengths, places[of_types], sizes[of_types])
         return ids, np.where(ids & OF_VALUES, lengths // UNIT, lengths)
 
     def note(self, owners: Ints, values: list[Any]) -> None:
-        """Note what counts of some objects, by the identities of their owners."""
-        kinds = types_of(identities(values))
+        """Note what counts of some objects, by the identities of their owners; of one that is its own what is in it."""
+        ids = identities(values)
+        kinds, of_owners = types_of(ids), types_of(owners)
+        is_none = ~are_containers(of_owners)
+        is_own = (owners == ids) & is_none
         for of, measures, least in self._measures:
-            places = np.flatnonzero(np.isin(kinds, [*map(id, measures)]))
+            chosen = np.isin(kinds, [*map(id, measures)]) | (is_own & (of == OF_ITEMS))
+            places = np.flatnonzero(chosen)
             own = [values[place] for place in places.tolist()]
-            sizes = np.fromiter((measures[type(each)](each) for each in own), np.int64, len(own))
-            names, large = owners[places] + of, sizes >= least
-            self._parts.append((names[large], sizes[large]))
-            if self._wants:
-                self._keep(names.tolist(), np.flatnonzero(large).tolist(), own, measures)
+            sizes = np.fromiter((measures.get(type(each), _referents)(each) for each in own), np.int64, len(own))
+            large = sizes >= least
+            self._add(owners[places] + of, large, sizes, own)
+            # A container does not give way to another one.
+            self._add(of_owners[places] + of + OF_TYPE, large & is_none[places], sizes, own)
             own.clear()
 
-    def _keep(
-        self, names: list[int], places: list[int], values: list[Any], measures: dict[type, Callable[[Any], int]]
-    ) -> None:
-        met = {names[place] for place in places if names[place] in self._wants}
-        for place in places:
+    def _add(self, names: Ints, chosen: Any, sizes: Ints, values: list[Any]) -> None:
+        self._parts.append((names[chosen], sizes[chosen]))
+        if not self._wants:
+            return
+        names, places = names.tolist(), np.flatnonzero(chosen)
+        met = {names[place] for place in places.tolist() if names[place] in self._wants}
+        for place in places[np.argsort(-sizes[places], kind="stable")].tolist() if met else ():
             if names[place] in met:
                 self.wanted.setdefault(names[place], []).append(values[place])
-        for name in met:
-            self.wanted[name].sort(key=lambda value: -measures[type(value)](value))
 
     def add(self, objects: list[Any]) -> None:
-        """Look at what some objects refer to, and dicts that they have to themselves, which are not tracked."""
+        """Look at what some objects refer to, and dicts and tuples of theirs that are not tracked."""
         counts, held, alive = referents(objects)
-        kinds = types_of(held)
+        kinds, ids = types_of(held), identities(objects)
         is_value = np.isin(kinds, [id(kind) for _, measures, _ in self._measures for kind in measures])
-        values = objects_at(held[is_value])
-        self.note(np.repeat(identities(objects), counts)[is_value], values)
+        have_many = ids[(counts >= _MANY) & ~np.isin(types_of(ids), [id(tuple), id(frozenset)])]
+        values = objects_at(np.concatenate([held[is_value], have_many]))
+        self.note(np.concatenate([np.repeat(ids, counts)[is_value], have_many]), values)
         values.clear()
-        dicts = np.unique(held[kinds == id(dict)])
-        dicts = np.setdiff1d(dicts[~are_tracked(dicts)], self._seen)
-        self._seen = np.union1d(self._seen, dicts)
-        within = objects_at(dicts)
+        more = np.unique(held[np.isin(kinds, [id(dict), id(tuple)])])
+        more = np.setdiff1d(more[~are_tracked(more)], self._seen)
+        self._seen = np.union1d(self._seen, more)
+        within = objects_at(more)
         alive.clear()
         if within:
             self.add(within)
@@ -164,8 +180,19 @@ class _Found:
 
 
 def items_of(fixed: Any) -> Any:
-    """Return the tuple or frozenset of which `read_values` has counted the things: of a partial its arguments."""
+    """Return that of which `read_values` has counted the things: of a partial its arguments."""
     return _ARGUMENTS(fixed) if type(fixed) is functools.partial else fixed
+
+
+def count_of(item: Any) -> int:
+    """Return how many things `read_values` has counted in a tuple, a frozenset, or what else there may be some in."""
+    return _counts().get(type(item), _referents)(item)
+
+
+def _referents(item: object) -> int:
+    """Return how many things an object refers to; 0 where it has room for all in itself, as for slots: no more come."""
+    count = len(gc.get_referents(item))
+    return count if count * _POINTER > object.__sizeof__(item) else 0
 
 
 def size_of_value(value: Any) -> int:
@@ -179,6 +206,11 @@ def _written(text: io.StringIO) -> int:
         return io.StringIO.tell(text)
     except ValueError:  # closed
         return 0
+
+
+def _counts() -> dict[type, Callable[[Any], int]]:
+    ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
+    return _COUNTS if ndarray is None else {**_COUNTS, ndarray: lambda item: item.size if item.dtype.hasobject else 0}
 
 
 def _sizes() -> dict[type, Callable[[Any], int]]:

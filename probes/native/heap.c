@@ -1028,11 +1028,11 @@ lengths_of_all(PyObject *Py_UNUSED(module), PyObject *args)
 typedef struct {
     Walk walk;
     Table kinds;   /* the types of values */
-    Table seen;    /* the dicts that the collector does not track */
-    Array dicts;   /* PyObject *, those of them that are still to be looked at */
+    Table seen;    /* what the collector does not track */
+    Array waiting; /* PyObject *, what of it is still to be looked into */
     Array owners;  /* int64 */
     Array met;     /* PyObject *, the values */
-    Py_ssize_t least, objects;
+    Py_ssize_t least, many, count, objects;
 } Values;
 
 /* What is said of others' sizes by them alone is asked in Python. */
@@ -1047,15 +1047,38 @@ may_be_large(Py_ssize_t least, PyObject *value)
 }
 
 static int
+note_owned(Values *found, PyObject *owner, PyObject *value)
+{
+    int64_t id = (int64_t)(uintptr_t)owner;
+    return array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0;
+}
+
+/* Whether the collector does not track something that was not met before, and that may refer to others. */
+static int
+is_to_be_looked_into(const Table *seen, PyObject *item)
+{
+    return (PyType_GetFlags(Py_TYPE(item)) & Py_TPFLAGS_HAVE_GC) && !PyObject_GC_IsTracked(item) &&
+           table_find(seen, item) == UNKNOWN;
+}
+
+static int
 note_value(void *reading, PyObject *owner, PyObject *value)
 {
     Values *found = reading;
-    int64_t id = (int64_t)(uintptr_t)owner;
-    if (table_find(&found->kinds, Py_TYPE(value)) != UNKNOWN)
-        return may_be_large(found->least, value) && (array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0);
-    if (!PyDict_CheckExact(value) || PyObject_GC_IsTracked(value) || table_find(&found->seen, value) != UNKNOWN)
+    found->count++;
+    if (table_find(&found->kinds, Py_TYPE(value)) != UNKNOWN && may_be_large(found->least, value) &&
+        note_owned(found, owner, value))
+        return -1;
+    if (!is_to_be_looked_into(&found->seen, value))
         return 0;
-    return table_add(&found->seen, value, 0) < 0 || array_push(&found->dicts, &value) < 0;
+    return table_add(&found->seen, value, 0) < 0 || array_push(&found->waiting, &value) < 0;
+}
+
+/* Whether something is neither a container of which others read the length, nor gives way to a longer one. */
+static int
+is_no_container(PyObject *item)
+{
+    return !(PyList_Check(item) || PyDict_Check(item) || PyAnySet_Check(item) || PyTuple_Check(item));
 }
 
 /* Does something for each thing that the collector is shown of an object. */
@@ -1082,10 +1105,13 @@ read_values(PyObject *item, void *reading)
 {
     Values *found = reading;
     found->objects++;
+    found->count = 0;
     int failed = for_shown(&found->walk, item, note_value, found);
-    while (!failed && found->dicts.count > 0) {
-        PyObject *dict = ((PyObject **)found->dicts.items)[--found->dicts.count];
-        failed = for_shown(&found->walk, dict, note_value, found);
+    if (!failed && found->count >= found->many && is_no_container(item) && note_owned(found, item, item))
+        return no_memory();
+    while (!failed && found->waiting.count > 0) {
+        PyObject *untracked = ((PyObject **)found->waiting.items)[--found->waiting.count];
+        failed = for_shown(&found->walk, untracked, note_value, found);
     }
     return failed;
 }
@@ -1094,9 +1120,10 @@ static PyObject *
 values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *kinds, *taken = NULL;
-    Values found = {.dicts = {.width = sizeof(PyObject *)}, .owners = {.width = sizeof(int64_t)},
+    Values found = {.waiting = {.width = sizeof(PyObject *)}, .owners = {.width = sizeof(int64_t)},
                     .met = {.width = sizeof(PyObject *)}};
-    if (!PyArg_ParseTuple(args, "O!n:values_of_all", &PyTuple_Type, &kinds, &found.least) || are_classes(kinds) < 0)
+    if (!PyArg_ParseTuple(args, "O!nn:values_of_all", &PyTuple_Type, &kinds, &found.least, &found.many) ||
+        are_classes(kinds) < 0)
         return NULL;
     begin(&found.walk);
     int failed = 0;
@@ -1110,7 +1137,7 @@ values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
         Py_XDECREF(values);
         Py_XDECREF(owners);
     }
-    Array *arrays[] = {&found.dicts, &found.owners, &found.met};
+    Array *arrays[] = {&found.waiting, &found.owners, &found.met};
     for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
         free(arrays[at]->items);
     free(found.kinds.slots);
@@ -1137,8 +1164,7 @@ meet(void *reading, PyObject *Py_UNUSED(owner), PyObject *item)
     if (table_find(&found->kinds, type) != UNKNOWN && may_be_large(found->least, item) &&
         array_push(&found->met, &item) < 0)
         return -1;
-    if (!(PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) || PyObject_GC_IsTracked(item) ||
-        table_find(&found->seen, item) != UNKNOWN)
+    if (!is_to_be_looked_into(&found->seen, item))
         return 0;
     return table_add(&found->seen, item, 0) < 0 || array_push(&found->waiting, &item) < 0;
 }
@@ -1489,7 +1515,7 @@ static PyMethodDef functions[] = {
      "(int64), how many objects there are, and the wanted ones."},
     {"values_of_all", values_of_all, METH_VARARGS,
      "Return the identity (int64) of who refers to each value of some types, which may be of so many bytes, the values, "
-     "and how many objects there are."},
+     "and how many objects there are; what refers to so many things and is no container, as a value of its own."},
     {"owned_by_all", owned_by_all, METH_VARARGS,
      "Return of all objects, of what they refer to, and of what lies in that without being tracked those of some types "
      "which may be of so many bytes; some more than once."},

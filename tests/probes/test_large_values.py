@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+import xml.etree.ElementTree
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.large_values import (
     LEAST,
     OF_ITEMS,
+    OF_TYPE,
     OF_VALUES,
     UNIT,
     items_of,
@@ -27,6 +29,10 @@ _way = in_both_ways("values_of_all")
 class Holder:
     def __init__(self) -> None:
         self.text, self.data, self.small = "x" * LEAST, bytearray(3 * LEAST), bytes(LEAST - 1)
+
+
+class Slotted:
+    __slots__ = tuple(f"slot_{number}" for number in range(20))
 
 
 def test_an_object_has_what_its_attributes_are() -> None:
@@ -82,6 +88,21 @@ def test_the_things_in_tuples_and_their_like_are_counted() -> None:
     read, values = read_values(ids)
     assert read.lengths[read.places_of(np.array(ids, np.int64))].tolist() == [5, 4, 3]
     assert [items_of(values[each][0]) for each in ids] == [("x",) * 5, frozenset("abc"), (1, 2, 3)]
+
+
+def test_what_no_container_holds_and_has_no_room_for_is_counted_and_the_most_that_any_of_a_type_has() -> None:
+    element, slotted = xml.etree.ElementTree.Element("all"), Slotted()
+    for _ in range(20):
+        xml.etree.ElementTree.SubElement(element, "one")
+    for name in Slotted.__slots__:
+        setattr(slotted, name, bytes(LEAST + 1 + len(name)))
+    read, values = read_values([id(element) + OF_ITEMS, id(Slotted) + OF_TYPE + OF_VALUES])
+    ids = np.array([id(element) + OF_ITEMS, id(slotted) + OF_ITEMS, id(Slotted) + OF_TYPE + OF_VALUES], np.int64)
+    places = read.places_of(ids)
+    assert places[1] == -1
+    assert read.lengths[places[[0, 2]]].tolist() == [len(gc.get_referents(element)), LEAST // UNIT]
+    assert values[id(element) + OF_ITEMS] == [element]
+    assert len(values[id(Slotted) + OF_TYPE + OF_VALUES]) == 20
 
 
 def test_a_view_has_none_of_its_own() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import functools
 import io
+import itertools
+import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -39,12 +43,15 @@ def emptied() -> Iterator[None]:
     Held.value, Held.logs = None, ()
 
 
-def found_after(turn: Callable[[int], object], *, asked: bool = True, seconds: float = 0.0) -> list[Finding]:
+def found_after(
+    turn: Callable[[int], object], *, asked: bool = True, seconds: float = 0.0, turns: int = TURNS
+) -> list[Finding]:
     growth = TurnGrowth("steps", asked=asked, seconds=seconds)
-    for number in range(1, TURNS + 1):
+    apart = turns // 10
+    for number in range(1, turns + 1):
         turn(number)
-        if number % 4 == 0:
-            growth.read(number, begins=number == 4)
+        if number % apart == 0:
+            growth.read(number, begins=number == apart)
     return list(growth.end("", "").containers)
 
 
@@ -260,3 +267,93 @@ def test_what_grows_in_one_of_the_things_that_a_list_takes_is_told_beside_the_li
 
 def test_where_nobody_has_asked_values_are_not_read() -> None:
     assert found_after(lengthen_buffer, asked=False) == []
+
+
+CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("said", default="")
+
+
+class State(msgspec.Struct, frozen=True):
+    """Gives way to another one with each turn."""
+
+    text: str = ""
+    things: tuple[bytes, ...] = ()
+
+
+def lengthen_in_a_context(_: int) -> None:
+    CONTEXT.set((CONTEXT.get() or "") + "x" * SIZE)
+
+
+def lengthen_in_a_tuple(number: int) -> None:
+    Held.value = ((Held.value or ("",))[0] + "x" * SIZE, number)
+
+
+def lengthen_in_a_record(_: int) -> None:
+    Held.value = State((Held.value or State()).text + "x" * SIZE)
+
+
+def take_in_a_record(number: int) -> None:
+    Held.value = State(things=(*(Held.value or State()).things, bytes(2000 + number)))
+
+
+def take_in_an_array(number: int) -> None:
+    Held.value = np.append(np.empty(0, object) if Held.value is None else Held.value, [b"x" * (2000 + number)])
+
+
+def take_in_an_object_of_c(number: int) -> None:
+    Held.value = xml.etree.ElementTree.Element("all") if Held.value is None else Held.value
+    xml.etree.ElementTree.SubElement(Held.value, "one", {"text": "x" * (2000 + number)})
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        (lengthen_in_a_context, "context variable 'said' grows by "),
+        (lengthen_in_a_tuple, f"{__name__}.Held.value[0] grows by "),
+        (lengthen_in_a_record, f"{__name__}.Held.value.text grows by "),
+        (take_in_a_record, f"{__name__}.Held.value.things takes 1 item ("),
+        (take_in_an_array, f"{__name__}.Held.value takes 1 item ("),
+        (take_in_an_object_of_c, f"{__name__}.Held.value takes 1 item ("),
+    ],
+)
+def test_it_is_told_whatever_refers_to_it(turn: Callable[[int], object], said: str) -> None:
+    (finding,) = contextvars.copy_context().run(found_after, turn)
+    assert finding.message.startswith(said)
+
+
+def take_turns_in_a_tuple(number: int) -> None:
+    Held.value = ("x" * (SIZE * (number % 5 + 1)), number)
+
+
+def hold_the_last_in_an_object_of_c(number: int) -> None:
+    take_in_an_object_of_c(number)
+    if len(Held.value) > 8:
+        Held.value.remove(Held.value[0])
+
+
+def take_longer_texts(number: int) -> None:
+    Held.logs = Held.logs or []
+    Held.logs.append(("x" * SIZE * number, number))
+
+
+def test_what_holds_the_last_few_or_other_things_is_none() -> None:
+    assert found_after(take_turns_in_a_tuple) == []
+    Held.value = None
+    assert found_after(hold_the_last_in_an_object_of_c) == []
+
+
+def test_the_longest_of_what_a_list_takes_is_told_by_the_list_alone() -> None:
+    (finding,) = found_after(take_longer_texts)
+    assert finding.holder == f"{__name__}.Held.logs"
+
+
+def test_what_a_linked_block_of_c_holds_is_told_once_there_are_many_blocks() -> None:
+    ahead, behind = itertools.tee(bytes(2000 + number) for number in range(800))
+    even, beside = itertools.tee(bytes(2000 + number) for number in range(800))
+    Held.logs = [behind, beside]
+
+    def serve(_: int) -> None:
+        for each in (ahead, even, beside):
+            next(each)
+
+    (finding,) = found_after(serve, turns=800)
+    assert finding.holder == f"{__name__}.Held.logs[0] (inside itertools._tee)"
