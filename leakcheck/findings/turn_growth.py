@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.growing_objects import ADVICE, PLAIN, Stretch, g
 from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
-from lowtide.leakcheck.growth.containers import CANDIDATE, ContainerCourses, Course, SwellingTypes
+from lowtide.leakcheck.growth.containers import CANDIDATE, FEWEST_READINGS, ContainerCourses, Course, SwellingTypes
 from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import trim_heap
@@ -110,6 +110,9 @@ _LEAST_OF_VALUES = 64 << 10
 _LEAST_A_TURN = 1024
 """or so many for each turn since then, where turns may take any time."""
 
+_COST_OF_VALUES = 4
+"""How many times as long it takes to read values as to read containers."""
+
 
 class Grown(msgspec.Struct, frozen=True):
     """What has grown in a stretch of turns.
@@ -196,6 +199,7 @@ class TurnGrowth:
         self._began = time.monotonic()
         self._gone_through = self._largest = 0
         self._readings = 0
+        self._rises = self._gone_through_for_values = 0
         self._is_unread = False
         self._turn = 0
         self._earlier: dict[int, _Earlier] = {}
@@ -244,6 +248,8 @@ class TurnGrowth:
             return
         self._turn = turn
         self._readings = 1 if begins else self._readings + 1
+        if not self._asked:
+            self._read_values_unasked(turn)
         candidates = self._containers.candidates()
         if not self._asked and self._readings > _ENOUGH and not candidates:
             return
@@ -259,22 +265,36 @@ class TurnGrowth:
             self._note_plain(turn, read, begins=begins)
         self._containers.note(turn, read)
         self._note_types(found)
-        self._read_values(turn)
         if not self._asked:
             for identity, is_worth in self._worth_a_look(candidates, found).items():
                 if not is_worth:
                     self._containers.drop(identity)
         else:
+            self._read_values(turn)
             # What the reading has taken and freed would be in the next level.
             trim_heap()
 
+    def _read_values_unasked(self, turn: int) -> None:
+        """Read how large single values are where nobody has asked: while malloc gives out more from reading to reading.
+
+        A value that is worth a message grows by more than tests need for their reports.
+        """
+        if self._seconds:
+            return
+        now = malloc_in_use()
+        self._rises += 1
+        if self._malloc is None or now - self._malloc < self._rises * _LEAST_OF_VALUES or self._values_cost_too_much:
+            self._values.break_off()
+            self._malloc, self._rises = now, 0
+            return
+        self._values.note(turn, read_values()[0])
+        self._gone_through_for_values += _COST_OF_VALUES * self._largest
+
     def _read_values(self, turn: int) -> None:
-        """Read how large single values are, where somebody has asked and there may be more of them.
+        """Read how large single values are, where there may be more of them.
 
         It takes as long as several other readings. What runs by itself goes up and down: there its heights count.
         """
-        if not self._asked:
-            return
         now = malloc_in_use()
         if self._malloc is not None and now - self._malloc < self._least_of_values(turn):
             return
@@ -330,8 +350,15 @@ class TurnGrowth:
 
     @property
     def _costs_too_much(self) -> bool:
-        may_cost = max(_FREE, _READ_IN_ANY_CASE * self._largest) + self._each_second * (time.monotonic() - self._began)
-        return self._gone_through > may_cost
+        return self._gone_through > self._may_cost(_READ_IN_ANY_CASE)
+
+    @property
+    def _values_cost_too_much(self) -> bool:
+        return self._gone_through_for_values > self._may_cost(FEWEST_READINGS * _COST_OF_VALUES)
+
+    def _may_cost(self, times: int) -> float:
+        """Return how many objects may have been gone through, of the largest heap so often in any case."""
+        return max(_FREE, times * self._largest) + self._each_second * (time.monotonic() - self._began)
 
     def _note(self, stretches: tuple[str, ...], now: tuple[int, int]) -> None:
         for stretch in stretches:

@@ -428,3 +428,26 @@ def test_the_ini_file_asks_for_it_too(run_inner: RunInner) -> None:
     assert (
         " of it with each test allocated at " in host_memory(run_inner(files), "the tests of test_allocates.py").message
     )
+
+
+LENGTHENS = """
+    import pytest
+
+    class Journal:
+        text = last = ""
+
+    @pytest.fixture(scope="module")
+    def journal():
+        return Journal()
+
+    @pytest.mark.parametrize("turn", range(40))
+    def test_writes(journal, turn):
+        journal.text += "x" * 30_000
+        journal.last = "y" * 30_000 * (turn % 4 + 1)
+"""
+
+
+def test_a_text_that_a_fixture_has_lengthen_by_little_is_told_by_it(run_inner: RunInner) -> None:
+    run = run_inner({"test_journal.py": LENGTHENS})
+    (finding,) = (finding for subject in run.report.subjects for finding in subject.findings)
+    assert finding.message.startswith("module fixture 'journal'.text grows by 29.3 KiB in each of ")

@@ -265,8 +265,24 @@ def test_what_grows_in_one_of_the_things_that_a_list_takes_is_told_beside_the_li
     assert holders == {f"{__name__}.Held.logs", f"{__name__}.Held.logs[0].value"}
 
 
-def test_where_nobody_has_asked_values_are_not_read() -> None:
-    assert found_after(lengthen_buffer, asked=False) == []
+@pytest.mark.parametrize(("turn", "count"), [(lengthen_buffer, 1), (lengthen_by_little, 0), (rise_and_fall, 0)])
+def test_where_nobody_has_asked_a_value_is_told_that_needs_more_and_more(
+    turn: Callable[[int], None], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All else in this process moves it, too.
+    monkeypatch.setattr(turn_growth, "malloc_in_use", lambda: len(Held.value or ()))
+    found = found_after(turn, asked=False)
+    assert [finding.holder for finding in found] == [f"{__name__}.Held.value"] * count
+
+
+def test_where_nobody_has_asked_values_are_not_read_while_malloc_gives_out_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = []
+    monkeypatch.setattr(turn_growth, "read_values", lambda *words: readings.append(1) or read_values(*words))
+    monkeypatch.setattr(turn_growth, "malloc_in_use", lambda: 0)
+    found_after(lengthen_buffer, asked=False)
+    assert not readings
 
 
 CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("said", default="")
