@@ -108,6 +108,7 @@ class CommonCause(msgspec.Struct, frozen=True):
         idle: a call of an object on the way that may be taken for the end of the thing, and is not.
         is_thing: whether the holder is what the findings are about, and not an object that has it among others.
         through: the identities of the objects that the way leads through, to the findings themselves.
+        by_thread: whether a running thread among the things has made others, and would make them again.
     """
 
     key: Hashable
@@ -121,6 +122,7 @@ class CommonCause(msgspec.Struct, frozen=True):
     idle: str = ""
     is_thing: bool = False
     through: frozenset[int] = frozenset()
+    by_thread: bool = False
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
@@ -142,13 +144,16 @@ def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | Non
 def _as_one(group: Sequence[Finding], cause: CommonCause | None) -> Finding:
     if cause is None:
         return group[0]
-    first, *others = sorted(group, key=_rank)
+    first, *others = sorted(
+        group, key=lambda finding: (cause.by_thread and finding.resource != "threads", _rank(finding))
+    )
     parts = [*first.parts]
     for part in others:
         parts += [msgspec.structs.replace(part, parts=()), *part.parts]
     of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
     advice = first.advice or cause.advice or of_setting
-    if first.path or not cause.holder:
+    is_itself = cause.by_thread and cause.path[0].type == "thread"
+    if first.path or not cause.holder or is_itself:
         # One that was explained by itself knows more of its way.
         return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
     kind = first.cause if first.cause != "unknown" else cause.kind
@@ -371,6 +376,7 @@ def _causes_of_things(
             # What threads work for says more of them.
             if any(of != "threads" for of, _ in held[mark]):
                 cause = replace(holder, key=("held", mark)) if whole is None else replace(whole, key=("held", main))
+                cause = replace(cause, by_thread=not cause.ending and _is_by_thread(held[mark], context))
                 causes.update(dict.fromkeys(held[mark], cause))
         if whole is None and main == "file-descriptors":
             apart = [(each, held[mark]) for mark, each in by_holder.items() if _suspect_edge(each.path) not in edges]
@@ -382,6 +388,12 @@ def _of_its_thread(named: _Named, holders: Mapping[_Named, CommonCause], context
     """Return what holds the running thread that made a thing: it may work for what the program has to end."""
     maker = context.maker_of(*named)
     return None if maker is None else holders.get(("threads", maker.thread))
+
+
+def _is_by_thread(things: Sequence[_Named], context: Context) -> bool:
+    """Return whether a running thread is one of some things, and has made another of them."""
+    makers = (context.maker_of(*named) for named in things)
+    return any(maker is not None and ("threads", maker.thread) in things for maker in makers)
 
 
 def _mark_of(holder: CommonCause) -> Hashable:

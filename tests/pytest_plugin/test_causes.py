@@ -664,3 +664,48 @@ def test_sockets_of_one_maker_name_it_and_what_holds_them(run: InnerRun) -> None
     assert of_several.count == 2
     assert of_several.holder is not None
     assert of_several.holder.endswith(" (and 1 more)")
+
+
+STARTS = """
+import subprocess, threading
+
+KEPT = []
+
+class Feeder:
+    def __init__(self):
+        self.started = threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+        self.started.wait()
+
+    def work(self):
+        while True:
+            self.child = subprocess.Popen(["sleep", "60"])
+            self.started.set()
+            self.child.wait()
+
+class Pool(Feeder):
+    def close(self):
+        self.child.kill()
+        self.thread.join()
+
+def test_thread_that_starts_processes():
+    KEPT.append(Feeder())
+
+def test_object_that_ends_both():
+    KEPT.append(Pool())
+"""
+
+
+def test_a_thread_that_would_start_the_processes_again_comes_before_them(run_inner: RunInner) -> None:
+    run = run_inner({"test_starts.py": STARTS})
+    (finding,) = run.subject("test_starts.py::test_thread_that_starts_processes").findings
+    assert [finding.resource, *(part.resource for part in finding.parts)] == ["threads", "processes"]
+    assert (finding.advice or "").startswith("let test_starts.Feeder.work ")
+
+
+def test_what_ends_the_thread_and_the_processes_has_them_as_it_had(run_inner: RunInner) -> None:
+    run = run_inner({"test_starts.py": STARTS})
+    (finding,) = run.subject("test_starts.py::test_object_that_ends_both").findings
+    assert [finding.resource, *(part.resource for part in finding.parts)] == ["processes", "threads"]
+    assert finding.advice == "call test_starts.KEPT[1].close() in teardown"
