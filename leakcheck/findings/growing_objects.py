@@ -22,10 +22,11 @@ from msgspec.structs import replace
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.explaining.path_reading import way_text
-from lowtide.leakcheck.findings.kept_bytes import KeptBytes, is_of_a_module, kept_by, own_size
+from lowtide.leakcheck.findings.kept_bytes import KeptBytes, hides_memory, is_of_a_module, kept_by, own_size
 from lowtide.leakcheck.growth.bounds import bound_in_code, is_asked_for_length
 from lowtide.leakcheck.growth.containers import Course, together
 from lowtide.leakcheck.judging.fingerprints import finding_of
+from lowtide.leakcheck.judging.storages import is_tensor
 from lowtide.leakcheck.resources.resource import function_name
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
@@ -47,7 +48,7 @@ from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
-from lowtide.reports.statement import Note, Statement
+from lowtide.reports.statement import HolderFacts, Note, Statement
 
 ADVICE = "remove entries once they are no longer needed, or bound the container"
 
@@ -296,6 +297,52 @@ def _without_copies(courses: Sequence[Course], there: Mapping[int, Any]) -> list
         return any(id(item) in latest for *_, item in last_entries(there[course.identity], 1))
 
     return [course for course in courses if not (course.is_remade and is_copy(course))]
+
+
+def kept_of_c(courses: Sequence[Course], there: Mapping[int, Any], stretch: Stretch) -> HolderFacts | None:
+    """Return which container has taken something with memory in C in each turn; None where the program has none.
+
+    Args:
+        courses: how containers have grown.
+        there: the containers that are there, by identity.
+        stretch: in which turns.
+    """
+    items = [(course, there[course.identity]) for course in courses if course.identity in there]
+    taken = [(item, name) for course, item in items if (name := takes_of_c(course, item))]
+    with sharing_walk() as walk:
+        heap = _Heap(walk, stretch.roots, [items, taken, there, *items, *taken])
+        explained = zip(heap.explained([item for item, _ in taken]), taken, strict=True) if taken else ()
+        held = [
+            (each, name)
+            for each, (item, name) in explained
+            if _is_of_program(each, last_entries(item, _SAMPLE), stretch)
+        ]
+    if not held:
+        return None
+    holder, name = min(held, key=lambda each: len(each[0].path))
+    note = Note("; ", holder.holder, f" takes 1 {name} with each, which may have it in C")
+    return HolderFacts(note=note, cause=holder.cause, verdict=holder.verdict, path=holder.path, advice=ADVICE)
+
+
+def takes_of_c(course: Course, container: Any) -> str:
+    """Return the name of the type of what a container takes that may have memory in C; empty where it takes none."""
+    if is_a(container, type):
+        return ""
+    entries = _over_its_course(course, container, _SAMPLE)
+    # What all refer to is none that each turn adds.
+    found = {id(item): item for entry in entries if (item := _first_of_c(entry)) is not None}
+    return type_name(type(next(iter(found.values())))) if 2 * len(found) > len(entries) else ""
+
+
+def _first_of_c(entry: Iterable[Any]) -> object:
+    level = list(entry)
+    for _ in range(_STEPS):
+        level = [item for item in level[:_SAMPLE] if not (is_a(item, type) or is_of_a_module(item) or is_tensor(item))]
+        found = next((item for item in level if hides_memory(type(item))), None)
+        if found is not None:
+            return found
+        level = gc.get_referents(*level)
+    return None
 
 
 def _each_or_together(

@@ -13,14 +13,23 @@ from types import (
     MemberDescriptorType,
     MethodDescriptorType,
     ModuleType,
+    WrapperDescriptorType,
 )
 from typing import Any
 
 import msgspec
 
 from lowtide.leakcheck.judging.storages import is_tensor
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.memory.buffers import CTYPES_DATA, bytes_of_c, bytes_of_map
-from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, mro_of, place_of_definition
+from lowtide.probes.objects.foreign import (
+    dict_of_module,
+    flags_of,
+    is_a,
+    module_of_class,
+    mro_of,
+    place_of_definition,
+)
 from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import gc, loaded, sys
 
@@ -47,6 +56,11 @@ _COUNTS_ATTRIBUTES = sys.version_info >= (3, 13)
 """Whether an object's size has the attributes in it for which no dict was made."""
 
 _WORD = 8
+
+_INTERPRETERS = frozenset(sys.builtin_module_names) - {"builtins"}
+"""Modules whose types have nothing elsewhere, as locks. (What names no module seems to be of `builtins`.)"""
+
+_METHODS_IN_C = (MethodDescriptorType, WrapperDescriptorType)
 
 _DEFINING = (BuiltinFunctionType, CodeType, FunctionType, ModuleType, type)
 
@@ -215,6 +229,24 @@ class _Class:
             if not any(type(each) is dict for each in behind):
                 size += _WORD * len(behind)
         return size + (0 if self.outside is None else self.outside(item))
+
+
+def hides_memory(cls: type) -> bool:
+    """Return whether objects of a class may have memory in C that nothing in Python tells, as an image or a session.
+
+    One of C that is no value and does not say its size; one of the interpreter's own has what the collector is shown.
+    """
+    return any(_hides_memory(base) for base in mro_of(cls)[:-1])
+
+
+def _hides_memory(cls: type) -> bool:
+    methods: list[object] = [cls.__hash__, cls.__sizeof__]
+    is_of_c = any(type(each) in _METHODS_IN_C for each in vars(cls).values())
+    if not is_of_c or methods not in ([None, object.__sizeof__], [object.__hash__, object.__sizeof__]):
+        return False
+    module = module_of_class(cls)
+    is_shown = bool(flags_of(cls) & _HAS_HEADER) and is_library(module)
+    return not is_shown and module not in _INTERPRETERS
 
 
 def _member(get: Callable[[Any], Any], item: Any) -> Any:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lowtide.leakcheck.findings.growing_objects import ADVICE, PLAIN, Stretch, growth_in_heap, ids_of, is_worth_a_look
+from lowtide.leakcheck.findings.growing_objects import (
+    ADVICE,
+    PLAIN,
+    Stretch,
+    growth_in_heap,
+    ids_of,
+    is_worth_a_look,
+    kept_of_c,
+    takes_of_c,
+)
 from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import frames
@@ -329,6 +338,7 @@ class TurnGrowth:
     def _worth_a_look(self, courses: Mapping[int, Course], there: Mapping[int, object]) -> dict[int, bool]:
         return {
             identity: is_worth_a_look(courses[identity], container, tensors=self._counts_tensors, at_a_glance=True)
+            or takes_of_c(courses[identity], container) != ""
             for identity, container in there.items()
             if identity in courses
         }
@@ -417,6 +427,7 @@ class TurnGrowth:
             explained: gives the bytes of what else has grown, and is known.
             since: the turn before its first one: what has grown for longer belongs to no module.
         """
+        growing = self._containers.growing(self._turn)
         containers = self._growing_containers(module, since)
         self._catch_up()
         levels = self._levels.pop(stretch, None)
@@ -438,10 +449,15 @@ class TurnGrowth:
         # what each turn adds, perhaps the first one, too, from whose level on it is counted; and no heap's own moves.
         size = round(grown.slope.rate * (grown.turns + 0.5))
         holder = memory_holder(size, Context(roots=tuple(self._roots()), living=True))
-        if holder is not None:
-            found = with_holder(found, msgspec.structs.replace(holder[0], advice=ADVICE))
-        elif recorded is not None:
+        facts = None if holder is None else msgspec.structs.replace(holder[0], advice=ADVICE)
+        if facts is None and recorded is not None:
             found = with_call(found, recorded, self._turns, grown.slope.rate)
+        if facts is None:
+            facts = kept_of_c(
+                growing, read_lengths({course.identity for course in growing})[1], self._stretch(module, 0)
+            )
+        if facts is not None:
+            found = with_holder(found, facts)
         return Grown(containers, found, grown.levels)
 
     def undecided(self, stretch: str) -> int:
@@ -494,17 +510,22 @@ class TurnGrowth:
         self, growing: Sequence[Course], module: str, since: int, values: Sequence[Course]
     ) -> dict[int, Finding]:
         _, there = read_lengths({course.identity for course in growing})
-        stretch = Stretch(
+        stretch = msgspec.structs.replace(
+            self._stretch(module, since),
+            fixed=self._containers.fixed(min((course.items for course in growing), default=0)),
+            earlier={identity: each.ids for identity, each in self._earlier.items()} | self._plain_earlier,
+        )
+        return growth_in_heap(growing, there, stretch, values)
+
+    def _stretch(self, module: str, since: int) -> Stretch:
+        return Stretch(
             self._turns,
             module_of=lambda course: module if course.turns[0] >= since else "",
             roots=tuple(self._roots()),
             by_frames=self._by_frames,
             seconds=self._seconds,
             tensors=self._counts_tensors,
-            fixed=self._containers.fixed(min((course.items for course in growing), default=0)),
-            earlier={identity: each.ids for identity, each in self._earlier.items()} | self._plain_earlier,
         )
-        return growth_in_heap(growing, there, stretch, values)
 
 
 def growth_of_host_memory(

@@ -19,6 +19,10 @@ LEAST_A_TURN = 128 * 1024
 """Bytes that each turn must add: a runner's notes, tables of libraries and a heap's own moves are below."""
 
 LEAST_IN_ALL = 8 * MIB
+"""Bytes that must have come in all in a process that runs, whose turns nobody counts."""
+
+_LEAST_OF_TURNS = 4 * MIB
+"""The same where they are: what a heap moves by itself is not spread over them."""
 
 _SUSPECTED = 4
 """Turns in a row with more in each after which it may be growth: of chance one in sixteen series does that."""
@@ -130,7 +134,7 @@ class HostLevels:
                 held -= parts[NAMES["python_free"]] + min(0, parts[NAMES["malloc_free"]] + parts[NAMES["other"]])
             # A step beside what each turn adds, such as the table of a reading, is none of it.
             kept = min(held, round(slope.high * turns))
-            if kept >= max(LEAST_IN_ALL, slope.rate * turns / 2):
+            if kept >= max(_LEAST_OF_TURNS, slope.rate * turns / 2):
                 part = max(parts, key=lambda name: parts[name])
                 # What imports have added is in the parts.
                 return HostGrowth(slope, turns, kept, part, min(parts[part], kept), now)

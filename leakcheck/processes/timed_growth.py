@@ -74,6 +74,9 @@ REQUESTS = "requests"
 _MARKED = "marks"
 """The same where nobody has, in a fingerprint."""
 
+_CAME = 2
+"""Of so many requests that somebody says to have sent one must have come, so that what it left is told."""
+
 Explain = Callable[[ExplainGrown], list[Finding]]
 """Asks the process who holds what has grown in it."""
 
@@ -615,8 +618,9 @@ def _risen(key: LevelKey, more: int, since: str, requests: int, kinds: Counter[s
 def _containers(before: Seen, now: Seen, since: str, requests: int, explain: Explain) -> list[Finding]:
     courses = ContainerCourses()
     courses.note(0, lengths_in(before))
-    courses.note(requests or FEWEST_TURNS, lengths_in(now))
-    risen = courses.risen()
+    # That there were so many has somebody said who may have sent more than came.
+    courses.note(max(1, requests // _CAME) if requests else FEWEST_TURNS, lengths_in(now))
+    risen = [msgspec.structs.replace(each, turns=[0, requests]) if requests else each for each in courses.risen()]
     if not risen:
         return []
     question = ExplainGrown(

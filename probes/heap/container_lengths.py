@@ -50,7 +50,7 @@ _CHUNK = 8_000
 _GOLDEN = 0.618034
 """Multiples of this, without what is before the point, are spread evenly, however many."""
 
-_LARGEST_HOLDER = 10_000
+_LARGEST_HOLDER = 100_000
 """Things in a container that may hold somebody's dicts: one of attributes, or a record."""
 
 

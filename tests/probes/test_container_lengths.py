@@ -268,3 +268,10 @@ def test_of_many_entries_some_are_given_all_over(kind: Callable[[range], object]
 
 def test_lengths_are_read_from_memory_where_objects_are() -> None:
     assert identities._LENGTHS_LAID_OUT == identities._LAID_OUT
+
+
+def test_a_dict_of_names_alone_is_found_in_a_list_of_many() -> None:
+    held = [{"name": str(number)} for number in range(20_000)]
+    gc.collect()
+    ids = {*read_lengths()[0].ids.tolist()}
+    assert {id(held[0]), id(held[-1])} <= ids

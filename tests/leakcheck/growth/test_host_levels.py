@@ -90,7 +90,7 @@ def test_what_late_imports_add_is_no_growth(each: float, *, grows: bool) -> None
 
 
 @pytest.mark.parametrize("part", ["malloc_free", "other", "python_free"])
-@pytest.mark.parametrize("each", [1.0, 0.5], ids=["in each turn", "too little in all"])
+@pytest.mark.parametrize("each", [1.0, 0.25], ids=["in each turn", "too little in all"])
 def test_what_was_free_or_mapped_at_the_start_hides_no_growth(part: str, each: float) -> None:
     levels = [(round((200 + each * turn) * MIB), 0) for turn in range(16)]
     # At the end that has been given back.
@@ -174,3 +174,12 @@ def test_a_level_that_rises_and_falls_back_is_no_growth_between_the_readings(mon
         levels = [(200 * MIB, (100 + turn % period) * MIB) for turn in range(300)]
         noted, _ = asked_of(monkeypatch, levels)
         assert not noted.seem_to_grow()
+
+
+@pytest.mark.parametrize(("each", "told"), [(300 * KIB, True), (180 * KIB, False)])
+def test_what_turns_add_is_told_from_four_mib_on(each: int, told: bool) -> None:
+    levels = [(200 * MIB + turn * each, 0) for turn in range(20)]
+    noted = HostLevels(lambda: levels[-1], lambda: PARTS, lambda: 100)
+    for level in levels:
+        noted.note(level)
+    assert (noted.grown() is not None) == told

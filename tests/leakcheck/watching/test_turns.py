@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
@@ -321,3 +322,30 @@ def test_a_tolerance_may_be_written_with_its_unit() -> None:
         kept.append(bytearray(64))
     assert check.report.subjects[0].outcome == "clean"
     assert check.report.settings is not None
+
+
+def test_the_container_of_what_has_the_memory_in_c_is_named() -> None:
+    kept: list[object] = []
+    (message,) = grown_by(lambda _: kept.append(zlib.compressobj()), turns=40).values()
+    assert "; local 'kept' of test_the_container_of_what" in message
+    assert message.endswith(" takes 1 zlib.Compress with each, which may have it in C")
+
+
+def test_a_container_of_what_has_no_memory_in_c_is_not_blamed_for_what_c_allocates() -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    kept: list[object] = []
+    shared = zlib.compressobj()
+
+    def take(turn: int) -> None:
+        ctypes.memset(library.malloc(1 << 19), 1, 1 << 19)
+        kept.append((turn, shared))
+
+    (message,) = grown_by(take, turns=40).values()
+    assert "malloc in use has" in message
+    assert "kept" not in message
+
+
+def test_a_few_of_what_has_the_memory_in_c_are_no_growth() -> None:
+    kept: deque[object] = deque(maxlen=4)
+    assert grown_by(lambda _: kept.append(zlib.compressobj()), turns=40) == {}
