@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import functools
 import io
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -85,13 +86,13 @@ def read_values(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[in
     with collector_paused():
         found = _Found(wanted)
         if native.values_of_all is not None and lists_can_be_read():
-            held, values, count = native.values_of_all((*_sizes(), *_counts()), LEAST, _MANY)
-            found.note(np.frombuffer(held, np.int64), values)
+            held, types, values, count = native.values_of_all((*_sizes(), *_counts()), deque, LEAST, _MANY)
+            owners = np.frombuffer(held, np.int64)
+            found.note(owners & ~1, np.frombuffer(types, np.int64), owners & 1 > 0, values)
             values.clear()
         else:
             count = _find_among(all_objects(), found)
-        ids, lengths = found.lengths
-        return ContainerLengths(ids, types_of(owner_of(ids)), lengths, count), found.wanted
+        return ContainerLengths(*found.lengths, count), found.wanted
 
 
 def _find_among(objects: list[Any], found: _Found) -> int:
@@ -119,55 +120,60 @@ class _Found:
         self.wanted: dict[int, list[Any]] = {}
         self._wants = wanted
         self._measures = ((OF_VALUES, _sizes(), LEAST), (OF_ITEMS, _counts(), 1))
-        self._parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        self._parts = [(np.zeros(0, np.int64),) * 3]
         self._seen = np.zeros(0, np.int64)
 
     @property
-    def lengths(self) -> tuple[Ints, Ints]:
-        """Return the identities that `read_values` returns, in their order, and the KiB, or things."""
-        names, sizes = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
-        ids, places = np.unique(names, return_inverse=True)
+    def lengths(self) -> tuple[Ints, Ints, Ints]:
+        """Return the identities that `read_values` returns, in their order, the owners' types, the KiB or things."""
+        names, kinds, sizes = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
+        ids, first, places = np.unique(names, return_index=True, return_inverse=True)
         lengths = np.bincount(places, sizes, minlength=len(ids)).astype(np.int64)
         of_types = np.flatnonzero(names & OF_TYPE)
         lengths[ids & OF_TYPE > 0] = 0
         np.maximum.at(lengths, places[of_types], sizes[of_types])
-        return ids, np.where(ids & OF_VALUES, lengths // UNIT, lengths)
+        return ids, kinds[first], np.where(ids & OF_VALUES, lengths // UNIT, lengths)
 
-    def note(self, owners: Ints, values: list[Any]) -> None:
-        """Note what counts of some objects, by the identities of their owners; of one that is its own what is in it."""
+    def note(self, owners: Ints, types: Ints, are_containers: Any, values: list[Any]) -> None:
+        """Note what counts of some objects, or what is in one that is its own owner.
+
+        Args:
+            owners: the owner of each, by identity; it may be gone by now.
+            types: its type.
+            are_containers: whether it is a container.
+            values: what counts.
+        """
         ids = identities(values)
-        kinds, of_owners = types_of(ids), types_of(owners)
-        is_none = ~are_containers(of_owners)
-        is_own = (owners == ids) & is_none
+        kinds, is_own = types_of(ids), owners == ids
         for of, measures, least in self._measures:
-            chosen = np.isin(kinds, [*map(id, measures)]) | (is_own & (of == OF_ITEMS))
-            places = np.flatnonzero(chosen)
+            places = np.flatnonzero(np.isin(kinds, [*map(id, measures)]) | (is_own & (of == OF_ITEMS)))
             own = [values[place] for place in places.tolist()]
             sizes = np.fromiter((measures.get(type(each), _referents)(each) for each in own), np.int64, len(own))
-            large = sizes >= least
-            self._add(owners[places] + of, large, sizes, own)
+            large, of_owners = sizes >= least, types[places]
+            self._add(owners[places] + of, of_owners, large, sizes, own)
             # A container does not give way to another one.
-            self._add(of_owners[places] + of + OF_TYPE, large & is_none[places], sizes, own)
+            self._add(of_owners + of + OF_TYPE, of_owners, large & ~are_containers[places], sizes, own)
             own.clear()
 
-    def _add(self, names: Ints, chosen: Any, sizes: Ints, values: list[Any]) -> None:
-        self._parts.append((names[chosen], sizes[chosen]))
+    def _add(self, names: Ints, types: Ints, chosen: Any, sizes: Ints, values: list[Any]) -> None:
+        self._parts.append((names[chosen], types[chosen], sizes[chosen]))
         if not self._wants:
             return
-        names, places = names.tolist(), np.flatnonzero(chosen)
-        met = {names[place] for place in places.tolist() if names[place] in self._wants}
-        for place in places[np.argsort(-sizes[places], kind="stable")].tolist() if met else ():
-            if names[place] in met:
-                self.wanted.setdefault(names[place], []).append(values[place])
+        wanted = np.flatnonzero(np.isin(names, [*self._wants]) & chosen)
+        for place in wanted[np.argsort(-sizes[wanted], kind="stable")].tolist():
+            self.wanted.setdefault(int(names[place]), []).append(values[place])
 
     def add(self, objects: list[Any]) -> None:
         """Look at what some objects refer to, and dicts and tuples of theirs that are not tracked."""
         counts, held, alive = referents(objects)
         kinds, ids = types_of(held), identities(objects)
+        own = types_of(ids)
         is_value = np.isin(kinds, [id(kind) for _, measures, _ in self._measures for kind in measures])
-        have_many = ids[(counts >= _MANY) & ~np.isin(types_of(ids), [id(tuple), id(frozenset)])]
-        values = objects_at(np.concatenate([held[is_value], have_many]))
-        self.note(np.concatenate([np.repeat(ids, counts)[is_value], have_many]), values)
+        containers = are_containers(own)
+        have_many = np.flatnonzero((counts >= _MANY) & ~containers & ~np.isin(own, [id(tuple), id(frozenset)]))
+        places = np.concatenate([np.repeat(np.arange(len(ids)), counts)[is_value], have_many])
+        values = objects_at(np.concatenate([held[is_value], ids[have_many]]))
+        self.note(ids[places], own[places], containers[places], values)
         values.clear()
         more = np.unique(held[np.isin(kinds, [id(dict), id(tuple)])])
         more = np.setdiff1d(more[~are_tracked(more)], self._seen)

@@ -1030,8 +1030,11 @@ typedef struct {
     Table kinds;   /* the types of values */
     Table seen;    /* what the collector does not track */
     Array waiting; /* PyObject *, what of it is still to be looked into */
-    Array owners;  /* int64 */
+    Array owners;  /* int64, with the lowest bit where it is a container */
+    Array types;   /* int64, theirs: who reads them later may find an owner gone */
     Array met;     /* PyObject *, the values */
+    PyTypeObject *deque;
+    int in_container;
     Py_ssize_t least, many, count, objects;
 } Values;
 
@@ -1049,8 +1052,9 @@ may_be_large(Py_ssize_t least, PyObject *value)
 static int
 note_owned(Values *found, PyObject *owner, PyObject *value)
 {
-    int64_t id = (int64_t)(uintptr_t)owner;
-    return array_push(&found->owners, &id) < 0 || array_push(&found->met, &value) < 0;
+    int64_t id = (int64_t)(uintptr_t)owner | found->in_container, type = (int64_t)(uintptr_t)Py_TYPE(owner);
+    return array_push(&found->owners, &id) < 0 || array_push(&found->types, &type) < 0 ||
+           array_push(&found->met, &value) < 0;
 }
 
 /* Whether the collector does not track something that was not met before, and that may refer to others. */
@@ -1074,13 +1078,6 @@ note_value(void *reading, PyObject *owner, PyObject *value)
     return table_add(&found->seen, value, 0) < 0 || array_push(&found->waiting, &value) < 0;
 }
 
-/* Whether something is neither a container of which others read the length, nor gives way to a longer one. */
-static int
-is_no_container(PyObject *item)
-{
-    return !(PyList_Check(item) || PyDict_Check(item) || PyAnySet_Check(item) || PyTuple_Check(item));
-}
-
 /* Does something for each thing that the collector is shown of an object. */
 static int
 for_shown(Walk *walk, PyObject *owner, int (*each)(void *, PyObject *, PyObject *), void *reading)
@@ -1101,18 +1098,27 @@ for_shown(Walk *walk, PyObject *owner, int (*each)(void *, PyObject *, PyObject 
 }
 
 static int
+read_values_of(Values *found, PyObject *item)
+{
+    int32_t place = noted_kind(&found->walk, Py_TYPE(item), found->deque);
+    if (place < 0)
+        return -1;
+    found->in_container = kind_at(&found->walk, place)->manner != 0;
+    found->count = 0;
+    return for_shown(&found->walk, item, note_value, found);
+}
+
+static int
 read_values(PyObject *item, void *reading)
 {
     Values *found = reading;
     found->objects++;
-    found->count = 0;
-    int failed = for_shown(&found->walk, item, note_value, found);
-    if (!failed && found->count >= found->many && is_no_container(item) && note_owned(found, item, item))
+    int failed = read_values_of(found, item);
+    int may_take = !found->in_container && !PyTuple_Check(item) && !PyAnySet_Check(item);
+    if (!failed && may_take && found->count >= found->many && note_owned(found, item, item))
         return no_memory();
-    while (!failed && found->waiting.count > 0) {
-        PyObject *untracked = ((PyObject **)found->waiting.items)[--found->waiting.count];
-        failed = for_shown(&found->walk, untracked, note_value, found);
-    }
+    while (!failed && found->waiting.count > 0)
+        failed = read_values_of(found, ((PyObject **)found->waiting.items)[--found->waiting.count]);
     return failed;
 }
 
@@ -1121,8 +1127,9 @@ values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *kinds, *taken = NULL;
     Values found = {.waiting = {.width = sizeof(PyObject *)}, .owners = {.width = sizeof(int64_t)},
-                    .met = {.width = sizeof(PyObject *)}};
-    if (!PyArg_ParseTuple(args, "O!nn:values_of_all", &PyTuple_Type, &kinds, &found.least, &found.many) ||
+                    .types = {.width = sizeof(int64_t)}, .met = {.width = sizeof(PyObject *)}};
+    if (!PyArg_ParseTuple(args, "O!O!nn:values_of_all", &PyTuple_Type, &kinds, &PyType_Type, &found.deque, &found.least,
+                          &found.many) ||
         are_classes(kinds) < 0)
         return NULL;
     begin(&found.walk);
@@ -1131,13 +1138,14 @@ values_of_all(PyObject *Py_UNUSED(module), PyObject *args)
         failed = table_add(&found.kinds, PyTuple_GetItem(kinds, at), 0) < 0 ? no_memory() : 0;
     if (!failed && for_all(0, read_values, &found) == 0) {
         /* (The list is made last: it is young itself.) */
-        PyObject *values = list_of(&found.met), *owners = array_take(&found.owners);
-        if (values != NULL && owners != NULL)
-            taken = Py_BuildValue("(OOn)", owners, values, found.objects);
+        PyObject *values = list_of(&found.met), *owners = array_take(&found.owners), *types = array_take(&found.types);
+        if (values != NULL && owners != NULL && types != NULL)
+            taken = Py_BuildValue("(OOOn)", owners, types, values, found.objects);
         Py_XDECREF(values);
+        Py_XDECREF(types);
         Py_XDECREF(owners);
     }
-    Array *arrays[] = {&found.waiting, &found.owners, &found.met};
+    Array *arrays[] = {&found.waiting, &found.owners, &found.types, &found.met};
     for (size_t at = 0; at < sizeof(arrays) / sizeof(*arrays); at++)
         free(arrays[at]->items);
     free(found.kinds.slots);

@@ -51,18 +51,20 @@ def lengths_of_all(deque: type, wanted: bytes, most: int) -> tuple[bytes, bytes,
         NotImplementedError: this interpreter's collector has its objects in other lists.
     """
 
-def values_of_all(kinds: tuple[type, ...], least: int, many: int) -> tuple[bytes, list[Any], int]:
+def values_of_all(kinds: tuple[type, ...], deque: type, least: int, many: int) -> tuple[bytes, bytes, list[Any], int]:
     """Return what all objects, and what of theirs the collector does not track, refer to of some types.
 
     An object that refers to many things and is none of Python's containers comes as a value of its own.
 
     Args:
         kinds: the types of such values.
+        deque: `collections.deque`.
         least: bytes or characters from which on a text or bytes are large; other values all are.
         many: how many things.
 
     Returns:
-        Who refers to each, by identity (int64); the values; how many objects were gone through.
+        Who refers to each, by identity (int64), with 1 more where that is one of Python's containers; the types of
+        these, by identity (int64); the values; how many objects were gone through.
 
     Raises:
         NotImplementedError: this interpreter's collector has its objects in other lists.
