@@ -856,7 +856,8 @@ def _growing_items(courses: Sequence[Course]) -> list[tuple[Course, Any]]:
     there = read_values({course.identity for course in courses})[1] if courses else {}
     found: dict[int, tuple[Course, Any]] = {}
     for course in sorted(courses, key=_is_of_type):
-        items = [*map(items_of, there.get(course.identity, ()))]
+        # Of a cache the table is read.
+        items = [items_of(each) for each in there.get(course.identity, ()) if type(each) is not LRU_CACHE]
         long = [item for item in items if count_of(item) >= _LONG_PART * course.items]
         if _is_of_type(course):
             long = long[:1]

@@ -384,3 +384,12 @@ def test_more_requests_may_have_been_sent_than_came_but_not_many_times_as_many(r
     take_in_a_list(0)
     found = grown_in_a_process(take_in_a_list, requests)
     assert [f" of {requests} requests, " in finding.message for finding in found] == [True] * told
+
+
+@functools.lru_cache(maxsize=64)
+def remembered(number: int) -> bytes:
+    return bytes(2000 + number)
+
+
+def test_a_cache_that_fills_is_none_though_it_refers_to_all_that_it_has() -> None:
+    assert found_after(remembered) == []
