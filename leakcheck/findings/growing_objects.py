@@ -308,7 +308,11 @@ def kept_of_c(courses: Sequence[Course], there: Mapping[int, Any], stretch: Stre
         stretch: in which turns.
     """
     items = [(course, there[course.identity]) for course in courses if course.identity in there]
-    taken = [(item, name) for course, item in items if (name := takes_of_c(course, item))]
+    taken = [
+        (item, f"{max(1, round(course.items / course.span))} {name}")
+        for course, item in items
+        if (name := takes_of_c(course, item))
+    ]
     with sharing_walk() as walk:
         heap = _Heap(walk, stretch.roots, [items, taken, there, *items, *taken])
         explained = zip(heap.explained([item for item, _ in taken]), taken, strict=True) if taken else ()
@@ -320,7 +324,7 @@ def kept_of_c(courses: Sequence[Course], there: Mapping[int, Any], stretch: Stre
     if not held:
         return None
     holder, name = min(held, key=lambda each: len(each[0].path))
-    note = Note("; ", holder.holder, f" takes 1 {name} with each, which may have it in C")
+    note = Note("; ", holder.holder, f" takes {name} with each, which may have it in C")
     return HolderFacts(note=note, cause=holder.cause, verdict=holder.verdict, path=holder.path, advice=ADVICE)
 
 

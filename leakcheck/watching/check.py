@@ -146,10 +146,12 @@ class LeakCheck:
             # Before the verdict collects: what the block holds is there.
             grown = self._growth.end(self._name, "")
             verdict = self._watch.end()
-            # A leak that is told by name explains more memory.
-            is_told = any(finding.resource in ("host-memory", "tensors") for finding in verdict.findings)
+            # A leak that is told by name explains more memory, and what turns add with a name what has none.
+            is_named = grown.host is not None and bool(grown.host.path)
+            left = [each for each in verdict.findings if each.resource != "host-memory" or each.path or not is_named]
+            is_told = any(finding.resource in ("host-memory", "tensors") for finding in left)
             of_turns = grown.containers if is_told or grown.host is None else (*grown.containers, grown.host)
-            found = (*verdict.findings, *self._sleeps.take(), *of_turns)
+            found = (*left, *self._sleeps.take(), *of_turns)
             findings = shipped().apply(found, date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
             if self._watch.heap is not None and not leaks:

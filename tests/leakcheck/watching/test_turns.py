@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import linecache
+import lzma
 import os
 import random
 import re
@@ -349,3 +350,14 @@ def test_a_container_of_what_has_no_memory_in_c_is_not_blamed_for_what_c_allocat
 def test_a_few_of_what_has_the_memory_in_c_are_no_growth() -> None:
     kept: deque[object] = deque(maxlen=4)
     assert grown_by(lambda _: kept.append(zlib.compressobj()), turns=40) == {}
+
+
+def test_what_each_turn_adds_with_a_name_is_told_in_place_of_what_has_none() -> None:
+    kept: list[object] = []
+    with LeakCheck(turns=20) as check:
+        for _ in range(20):
+            # Some 2.4 MiB in C, and more than the tolerance of a block in all.
+            kept.extend(lzma.LZMACompressor(preset=1) for _ in range(3))
+            check.turn()
+    (finding,) = check.report.subjects[0].findings
+    assert finding.message.endswith(" takes 3 _lzma.LZMACompressor with each, which may have it in C")
