@@ -893,15 +893,17 @@ def _growing_values(
     heap.own.extend((values, *values.values(), there))
     explained = heap.explained(wanted) if wanted else []
     found: dict[int, Finding] = {}
-    known = set[int]()
+    # What one record of C has in several parts is one.
+    known = set[object]()
     for course, value, explanation in zip(there, wanted, explained, strict=True):
-        if size_of_value(value) < _MOST_PART * course.items * UNIT or id(value) in known:
+        own: set[object] = {id(value), *([explanation.holder] if _is_of_type(course) else [])}
+        if size_of_value(value) < _MOST_PART * course.items * UNIT or not own.isdisjoint(known):
             continue
         if _is_of_type(course) and not explanation.through.isdisjoint(told):
             continue
         if not _is_of_program(explanation, [(value,)], stretch):
             continue
-        known.add(id(value))
+        known |= own
         size = round(course.items * UNIT / course.span)
         what = f"{type_name(type(value))} of {format_bytes(size_of_value(value))}"
         found[course.identity] = _stated(

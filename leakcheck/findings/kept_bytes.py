@@ -28,6 +28,7 @@ from lowtide.probes.objects.foreign import (
     is_a,
     module_of_class,
     mro_of,
+    namespace_of_class,
     place_of_definition,
 )
 from lowtide.probes.objects.listed import collector_paused
@@ -240,13 +241,22 @@ def hides_memory(cls: type) -> bool:
 
 
 def _hides_memory(cls: type) -> bool:
-    methods: list[object] = [cls.__hash__, cls.__sizeof__]
-    is_of_c = any(type(each) in _METHODS_IN_C for each in vars(cls).values())
-    if not is_of_c or methods not in ([None, object.__sizeof__], [object.__hash__, object.__sizeof__]):
+    is_of_c = any(type(each) in _METHODS_IN_C for each in namespace_of_class(cls).values())
+    if not is_of_c or _says(cls, "__sizeof__") or (_says(cls, "__hash__") and _method(cls, "__hash__") is not None):
         return False
     module = module_of_class(cls)
     is_shown = bool(flags_of(cls) & _HAS_HEADER) and is_library(module)
     return not is_shown and module not in _INTERPRETERS
+
+
+def _says(cls: type, name: str) -> bool:
+    """Return whether a class has another method than `object`."""
+    return _method(cls, name) is not vars(object)[name]
+
+
+def _method(cls: type, name: str) -> object:
+    spaces = map(namespace_of_class, mro_of(cls))
+    return next(space[name] for space in spaces if name in space)
 
 
 def _member(get: Callable[[Any], Any], item: Any) -> Any:

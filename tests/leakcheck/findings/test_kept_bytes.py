@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
+import lzma
 import mmap
+import random
+import re
 import sys
+import threading
+import zlib
+from asyncio import Future
+from collections import deque
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.findings.kept_bytes import kept_by, own_size
+from lowtide.leakcheck.findings.kept_bytes import hides_memory, kept_by, own_size
 
 PAYLOAD = 2000
 
@@ -146,3 +155,30 @@ def test_attributes_for_which_no_dict_was_made_count() -> None:
     request = Request(ENGINE, 1)
     more = 0 if sys.version_info >= (3, 13) or sys.version_info < (3, 11) else 3 * 8
     assert own_size(request) >= sys.getsizeof(request) + more
+
+
+class Asked(type):
+    """Counts what its classes are asked."""
+
+    count = 0
+
+    def __getattribute__(cls, name: str) -> object:
+        Asked.count += 1
+        return type.__getattribute__(cls, name)
+
+
+class OfPython(metaclass=Asked):
+    pass
+
+
+class Derived(OfPython):
+    pass
+
+
+def test_what_may_have_memory_in_c_is_known_by_its_class_which_is_not_asked() -> None:
+    hiding = [type(zlib.compressobj()), lzma.LZMACompressor, random.Random]
+    telling = [type(threading.Lock()), io.BytesIO, deque, dict, str, datetime, re.Pattern, Derived, object, Future]
+    Asked.count = 0
+    assert all(map(hides_memory, hiding))
+    assert not any(map(hides_memory, telling))
+    assert Asked.count == 0
