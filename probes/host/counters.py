@@ -197,6 +197,8 @@ class CounterReader:
         self._orphans = orphans
         self._temporary_files = temporary_files
         self._card = card
+        # By card: the figures when the driver's allocations were listed last, their bytes, and why these are not known.
+        self._listed: dict[int, tuple[object, tuple[int | None, str]]] = {}
         self._frozen = FrozenCount()
         self._descriptors: Items = _NOTHING
         self._there: dict[int, object] = {}
@@ -301,9 +303,13 @@ class CounterReader:
             reading = self._driver().read(index)
             held, note = reading.process_bytes, ""
             if held is None:
-                # As in a container, whose processes NVML knows by other numbers. What was allocated can be listed
-                # all the same, in milliseconds; what the driver has for itself is not in it, now or later.
-                held, note = _listed_bytes(index)
+                # As in a container, whose processes NVML knows by other numbers, or not at all. What was allocated can
+                # be listed all the same; what the driver has for itself is not in it, now or later. That takes half a
+                # second once kernels have run, so it is done where a figure has changed since the last time.
+                sign = (reading.card_used, reserved, self._driver().processes(index))
+                if index not in self._listed or self._listed[index][0] != sign:
+                    self._listed[index] = sign, _listed_bytes(index)
+                held, note = self._listed[index][1]
             amounts[driver] = None if held is None or reserved is None else held - reserved - mapped
             if held is None:
                 unmeasured[driver] = note or reading.note

@@ -452,6 +452,8 @@ class Card:
         self.held: int | None = 1000
         self.reserved: int | None = 20
         self.listed: tuple[tuple[int, int], ...] | None = None
+        self.others: dict[int, int] = {}
+        self.used = 4000
         self.asked: list[str] = []
         self.torch = ModuleType("torch")
         self.torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -470,7 +472,15 @@ class Card:
 
     def read(self, index: int) -> SimpleNamespace:
         self.asked.append("driver")
-        return SimpleNamespace(process_bytes=self.held, note="it is not listed" if self.held is None else "")
+        note = "it is not listed" if self.held is None else ""
+        return SimpleNamespace(process_bytes=self.held, card_used=self.used, note=note)
+
+    def processes(self, index: int) -> dict[int, int]:
+        return {**self.others}
+
+    def allocations(self, index: int) -> tuple[tuple[int, int], ...] | None:
+        self.asked.append("list")
+        return self.listed
 
 
 @pytest.fixture
@@ -478,7 +488,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
     monkeypatch.setattr(counters, "initialized_torch", lambda: card.torch)
     monkeypatch.setattr(counters, "has_context", lambda torch, index: True)
-    monkeypatch.setattr(counters, "read_allocations", lambda index: card.listed)
+    monkeypatch.setattr(counters, "read_allocations", card.allocations)
     return card
 
 
@@ -519,6 +529,22 @@ def test_where_the_driver_does_not_know_the_process_its_allocations_are_listed(c
     # Not where it does: that says more, and costs less.
     card.held = 1000
     assert reader.read().amounts["driver cuda:0"] == 980
+
+
+@pytest.mark.parametrize(
+    ("attribute", "figure"), [("used", 4100), ("reserved", 120), ("others", {7: 100}), ("used", 4000)]
+)
+def test_they_are_listed_anew_where_a_figure_has_changed(card: Card, attribute: str, figure: Any) -> None:
+    reader = card_reader(card)
+    card.held, card.listed = None, ((4096, 20), (8192, 70))
+    reader.read()
+    changes = getattr(card, attribute) != figure
+    setattr(card, attribute, figure)
+    card.listed = ((4096, 20), (8192, 70), (65536, 100))
+    card.asked.clear()
+    found = reader.read().amounts["driver cuda:0"]
+    assert found is not None
+    assert (found + (card.reserved or 0), "list" in card.asked) == ((190, True) if changes else (90, False))
 
 
 def test_without_a_card_to_read_none_is_asked(card: Card) -> None:
