@@ -15,7 +15,7 @@ import msgspec
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
-from lowtide.probes.heap.cycles import CycleEdge, cycle_behind
+from lowtide.probes.heap.cycles import CycleEdge, cycles_behind
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.foreign import is_a
@@ -133,12 +133,11 @@ class Collected(msgspec.Struct, frozen=True):
         if sum(sizes.values()) < least:
             return None
         largest = set(sorted(sizes, key=lambda key: -sizes[key])[:_MOST_TRACED])
-        cycles: dict[Key, Sequence[CycleEdge]] = {}
-        for turn, keys in enumerate(keys_of_each(tensors)):
-            for key in keys & largest:
-                largest.remove(key)
-                cycles[key] = cycle_behind(tensors[turn], {id(tensors)})
-        return cls(sizes, StorageWatch(sizes, tensors), cycles)
+        traced = {
+            key: tensor for tensor, keys in zip(tensors, keys_of_each(tensors), strict=True) for key in keys & largest
+        }
+        cycles = cycles_behind([*traced.values()], {id(tensors), id(traced)})
+        return cls(sizes, StorageWatch(sizes, tensors), dict(zip(traced, cycles, strict=True)))
 
     def finding(self, stage: str, *, came: str = "") -> Finding | None:
         """Return what is said of those that are gone since, and that were there since a stage; None where none is.

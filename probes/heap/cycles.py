@@ -1,4 +1,4 @@
-"""Finds a cycle of references that keeps an object alive, and what its references are called: by backward sweeps.
+"""Finds the cycle of references that keeps each object alive, and what its references are called: by backward sweeps.
 
 A sweep takes a seventh of a full collection. What reference counting frees is in no cycle.
 """
@@ -18,7 +18,7 @@ _MOST_SWEEPS = 8
 """How many references an object may be away from the cycle, and those of a cycle together."""
 
 _MOST_HOLDERS = 1000
-"""Objects that may refer to those found: what has more is held by what everything is held by."""
+"""Objects that may refer to those found for each object: what has more is held by what everything is held by."""
 
 
 class CycleEdge(NamedTuple):
@@ -33,26 +33,29 @@ class CycleEdge(NamedTuple):
     is_attribute: bool
 
 
-def cycle_behind(target: object, ignore: Collection[int] = ()) -> list[CycleEdge]:
-    """Return the references of a cycle that holds an object or contains it; none where it is held by a module.
+def cycles_behind(targets: Sequence[object], ignore: Collection[int] = ()) -> list[list[CycleEdge]]:
+    """Return the references of a cycle that holds or contains each object; none for what is held by a module.
 
     Args:
-        target: the object.
-        ignore: the identities of what the caller holds it in.
+        targets: the objects; one sweep looks for the holders of all.
+        ignore: the identities of what the caller holds them in.
     """
-    known: dict[int, Any] = {id(target): target}
-    held: dict[int, list[int]] = {id(target): []}
-    frontier: list[Any] = [target]
+    known: dict[int, Any] = {id(target): target for target in targets}
+    held: dict[int, list[int]] = {mark: [] for mark in known}
+    # Those that are held by no module and by no cycle that is known.
+    left = set(known)
+    cycles: dict[int, list[CycleEdge]] = {}
+    frontier: list[Any] = list(targets)
     found: list[Any] = []
     holders: list[Any] = []
     new: list[Any] = []
     with collector_paused():
         for _ in range(_MOST_SWEEPS):
-            ours = {*ignore, id(known), *map(id, (frontier, found, holders, new))}
+            ours = {*ignore, *map(id, (targets, known, frontier, found, holders, new))}
             found = gc.get_referrers(*frontier)
             holders = [item for item in found if id(item) not in ours and not _is_of_checker(item)]
-            if not holders or len(holders) > _MOST_HOLDERS or any(type(item) is types.ModuleType for item in holders):
-                return []
+            if len(holders) > _MOST_HOLDERS * len(left):
+                break
             wanted = set(map(id, frontier))
             new = []
             for holder in holders:
@@ -62,13 +65,18 @@ def cycle_behind(target: object, ignore: Collection[int] = ()) -> list[CycleEdge
                     known[id(holder)] = holder
                     new.append(holder)
             for holder in holders:
+                if type(holder) is types.ModuleType:
+                    left -= _behind(id(holder), held)
+            for holder in holders:
                 way = _way_back(id(holder), held)
-                if way:
-                    return _named([known[mark] for mark in way])
-            frontier = new
+                within = _behind(id(holder), held) & left if way else ()
+                if within:
+                    cycles |= dict.fromkeys(within, _named([known[mark] for mark in way]))
+                    left.difference_update(within)
+            frontier = [holder for holder in new if _behind(id(holder), held) & left]
             if not frontier:
-                return []
-    return []
+                break
+    return [cycles.get(id(target), []) for target in targets]
 
 
 def _is_of_checker(item: object) -> bool:
@@ -91,6 +99,16 @@ def _way_back(start: int, held: dict[int, list[int]]) -> list[int]:
                 before[other] = mark
                 waiting.append(other)
     return []
+
+
+def _behind(start: int, held: dict[int, list[int]]) -> set[int]:
+    """Return what an object leads to, and itself."""
+    met, waiting = {start}, [start]
+    for mark in waiting:
+        others = set(held[mark]) - met
+        met |= others
+        waiting += others
+    return met
 
 
 def _named(members: Sequence[Any]) -> list[CycleEdge]:

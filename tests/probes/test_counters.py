@@ -534,7 +534,7 @@ def test_where_the_driver_does_not_know_the_process_its_allocations_are_listed(c
 @pytest.mark.parametrize(
     ("attribute", "figure"), [("used", 4100), ("reserved", 120), ("others", {7: 100}), ("used", 4000)]
 )
-def test_they_are_listed_anew_where_a_figure_has_changed(card: Card, attribute: str, figure: Any) -> None:
+def test_they_are_listed_anew_where_a_figure_has_changed(card: Card, attribute: str, figure: object) -> None:
     reader = card_reader(card)
     card.held, card.listed = None, ((4096, 20), (8192, 70))
     reader.read()

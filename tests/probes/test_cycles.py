@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowtide.probes.heap.cycles import cycle_behind
+from lowtide.probes.heap.cycles import cycles_behind
 
 
 class Thing:
@@ -76,7 +76,7 @@ def behind_a_cycle() -> Thing:
 )
 def test_the_references_of_a_cycle_are_named(make: Callable[[], Thing], names: set[str]) -> None:
     thing = make()
-    edges = cycle_behind(thing)
+    (edges,) = cycles_behind([thing])
     assert {edge.text for edge in edges} == names
     assert {edge.text for edge in edges if edge.is_attribute} <= names - {"list[0]", "list[1]", "method.__self__"}
     alive = weakref.ref(thing)
@@ -91,5 +91,20 @@ KEPT = Request()
 
 def test_what_is_in_no_cycle_or_held_by_a_module_has_none() -> None:
     alone = Request()
-    assert cycle_behind(alone.thing) == []
-    assert cycle_behind(KEPT.thing) == []
+    assert cycles_behind([alone.thing, KEPT.thing]) == [[], []]
+
+
+def test_of_many_objects_each_has_its_own_cycle() -> None:
+    """One is nearer to its cycle than another, one hangs on that of the first, one is held by a module, one by none."""
+    far, beside, alone, request = behind_a_cycle(), Thing(), Request(), Request()
+    near = request.thing
+    request.data, request.others = request, [[[beside]]]  # type: ignore[attr-defined]
+    del request
+    found = cycles_behind([near, KEPT.thing, far, alone.thing, beside])
+    assert [{edge.text for edge in edges} for edges in found] == [
+        {"Request.data"},
+        set(),
+        {"Request.data"},
+        set(),
+        {"Request.data"},
+    ]
