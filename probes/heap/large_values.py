@@ -20,7 +20,7 @@ from typing import Any
 from lowtide.probes import native
 from lowtide.probes.heap.container_lengths import ContainerLengths, are_containers
 from lowtide.probes.objects.address_table import Ints
-from lowtide.probes.objects.identities import are_tracked, identities, objects_at, referents, types_of
+from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
 from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded
@@ -147,8 +147,8 @@ class _Found:
         kinds, is_own = types_of(ids), owners == ids
         for of, measures, least in self._measures:
             places = np.flatnonzero(np.isin(kinds, [*map(id, measures)]) | (is_own & (of == OF_ITEMS)))
-            own = [values[place] for place in places.tolist()]
-            sizes = np.fromiter((measures.get(type(each), _referents)(each) for each in own), np.int64, len(own))
+            sizes = _measured(values, ids, kinds, places, measures)
+            own = [values[place] for place in places.tolist()] if self._wants else []
             large, of_owners = sizes >= least, types[places]
             self._add(owners[places] + of, of_owners, large, sizes, own)
             # A container does not give way to another one.
@@ -183,6 +183,21 @@ class _Found:
         if within:
             self.add(within)
             within.clear()
+
+
+def _measured(
+    values: list[Any], ids: Ints, kinds: Ints, places: Ints, measures: dict[type, Callable[[Any], int]]
+) -> Ints:
+    """Return the sizes of the values at some places; most are tuples, whose lengths are read without a call each."""
+    sizes, own = np.zeros(len(places), np.int64), kinds[places]
+    read = [kind for kind in (tuple, frozenset) if kind in measures]
+    for kind in read:
+        at = np.flatnonzero(own == id(kind))
+        sizes[at] = lengths_of(ids[places[at]], kind)
+    left = np.flatnonzero(~np.isin(own, [*map(id, read)]))
+    asked = (values[place] for place in places[left].tolist())
+    sizes[left] = np.fromiter((measures.get(type(each), _referents)(each) for each in asked), np.int64, len(left))
+    return sizes
 
 
 def items_of(fixed: Any) -> Any:
