@@ -63,6 +63,9 @@ from lowtide.reports.outcomes import judged_as, tries_as_one
 from lowtide.reports.schema import Finding, NotMeasured, OutOfMemory, Subject
 from lowtide.reports.sizes import first_of
 
+# pytest leaves frames of this module out of a traceback that it shows.
+__tracebackhide__ = True
+
 
 class Checker:
     """One run under `--leakcheck`.

@@ -155,3 +155,39 @@ def test_the_summary_has_a_line_for_each_cause_with_its_tests(run_inner: RunInne
     assert another.startswith("LEAK test_causes.py::test_keeping_another ")
     assert another.endswith("held by test_causes.OTHERS[0]")
     assert len([line for line in run.out.splitlines() if line.startswith("FAILED ")]) == 7
+
+
+def test_a_traceback_of_the_program_s_has_none_of_our_frames(run_inner: RunInner) -> None:
+    run = run_inner(
+        {
+            "conftest.py": """
+                import pytest
+                @pytest.fixture
+                def broken():
+                    raise ValueError("broken")
+                @pytest.fixture(scope="session")
+                def broken_for_all():
+                    raise ValueError("broken")
+                @pytest.fixture
+                def broken_in_the_end():
+                    yield
+                    raise ValueError("broken")
+            """,
+            "broken_module.py": "raise ValueError('broken')",
+            "test_inner.py": """
+                import subprocess
+                def test_setup(broken): pass
+                def test_session(broken_for_all): pass
+                def test_teardown(broken_in_the_end): pass
+                def test_import(): import broken_module
+                def test_start(): subprocess.run(["no-such-command"])
+                def test_engine(leakcheck):
+                    class Engine:
+                        def generate(self): raise ValueError("broken")
+                    leakcheck.engine(Engine(), infer="generate").generate()
+            """,
+        }
+    )
+    assert run.out.count("ValueError: broken") >= 5
+    shown = [line for line in run.out.splitlines() if "lowtide/" in line and "Error" not in line]
+    assert shown == []
