@@ -15,8 +15,8 @@ from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import command_line as _command_line
 from lowtide.probes.host.process_files import numbered_descriptors, stat
-from lowtide.probes.objects.foreign import attribute, module_of_class, thread_ident, thread_key
-from lowtide.probes.originals import contents, gc, loaded, os, sys, threading
+from lowtide.probes.objects.foreign import attribute, is_a, module_of_class, thread_ident, thread_key
+from lowtide.probes.originals import contents, gc, loaded, os, sys, threading, weakref
 from lowtide.reports.schema import ResourceName
 
 Names = Collection[str]
@@ -181,6 +181,20 @@ def _module_of(target: Any) -> str:
 
 def _threads_by_name() -> dict[str, threading.Thread]:
     return {thread_key(thread): thread for thread in threading.enumerate()}
+
+
+def waiting_workers(names: Names) -> dict[str, object]:
+    """Return the threads that wait for work in a pool of `concurrent.futures`, each with its pool."""
+    waiting = _idle_in(ThreadPoolExecutor.__module__)(names)
+    pools = {name: _pool_of(thread) for name, thread in _threads_by_name().items() if name in waiting}
+    return {name: pool for name, pool in pools.items() if pool is not None}
+
+
+def _pool_of(worker: threading.Thread) -> object | None:
+    arguments = attribute(worker, "_args")
+    reference = arguments[0] if type(arguments) is tuple and arguments else None
+    pool = reference() if type(reference) is weakref.ref else None
+    return pool if is_a(pool, ThreadPoolExecutor) else None
 
 
 def _in_torchs_pools(names: Names) -> Names:

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import msgspec
 
 from lowtide.leakcheck.growth.series import KeptSteps, LevelKey, rises
-from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.judging.exemptions import exempt, waiting_workers
 from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.resources.settings import (
@@ -450,6 +450,7 @@ class Ownership:
         environment: who set which environment variable.
         makers: who made threads, processes and descriptors.
         sockets: the temporary files to which some processes have bound sockets.
+        may_be_new: whether an object was born in this test; also where that is not known.
     """
 
     def __init__(
@@ -459,8 +460,10 @@ class Ownership:
         environment: EnvironmentSetters | None = None,
         makers: Makers | None = None,
         sockets: Callable[[Collection[int]], set[str]] = lambda pids: set(),
+        may_be_new: Callable[[object], bool] = lambda item: True,
     ) -> None:
         self._segments = segments
+        self._may_be_new = may_be_new
         self._left_behind = left
         self._sockets_of = sockets
         self._environment = environment or EnvironmentSetters()
@@ -611,9 +614,20 @@ class Ownership:
             owned = {name for owner in (*self.live, *ended) for name in owner.items.get(key, ())}
             found = {name: names[name] for name in sorted(fresh - owned) if not self._is_anothers(key, name, now)}
         stays = exempt(key, found)
+        if key == "threads" and subject is None:
+            stays |= self._waiting_in_older_pools(found.keys() - stays)
         heirs = self._living_heirs(stays, subject) if key == "threads" and stays else {}
         found = {name: amount for name, amount in found.items() if name not in stays} | heirs
         return self._own_shared_memory(found) if key == "shared-memory" else found
+
+    def _waiting_in_older_pools(self, threads: Collection[str]) -> set[str]:
+        """Return the workers that wait for work in pools that were there before the test.
+
+        A pool starts another one while all that it has are at work, up to a limit; it keeps them, as a cache that
+        fills, and who made the pool answers for them.
+        """
+        waiting = waiting_workers(threads) if threads else {}
+        return {name for name, pool in waiting.items() if not self._may_be_new(pool)}
 
     def _take_lines(self, owner: Owner) -> None:
         """Take the threads that its setup seems to have started, but for the heirs of what was there."""

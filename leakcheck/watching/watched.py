@@ -138,14 +138,15 @@ class Watched:
         self.orphaned_files = OrphanedFiles(
             self.tree, self.segments, self.makers, self.others.agents.began, alone=policy.driver
         )
+        self.births = Births()
         self.ownership = Ownership(
             self.segments,
             self.orphaned_files.shared_memory,
             self.environment,
             self.makers,
             self.orphaned_files.sockets_of,
+            self.births.may_be_new,
         )
-        self.births = Births()
         self.caches = FilledCaches()
         self.device_memory = DeviceMemory(driver=policy.driver)
         self.counters = CounterReader(

@@ -653,6 +653,11 @@ class Births:
                 return None
             return Identities(np.concatenate([*self._born, young.ids]), but=self._known)
 
+    def may_be_new(self, item: object) -> bool:
+        """Return whether an object was born since the mark; also where there were too many to remember."""
+        born = self.born()
+        return born is None or bool(born.holds(identities([item]))[0])
+
     def _note_born(self, ids: Ints) -> None:
         if self._are_too_many:
             return

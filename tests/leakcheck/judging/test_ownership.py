@@ -5,16 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
+from lowtide.leakcheck.judging.exemptions import waiting_workers
 from lowtide.leakcheck.judging.owners import Owner, Ownership
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
+from lowtide.probes.objects.foreign import thread_key
+from tests.waiting import wait_until
 
 DTYPE = "torch.get_default_dtype()"
 
@@ -596,3 +601,25 @@ def test_shared_memory_of_an_owner_s_process_is_the_owner_s(books: Ownership, wh
         finally:
             process.kill()
             segment.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize("whose", ["older", "of the test", "of an owner that has ended"])
+def test_a_worker_that_waits_in_a_pool_that_was_there_before_is_the_pool_s(whose: str, works: bool) -> None:
+    is_new = whose == "of the test"
+    books = Ownership(OwnSegments(), may_be_new=lambda pool: is_new and isinstance(pool, ThreadPoolExecutor))
+    books.begin("setup", Counters({"threads": {}}, {}, {}))
+    owner = Owner("fixture 'pool'", stage="setup") if "owner" in whose else None
+    done = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(int).result()
+        (worker,) = pool._threads
+        now = Counters({"threads": {thread_key(worker): 1}}, {}, {})
+        if owner is not None:
+            owner.items["threads"] = {thread_key(worker)}
+        if works:
+            pool.submit(done.wait)
+        wait_until(lambda: bool(waiting_workers([thread_key(worker)])) is not works)
+        found = new(books, now, owner, key="threads")
+        done.set()
+    assert found == (set() if whose == "older" and not works else {thread_key(worker)})

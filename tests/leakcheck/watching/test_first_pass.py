@@ -7,6 +7,7 @@ import itertools
 import logging
 import resource
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,3 +143,19 @@ def test_a_setting_is_found_in_the_test_that_leaves_it_and_in_no_other(
         put_back()
     assert [len(each) for each in found] == [0, 0, 1, 0]
     assert setting in found[2][0]
+
+
+POOLS: list[ThreadPoolExecutor] = []
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_pool_that_was_there_may_start_its_workers_and_a_new_one_may_not_stay(is_older: bool) -> None:
+    if is_older:
+        POOLS.append(ThreadPoolExecutor(2))
+    with LeakCheck(settle=0.05) as check:
+        if not is_older:
+            POOLS.append(ThreadPoolExecutor(2))
+        POOLS[0].submit(int).result()
+    POOLS.pop().shutdown()
+    (subject,) = check.report.subjects
+    assert {finding.resource for finding in subject.findings} == (set() if is_older else {"threads"})
