@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from lowtide.probes import native
-from lowtide.probes.device.allocations import AllocationsError, pooled_bytes, read_allocations
+from lowtide.probes.device.allocations import STEP_BYTES, AllocationsError, pooled_bytes, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
@@ -34,6 +34,7 @@ from lowtide.probes.host.settings import (
     process_values,
 )
 from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
+from lowtide.probes.memory.ranges import merge, total
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from lowtide.probes.objects.listed import FrozenCount
 from lowtide.probes.originals import contents, initialized_torch, loaded, os, threading, time
@@ -319,12 +320,19 @@ class CounterReader:
 
 
 def _listed_bytes(index: int) -> tuple[int | None, str]:
-    """Bytes of the allocations that the driver lists of a card; None where it does not, with the reason if known."""
+    """Bytes that the driver's allocations on a card take; None where it does not list them, with the reason if known.
+
+    In steps of the driver's, as NVML counts: what is in one with others moves none of the figures that say when it is
+    time to list them anew, and would be blamed on whoever moves these.
+    """
     try:
         listed = read_allocations(index)
     except AllocationsError as error:
         return None, str(error)
-    return (None if listed is None else sum(size for _, size in listed)), ""
+    if listed is None:
+        return None, ""
+    starts = [(address // STEP_BYTES * STEP_BYTES, address + size) for address, size in listed]
+    return total(merge((start, -(-(end - start) // STEP_BYTES) * STEP_BYTES) for start, end in starts)), ""
 
 
 def read_status() -> bytes:

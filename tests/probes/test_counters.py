@@ -26,6 +26,7 @@ import torch.distributed
 
 from lowtide.leakcheck.resources.settings import changes_between
 from lowtide.probes import native, originals, stages
+from lowtide.probes.device.allocations import STEP_BYTES
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host import counters
 from lowtide.probes.host.counters import (
@@ -523,9 +524,10 @@ def test_why_a_driver_s_amount_is_not_known_is_reported(card: Card) -> None:
 
 def test_where_the_driver_does_not_know_the_process_its_allocations_are_listed(card: Card) -> None:
     reader = card_reader(card)
-    card.held, card.listed = None, ((4096, 20), (8192, 70))
+    card.held, card.listed = None, ((4096, 20), (8192, 70), (3 * STEP_BYTES - 1, 2), (8 * STEP_BYTES, STEP_BYTES))
     found = reader.read()
-    assert (found.amounts["driver cuda:0"], found.unmeasured) == (70, {})
+    # In whole steps, as NVML would.
+    assert (found.amounts["driver cuda:0"], found.unmeasured) == (4 * STEP_BYTES - 20, {})
     # Not where it does: that says more, and costs less.
     card.held = 1000
     assert reader.read().amounts["driver cuda:0"] == 980
@@ -536,15 +538,16 @@ def test_where_the_driver_does_not_know_the_process_its_allocations_are_listed(c
 )
 def test_they_are_listed_anew_where_a_figure_has_changed(card: Card, attribute: str, figure: object) -> None:
     reader = card_reader(card)
-    card.held, card.listed = None, ((4096, 20), (8192, 70))
+    card.held, card.listed = None, ((STEP_BYTES, STEP_BYTES),)
     reader.read()
     changes = getattr(card, attribute) != figure
     setattr(card, attribute, figure)
-    card.listed = ((4096, 20), (8192, 70), (65536, 100))
+    card.listed = ((STEP_BYTES, 3 * STEP_BYTES),)
     card.asked.clear()
     found = reader.read().amounts["driver cuda:0"]
     assert found is not None
-    assert (found + (card.reserved or 0), "list" in card.asked) == ((190, True) if changes else (90, False))
+    assert found + (card.reserved or 0) == (3 if changes else 1) * STEP_BYTES
+    assert ("list" in card.asked) is changes
 
 
 def test_without_a_card_to_read_none_is_asked(card: Card) -> None:
