@@ -9,7 +9,7 @@ import io
 import itertools
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,164 +31,198 @@ MIB = 1 << 20
 
 
 class Held:
-    """What the program holds by attributes of a class."""
+    """What the turns of one kind keep."""
 
-    value: Any = None
-    logs: Any = ()
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.logs: Any = ()
+
+
+class Program:
+    """Has of each kind of turns what they keep, as the attribute of their name."""
+
+
+PROGRAM = Program()
+Turn: TypeAlias = Callable[[Held, int], object]
 
 
 @pytest.fixture(autouse=True)
 def emptied() -> Iterator[None]:
     yield
-    Held.value, Held.logs = None, ()
+    vars(PROGRAM).clear()
 
 
-def found_after(
-    turn: Callable[[int], object], *, asked: bool = True, seconds: float = 0.0, turns: int = TURNS
-) -> list[Finding]:
+def held_by(turn: Turn) -> Held:
+    vars(PROGRAM).setdefault(turn.__name__, Held())
+    held: Held = getattr(PROGRAM, turn.__name__)
+    return held
+
+
+def name_of(turn: Turn, attribute: str = "value") -> str:
+    return f"{__name__}.PROGRAM.{turn.__name__}.{attribute}"
+
+
+def found_after(*turns: Turn, asked: bool = True, seconds: float = 0.0) -> list[Finding]:
+    """Return what is found of turns of several kinds, side by side."""
     growth = TurnGrowth("steps", asked=asked, seconds=seconds)
-    apart = turns // 10
-    for number in range(1, turns + 1):
-        turn(number)
-        if number % apart == 0:
-            growth.read(number, begins=number == apart)
+    for number in range(1, TURNS + 1):
+        for turn in turns:
+            turn(held_by(turn), number)
+        if number % 4 == 0:
+            growth.read(number, begins=number == 4)
     return list(growth.end("", "").containers)
 
 
-def lengthen_text(number: int) -> None:
-    Held.value = (Held.value or "") + chr(97 + number % 26) * SIZE
+def lengthen_text(held: Held, number: int) -> None:
+    held.value = (held.value or "") + chr(97 + number % 26) * SIZE
 
 
-def lengthen_buffer(number: int) -> None:
-    Held.value = Held.value or bytearray()
-    Held.value.extend(bytes(SIZE))
+def lengthen_buffer(held: Held, number: int) -> None:
+    held.value = held.value or bytearray()
+    held.value.extend(bytes(SIZE))
 
 
-def lengthen_array(number: int) -> None:
-    Held.value = Held.value or array.array("d")
-    Held.value.frombytes(bytes(SIZE))
+def lengthen_array(held: Held, number: int) -> None:
+    held.value = held.value or array.array("d")
+    held.value.frombytes(bytes(SIZE))
 
 
-def write_to_memory(number: int) -> None:
-    Held.value = Held.value or io.BytesIO()
-    Held.value.write(bytes(SIZE))
+def write_to_memory(held: Held, number: int) -> None:
+    held.value = held.value or io.BytesIO()
+    held.value.write(bytes(SIZE))
 
 
-def write_text_to_memory(_: int) -> None:
-    Held.value = Held.value or io.StringIO()
-    Held.value.write("x" * SIZE)
+def write_text_to_memory(held: Held, _: int) -> None:
+    held.value = held.value or io.StringIO()
+    held.value.write("x" * SIZE)
 
 
-def concatenate(number: int) -> None:
-    Held.value = np.zeros(SIZE) if Held.value is None else np.concatenate([Held.value, np.ones(SIZE // 8)])
-
-
-@pytest.mark.parametrize(
-    ("turn", "kind"),
-    [
-        (lengthen_text, "str"),
-        (lengthen_buffer, "bytearray"),
-        (lengthen_array, "array.array"),
-        (write_to_memory, "_io.BytesIO"),
-        (write_text_to_memory, "_io.StringIO"),
-        (concatenate, "numpy.ndarray"),
-    ],
-    ids=lambda each: each.__name__ if callable(each) else "",
-)
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_it_is_told_with_its_holder(turn: Callable[[int], None], kind: str, seconds: float) -> None:
-    (finding,) = (each for each in found_after(turn, seconds=seconds) if each.holder)
-    assert finding.holder == f"{__name__}.Held.value"
-    assert finding.message.startswith(f"{finding.holder} grows by ")
-    assert f" in all: {kind} of " in finding.message
-    assert 0.85 * SIZE * finding.count < finding.bytes < 1.2 * SIZE * finding.count
-    assert (finding.count, finding.trend) == (TURNS - 4, "growth")
+def concatenate(held: Held, number: int) -> None:
+    held.value = np.zeros(SIZE) if held.value is None else np.concatenate([held.value, np.ones(SIZE // 8)])
 
 
 def test_it_is_told_though_malloc_has_less_in_the_end() -> None:
     """As what a server frees between two requests: where nothing rises, nothing is read."""
     ballast = [bytes(1000) for _ in range(2000)]
 
-    def serve(number: int) -> None:
-        lengthen_text(number)
+    def serve(held: Held, number: int) -> None:
+        lengthen_text(held, number)
         if number == TURNS:
             ballast.clear()
 
-    assert [each.holder for each in found_after(serve, seconds=1.0)] == [f"{__name__}.Held.value"]
+    assert [each.holder for each in found_after(serve, seconds=1.0)] == [name_of(serve)]
 
 
 @pytest.mark.parametrize("lengthens", [True, False])
 def test_it_is_told_by_what_each_turn_adds_to_the_process(lengthens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The level since the first turn lacks what that has added, and whatever else has gone meanwhile."""
-    growth, read = TurnGrowth("tests"), host_levels.read_levels
+    growth, read, held = TurnGrowth("tests"), host_levels.read_levels, held_by(lengthen_text)
     monkeypatch.setattr(host_levels, "read_levels", lambda: tuple(level - MIB for level in read()))
     for number in range(12):
-        Held.value = ((Held.value or "") if lengthens else "") + chr(97 + number) * (4 * MIB)
+        held.value = ((held.value or "") if lengthens else "") + chr(97 + number) * (4 * MIB)
         growth.note("")
     found = growth.end("", "").host
-    assert (found and found.holder) == (f"{__name__}.Held.value" if lengthens else None)
+    assert (found and found.holder) == (name_of(lengthen_text) if lengthens else None)
 
 
-def replace(number: int) -> None:
-    Held.value = bytes(SIZE * 20 + number)
+def replace(held: Held, number: int) -> None:
+    held.value = bytes(SIZE * 20 + number)
 
 
-def rise_and_fall(number: int) -> None:
-    Held.value = bytes(SIZE * (number % 10))
+def rise_and_fall(held: Held, number: int) -> None:
+    held.value = bytes(SIZE * (number % 10))
 
 
-def fill(number: int) -> None:
+def fill(held: Held, number: int) -> None:
     if number < TURNS // 2:
-        lengthen_buffer(number)
+        lengthen_buffer(held, number)
 
 
-def lengthen_by_little(number: int) -> None:
-    Held.value = (Held.value or "x" * SIZE) + "y" * 2000
+def lengthen_by_little(held: Held, number: int) -> None:
+    held.value = (held.value or "x" * SIZE) + "y" * 2000
 
 
-def lengthen_tuple(number: int) -> None:
-    Held.value = (*(Held.value or ()), bytes(SIZE))
+def lengthen_tuple(held: Held, number: int) -> None:
+    held.value = (*(held.value or ()), bytes(SIZE))
 
 
-def add_to_set(number: int) -> None:
-    Held.value = (Held.value or frozenset()) | {bytes(SIZE) + bytes([number])}
+def add_to_set(held: Held, number: int) -> None:
+    held.value = (held.value or frozenset()) | {bytes(SIZE) + bytes([number])}
 
 
-def wrap_partial(number: int) -> None:
-    Held.value = functools.partial(Held.value or print, bytes(SIZE))
+def wrap_partial(held: Held, number: int) -> None:
+    held.value = functools.partial(held.value or print, bytes(SIZE))
 
 
-def lengthen_tuple_by_little(number: int) -> None:
-    Held.value = (*(Held.value or ()), bytes(1300))
+def lengthen_tuple_by_little(held: Held, number: int) -> None:
+    held.value = (*(held.value or ()), bytes(1300))
 
 
-def lengthen_two(number: int) -> None:
-    lengthen_tuple(number)
-    Held.logs = (*Held.logs, number)
+def lengthen_two(held: Held, number: int) -> None:
+    lengthen_tuple(held, number)
+    held.logs = (*held.logs, number)
 
 
-@pytest.mark.parametrize("turn", [lengthen_tuple, add_to_set, wrap_partial, lengthen_two])
+def take_into_a_list(held: Held, number: int) -> None:
+    held.logs = held.logs or []
+    held.logs.append(bytes(SIZE))
+
+
+def lengthen_text_in_a_list(held: Held, number: int) -> None:
+    take_into_a_list(held, number)
+    if number == 1:
+        held.logs[0] = Held()
+    lengthen_text(held.logs[0], number)
+
+
+GROWING: dict[Turn, dict[str, tuple[str, str]]] = {
+    lengthen_text: {"value": ("grows by", "str")},
+    lengthen_buffer: {"value": ("grows by", "bytearray")},
+    lengthen_array: {"value": ("grows by", "array.array")},
+    write_to_memory: {"value": ("grows by", "_io.BytesIO")},
+    write_text_to_memory: {"value": ("grows by", "_io.StringIO")},
+    concatenate: {"value": ("grows by", "numpy.ndarray")},
+    # What gives way to a longer one is told as a container is.
+    lengthen_tuple: {"value": ("takes 1 item (", "40 of bytes")},
+    add_to_set: {"value": ("takes 1 item (", "40 of bytes")},
+    wrap_partial: {"value.args": ("takes 1 item (", "40 of bytes")},
+    lengthen_two: {"value": ("takes 1 item (", "40 of bytes")},
+    # What a list takes is told by the list alone, and what grows in one of these things beside it.
+    take_into_a_list: {"logs": ("takes 1 item (", "40 of bytes")},
+    lengthen_text_in_a_list: {"logs": ("takes 1 item (", "40 of bytes"), "logs[0].value": ("grows by", "str")},
+}
+"""Of each kind of turns what is said of which attribute of theirs."""
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_what_gives_way_to_a_longer_one_is_told_as_a_container_is(turn: Callable[[int], None], seconds: float) -> None:
-    (finding,) = (each for each in found_after(turn, seconds=seconds) if each.holder)
-    assert finding.holder == f"{__name__}.Held.value" + ".args" * (turn is wrap_partial)
-    assert finding.message.startswith(f"{finding.holder} takes 1 item (")
+def test_what_grows_is_told_with_its_holder(seconds: float) -> None:
+    found = [finding for finding in found_after(*GROWING, seconds=seconds) if finding.holder]
+    wanted = {name_of(turn, attribute): what for turn, each in GROWING.items() for attribute, what in each.items()}
+    told = {}
+    for finding in found:
+        verb, kind = wanted.get(finding.holder or "", ("", ""))
+        is_as_large = 0.85 * SIZE * finding.count < finding.bytes < 1.2 * SIZE * finding.count
+        is_said = finding.message.startswith(f"{finding.holder} {verb}") and f" in all: {kind}" in finding.message
+        told[finding.holder] = (is_said, is_as_large, finding.trend) if verb else finding.message
+    assert told == dict.fromkeys(wanted, (True, True, "growth"))
+    assert len(found) == len(wanted)
+    assert {finding.count for finding in found if " grows by " in finding.message} == {TURNS - 4}
 
 
 def test_a_tuple_is_read_though_little_has_come_in_a_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     # All else in this process moves it by more.
-    monkeypatch.setattr(turn_growth, "malloc_in_use", lambda: 1300 * len(Held.value or ()))
+    monkeypatch.setattr(turn_growth, "malloc_in_use", lambda: 1300 * len(held_by(lengthen_tuple_by_little).value or ()))
     (finding,) = found_after(lengthen_tuple_by_little)
-    assert finding.holder == f"{__name__}.Held.value"
+    assert finding.holder == name_of(lengthen_tuple_by_little)
 
 
-def window(number: int) -> None:
-    Held.value = (*(Held.value or ()), bytes(SIZE))[-8:]
+def window(held: Held, number: int) -> None:
+    held.value = (*(held.value or ()), bytes(SIZE))[-8:]
 
 
-def take_tuples(number: int) -> None:
-    Held.value = Held.value or []
-    Held.value.append((number,))
+def take_tuples(held: Held, number: int) -> None:
+    held.value = held.value or []
+    held.value.append((number,))
 
 
 class Row:
@@ -197,21 +231,18 @@ class Row:
     __slots__ = tuple(f"said_{number}" for number in range(TURNS + 1))
 
 
-def fill_row(number: int) -> None:
-    Held.value = Held.value or Row()
-    setattr(Held.value, f"said_{number}", (bytes(2000 + number), number))
+def fill_row(held: Held, number: int) -> None:
+    held.value = held.value or Row()
+    setattr(held.value, f"said_{number}", (bytes(2000 + number), number))
 
 
-@pytest.mark.parametrize("turn", [window, take_tuples, fill_row])
+STILL = (replace, rise_and_fall, fill, lengthen_by_little, window, take_tuples, fill_row)
+"""What is no longer in the end, a window of things, and tuples of little."""
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_a_window_of_things_and_tuples_of_little_are_none(turn: Callable[[int], None], seconds: float) -> None:
-    assert found_after(turn, seconds=seconds) == []
-
-
-@pytest.mark.parametrize("turn", [replace, rise_and_fall, fill, lengthen_by_little])
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_one_that_is_no_longer_in_the_end_is_none(turn: Callable[[int], None], seconds: float) -> None:
-    assert found_after(turn, seconds=seconds) == []
+def test_what_only_changes_or_is_little_is_none(seconds: float) -> None:
+    assert [finding.holder for finding in found_after(*STILL, seconds=seconds)] == []
 
 
 def test_a_program_that_runs_and_needs_no_more_is_not_held_up_to_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,55 +254,37 @@ def test_a_program_that_runs_and_needs_no_more_is_not_held_up_to_read_them(monke
     assert quiet < 5 < len(readings) - quiet
 
 
-def grown_in_a_process(turn: Callable[[int], object], requests: int = 0) -> list[Finding]:
+def grown_in_a_process(turn: Turn, requests: int = 0) -> list[Finding]:
     """Return what two looks into a process say of what is held, with thirty turns between them."""
     before = ask(answers.answer, Look(), "this process")
     for number in range(30):
-        turn(number)
+        turn(held_by(turn), number)
     now = ask(answers.answer, Look(), "this process")
     moments = [Moment(started=1, seen=seen, things={}) for seen in (before, now)]
     found = grown_between(*moments, "mark 'a'", requests, explain_grown)
-    return [each for each in found if (each.holder or "").startswith(f"{__name__}.Held.")]
+    return [each for each in found if (each.holder or "").startswith(f"{__name__}.PROGRAM.{turn.__name__}.")]
 
 
 def test_a_process_says_how_large_its_values_are_and_who_holds_one_that_has_grown() -> None:
-    lengthen_buffer(0)
+    lengthen_buffer(held_by(lengthen_buffer), 0)
     (finding,) = grown_in_a_process(lengthen_buffer)
     assert f" has {finding.bytes / 1024:.1f} KiB more than at mark 'a': bytearray of " in finding.message
 
 
 def test_a_process_says_who_holds_a_tuple_that_has_grown() -> None:
-    Held.value = ("",) * 20
+    held_by(lengthen_tuple).value = ("",) * 20
     (finding,) = grown_in_a_process(lengthen_tuple)
     assert f" has 30 items ({finding.bytes / 1024:.1f} KiB) more than at mark 'a': 50 of " in finding.message
 
 
-def test_what_a_list_takes_is_told_by_the_list_alone() -> None:
-    Held.logs = []
-    (finding,) = found_after(lambda number: Held.logs.append(bytes(SIZE)))
-    assert finding.holder == f"{__name__}.Held.logs"
-    assert " takes 1 item (" in finding.message
-
-
-def test_what_grows_in_one_of_the_things_that_a_list_takes_is_told_beside_the_list() -> None:
-    Held.logs = [Held()]
-
-    def serve(number: int) -> None:
-        Held.logs.append(bytes(SIZE))
-        Held.logs[0].value = (Held.logs[0].value or "") + chr(97 + number % 26) * SIZE
-
-    holders = {finding.holder for finding in found_after(serve)}
-    assert holders == {f"{__name__}.Held.logs", f"{__name__}.Held.logs[0].value"}
-
-
 @pytest.mark.parametrize(("turn", "count"), [(lengthen_buffer, 1), (lengthen_by_little, 0), (rise_and_fall, 0)])
 def test_where_nobody_has_asked_a_value_is_told_that_needs_more_and_more(
-    turn: Callable[[int], None], count: int, monkeypatch: pytest.MonkeyPatch
+    turn: Turn, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All else in this process moves it, too.
-    monkeypatch.setattr(turn_growth, "malloc_in_use", lambda: len(Held.value or ()))
+    monkeypatch.setattr(turn_growth, "malloc_in_use", lambda: len(held_by(turn).value or ()))
     found = found_after(turn, asked=False)
-    assert [finding.holder for finding in found] == [f"{__name__}.Held.value"] * count
+    assert [finding.holder for finding in found] == [name_of(turn)] * count
 
 
 def test_where_nobody_has_asked_values_are_not_read_while_malloc_gives_out_no_more(
@@ -287,103 +300,69 @@ def test_where_nobody_has_asked_values_are_not_read_while_malloc_gives_out_no_mo
 CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("said", default="")
 
 
-class State(msgspec.Struct, frozen=True):
+class TextState(msgspec.Struct, frozen=True):
     """Gives way to another one with each turn."""
 
     text: str = ""
+
+
+class ThingsState(msgspec.Struct, frozen=True):
+    """As the other one."""
+
     things: tuple[bytes, ...] = ()
 
 
-def lengthen_in_a_context(_: int) -> None:
+def lengthen_in_a_context(_: Held, number: int) -> None:
     CONTEXT.set((CONTEXT.get() or "") + "x" * SIZE)
 
 
-def lengthen_in_a_tuple(number: int) -> None:
-    Held.value = ((Held.value or ("",))[0] + "x" * SIZE, number)
+def lengthen_in_a_tuple(held: Held, number: int) -> None:
+    held.value = ((held.value or ("",))[0] + "x" * SIZE, number)
 
 
-def lengthen_in_a_record(_: int) -> None:
-    Held.value = State((Held.value or State()).text + "x" * SIZE)
+def lengthen_in_a_record(held: Held, _: int) -> None:
+    held.value = TextState((held.value or TextState()).text + "x" * SIZE)
 
 
-def take_in_a_record(number: int) -> None:
-    Held.value = State(things=(*(Held.value or State()).things, bytes(2000 + number)))
+def take_in_a_record(held: Held, number: int) -> None:
+    held.value = ThingsState((*(held.value or ThingsState()).things, bytes(2000 + number)))
 
 
-def take_in_an_array(number: int) -> None:
-    Held.value = np.append(np.empty(0, object) if Held.value is None else Held.value, [b"x" * (2000 + number)])
+def take_in_an_array(held: Held, number: int) -> None:
+    held.value = np.append(np.empty(0, object) if held.value is None else held.value, [b"x" * (2000 + number)])
 
 
-def take_in_an_object_of_c(number: int) -> None:
-    Held.value = xml.etree.ElementTree.Element("all") if Held.value is None else Held.value
-    xml.etree.ElementTree.SubElement(Held.value, "one", {"text": "x" * (2000 + number)})
+def take_in_an_object_of_c(held: Held, number: int) -> None:
+    held.value = xml.etree.ElementTree.Element("all") if held.value is None else held.value
+    xml.etree.ElementTree.SubElement(held.value, "one", {"text": "x" * (2000 + number)})
 
 
-@pytest.mark.parametrize(
-    ("turn", "said"),
-    [
-        (lengthen_in_a_context, "context variable 'said' grows by "),
-        (lengthen_in_a_tuple, f"{__name__}.Held.value[0] grows by "),
-        (lengthen_in_a_record, f"{__name__}.Held.value.text grows by "),
-        (take_in_a_record, f"{__name__}.Held.value.things takes 1 item ("),
-        (take_in_an_array, f"{__name__}.Held.value takes 1 item ("),
-        (take_in_an_object_of_c, f"{__name__}.Held.value takes 1 item ("),
-    ],
-)
-def test_it_is_told_whatever_refers_to_it(turn: Callable[[int], object], said: str) -> None:
-    (finding,) = contextvars.copy_context().run(found_after, turn)
-    assert finding.message.startswith(said)
+RECORDS = {
+    lengthen_in_a_context: "context variable 'said' grows by ",
+    lengthen_in_a_tuple: f"{name_of(lengthen_in_a_tuple)}[0] grows by ",
+    lengthen_in_a_record: f"{name_of(lengthen_in_a_record)}.text grows by ",
+    take_in_a_record: f"{name_of(take_in_a_record)}.things takes 1 item (",
+    take_in_an_array: f"{name_of(take_in_an_array)} takes 1 item (",
+    take_in_an_object_of_c: f"{name_of(take_in_an_object_of_c)} takes 1 item (",
+}
 
 
-def take_turns_in_a_tuple(number: int) -> None:
-    Held.value = ("x" * (SIZE * (number % 5 + 1)), number)
+def test_it_is_told_whatever_refers_to_it() -> None:
+    messages = [finding.message for finding in contextvars.copy_context().run(found_after, *RECORDS)]
+    assert {said: sum(message.startswith(said) for message in messages) for said in RECORDS.values()} == dict.fromkeys(
+        RECORDS.values(), 1
+    )
+    assert len(messages) == len(RECORDS)
 
 
-def hold_the_last_in_an_object_of_c(number: int) -> None:
-    take_in_an_object_of_c(number)
-    if len(Held.value) > 8:
-        Held.value.remove(Held.value[0])
+def take_turns_in_a_tuple(held: Held, number: int) -> None:
+    held.value = ("x" * (SIZE * (number % 5 + 1)), number)
 
 
-def take_longer_texts(number: int) -> None:
-    Held.logs = Held.logs or []
-    Held.logs.append(("x" * SIZE * number, number))
-
-
-def test_what_holds_the_last_few_or_other_things_is_none() -> None:
-    assert found_after(take_turns_in_a_tuple) == []
-    Held.value = None
-    assert found_after(hold_the_last_in_an_object_of_c) == []
-
-
-def test_the_longest_of_what_a_list_takes_is_told_by_the_list_alone() -> None:
-    (finding,) = found_after(take_longer_texts)
-    assert finding.holder == f"{__name__}.Held.logs"
-
-
-def test_what_a_linked_block_of_c_holds_is_told_once_there_are_many_blocks() -> None:
-    ahead, behind = itertools.tee(bytes(2000 + number) for number in range(800))
-    even, beside = itertools.tee(bytes(2000 + number) for number in range(800))
-    Held.logs = [behind, beside]
-
-    def serve(_: int) -> None:
-        for each in (ahead, even, beside):
-            next(each)
-
-    (finding,) = found_after(serve, turns=800)
-    assert finding.holder == f"{__name__}.Held.logs[0] (inside itertools._tee)"
-
-
-def take_in_a_list(number: int) -> None:
-    Held.logs = Held.logs or []
-    Held.logs.append(bytes(2000 + number))
-
-
-@pytest.mark.parametrize(("requests", "told"), [(30, True), (50, True), (200, False)])
-def test_more_requests_may_have_been_sent_than_came_but_not_many_times_as_many(requests: int, told: bool) -> None:
-    take_in_a_list(0)
-    found = grown_in_a_process(take_in_a_list, requests)
-    assert [f" of {requests} requests, " in finding.message for finding in found] == [True] * told
+def hold_the_last_in_an_object_of_c(held: Held, number: int) -> None:
+    take_in_an_object_of_c(held, number)
+    if len(held.value) > 8:
+        held.value.remove(held.value[0])
 
 
 @functools.lru_cache(maxsize=64)
@@ -391,5 +370,46 @@ def remembered(number: int) -> bytes:
     return bytes(2000 + number)
 
 
-def test_a_cache_that_fills_is_none_though_it_refers_to_all_that_it_has() -> None:
-    assert found_after(remembered) == []
+def remember(_: Held, number: int) -> None:
+    remembered(number)
+
+
+def test_what_holds_the_last_few_or_other_things_and_a_cache_that_fills_are_none() -> None:
+    found = found_after(take_turns_in_a_tuple, hold_the_last_in_an_object_of_c, remember)
+    assert [finding.holder for finding in found] == []
+
+
+def take_longer_texts(held: Held, number: int) -> None:
+    held.logs = held.logs or []
+    held.logs.append(("x" * SIZE * number, number))
+
+
+def test_the_longest_of_what_a_list_takes_is_told_by_the_list_alone() -> None:
+    (finding,) = found_after(take_longer_texts)
+    assert finding.holder == name_of(take_longer_texts, "logs")
+
+
+def test_what_a_linked_block_of_c_holds_is_told_once_there_are_many_blocks() -> None:
+    ahead, behind = itertools.tee(bytes(2000 + number) for number in range(800))
+    even, beside = itertools.tee(bytes(2000 + number) for number in range(800))
+
+    def serve(held: Held, _: int) -> None:
+        held.logs = [behind, beside]
+        for _ in range(20):
+            for each in (ahead, even, beside):
+                next(each)
+
+    (finding,) = found_after(serve)
+    assert finding.holder == f"{name_of(serve, 'logs')}[0] (inside itertools._tee)"
+
+
+def take_in_a_list(held: Held, number: int) -> None:
+    held.logs = held.logs or []
+    held.logs.append(bytes(2000 + number))
+
+
+@pytest.mark.parametrize(("requests", "told"), [(30, True), (50, True), (200, False)])
+def test_more_requests_may_have_been_sent_than_came_but_not_many_times_as_many(requests: int, told: bool) -> None:
+    take_in_a_list(held_by(take_in_a_list), 0)
+    found = grown_in_a_process(take_in_a_list, requests)
+    assert [f" of {requests} requests, " in finding.message for finding in found] == [True] * told
