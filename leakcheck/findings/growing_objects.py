@@ -697,12 +697,14 @@ class _Chained(NamedTuple):
         links: what leads from each to the next, as far as it is explained.
         members: the identities of these, from the first to the last before the object.
         through: those of all that is on the way, and of the object.
+        chain: those of these that come from the first of its type on: others may lead to other chains, too.
     """
 
     head: tuple[str, ...]
     links: tuple[str, ...]
     members: Sequence[int]
     through: frozenset[int]
+    chain: frozenset[int]
 
 
 def _growing_chains(
@@ -755,7 +757,7 @@ def _of_chain(
     told: Collection[int],
     heap: _Heap,
 ) -> tuple[Finding, frozenset[int]] | None:
-    """Return the finding on new objects of a type that lie behind each other, and what is on the ways to them."""
+    """Return the finding on new objects of a type that lie behind each other, and what is on the ways within these."""
     course, cls, objects, new, _ = came
     # What is garbage only was not collected yet.
     held = [(each, way) for each, way in explained if each.path]
@@ -774,8 +776,8 @@ def _of_chain(
     is_deep = depth >= _DEEP * len(new) and depth >= _DEEP * course.items
     if sharing < _SHARED_PART * count or not (is_deep or is_known):
         return None
-    through = frozenset[int]().union(*(one.through for one in chained))
-    linked = [item for item in new if id(item) in through]
+    chain = frozenset[int]().union(*(one.chain for one in chained))
+    linked = [item for item in new if id(item) in chain]
     if _is_plain(cls):
         # Others that have come have nothing to do with these.
         lengths = [course.lengths[-1] - len(linked), course.lengths[-1]]
@@ -792,7 +794,7 @@ def _of_chain(
     links = " or ".join(link for link, _ in Counter(longest.links).most_common(2))
     what = f"{type_name(cls)} behind each other by {links}, {depth + 1} deep or more"
     finding = _stated(course, holder, stretch, each=each, what=what)
-    return finding, through
+    return finding, chain
 
 
 def _of_one_nest(chained: Sequence[_Chained], new: Sequence[Any], least: float) -> list[_Chained]:
@@ -848,8 +850,9 @@ def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
         return None
     links = ("".join(edges[here + 1 : there + 1]).strip() for here, there in itertools.pairwise(places))
     # The dict of a module's names is on a way, and no hop of it.
-    first = max(0, [*way.like, way.item].index(way.near) + 1 - len(places))
-    return _Chained(tuple(edges[: places[0] + 1]), tuple(links), way.like[first:], way.through)
+    members = way.like[max(0, [*way.like, way.item].index(way.near) + 1 - len(places)) :]
+    chain = frozenset([*way.before[way.before.index(members[0]) :], way.item])
+    return _Chained(tuple(edges[: places[0] + 1]), tuple(links), members, way.through, chain)
 
 
 def _growing_items(courses: Sequence[Course]) -> list[tuple[Course, Any]]:

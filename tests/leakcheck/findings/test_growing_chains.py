@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -29,10 +29,12 @@ class Payload:
 
 
 class Node:
+    payload_type = Payload
+
     def __init__(self, previous: Any) -> None:
         self.previous = previous
         self.next: Any = None
-        self.payload = Payload()
+        self.payload = self.payload_type()
 
 
 class Wrapper:
@@ -50,105 +52,162 @@ class Leaf:
 
 
 class Held:
-    """What the program holds by attributes of a class."""
+    """What the turns of one kind keep, with types of their own: how many there are of a type is what is followed."""
 
-    head: Any = None
-    tail: Any = None
-    still: Any = None
-    cache: ClassVar[OrderedDict[int, Node]] = OrderedDict()
+    def __init__(self) -> None:
+        self.head: Any = None
+        self.tail: Any = None
+        self.kept: list[Any] = []
+        self.cache: OrderedDict[int, Node] = OrderedDict()
+        self.payload = type("Payload", (Payload,), {})
+        self.node = type("Node", (Node,), {"payload_type": self.payload})
+
+
+class Program:
+    """Has of each kind of turns what they keep, as the attribute of their name."""
+
+
+PROGRAM = Program()
+Turn: TypeAlias = Callable[[Held, int], object]
 
 
 @pytest.fixture(autouse=True)
 def emptied() -> Iterator[None]:
     yield
-    # One by one: what is very long must not be let go of by itself.
-    Held.head = Held.tail = Held.still = None
-    Held.cache.clear()
+    vars(PROGRAM).clear()
 
 
-def found_after(turn: Callable[[int], object]) -> list[Finding]:
+def held_by(turn: Turn) -> Held:
+    vars(PROGRAM).setdefault(turn.__name__, Held())
+    held: Held = getattr(PROGRAM, turn.__name__)
+    return held
+
+
+def name_of(turn: Turn, attribute: str = "head") -> str:
+    return f"{__name__}.PROGRAM.{turn.__name__}.{attribute}"
+
+
+def found_after(*turns: Turn) -> list[Finding]:
+    """Return what is found of turns of several kinds, side by side."""
     growth = TurnGrowth("steps", asked=True)
     for number in range(1, TURNS + 1):
-        turn(number)
+        for turn in turns:
+            turn(held_by(turn), number)
         if number % 4 == 0:
             growth.read(number, begins=number == 4)
     return list(growth.end("", "").containers)
 
 
-def link(number: int) -> None:
-    Held.head = Node(Held.head)
+def link(held: Held, number: int) -> None:
+    held.head = held.node(held.head)
 
 
-def link_both_ways(number: int) -> None:
-    node = Node(Held.tail)
-    if Held.tail is not None:
-        Held.tail.next = node
-    Held.tail, Held.head = node, Held.head or node
+def link_both_ways(held: Held, number: int) -> None:
+    node = held.node(held.tail)
+    if held.tail is not None:
+        held.tail.next = node
+    held.tail, held.head = node, held.head or node
 
 
-def link_two_kinds(number: int) -> None:
-    Held.head = Node(Wrapper(Held.head))
+def link_two_kinds(held: Held, number: int) -> None:
+    held.head = held.node(Wrapper(held.head))
 
 
-def nest_closures(number: int) -> None:
-    before, data = Held.head, bytes(SIZE)
-    Held.head = lambda: (before, data)
+def nest_closures(held: Held, number: int) -> None:
+    before, data = held.head, bytes(SIZE)
+    held.head = lambda: (before, data)
 
 
-def wrap_functions(number: int) -> None:
-    before = Held.head or link
+def wrap_functions(held: Held, number: int) -> None:
+    before = held.head or link
 
     @functools.wraps(before)
     def wrapped(number: int) -> Any:
         return before(number)
 
     wrapped.data = bytes(SIZE)  # type: ignore[attr-defined]
-    Held.head = wrapped
+    held.head = wrapped
 
 
-def nest_generators(number: int) -> None:
-    def both(before: Any, data: bytes) -> Iterator[bytes]:
-        yield from before
-        yield data
-
-    Held.head = both(Held.head or (), bytes(SIZE))
+def both(before: Any, data: bytes) -> Iterator[bytes]:
+    yield from before
+    yield data
 
 
-def chain_errors(number: int) -> None:
+def nest_generators(held: Held, number: int) -> None:
+    held.head = both(held.head or (), bytes(SIZE))
+
+
+def chain_errors(held: Held, number: int) -> None:
     error = ValueError(bytes(SIZE))
-    error.__context__ = Held.head
-    Held.head = error
+    error.__context__ = held.head
+    held.head = error
 
 
-def nest_dicts(number: int) -> None:
+def nest_dicts(held: Held, number: int) -> None:
     # Others come and go, too.
     for _ in range(10):
-        Held.head = {"before": Held.head, "data": bytes(SIZE)}
+        held.head = {"before": held.head, "data": bytes(SIZE)}
 
 
-def nest_lists(number: int) -> None:
-    Held.head = [Payload(), Held.head]
+def nest_lists(held: Held, number: int) -> None:
+    held.head = [held.payload(), held.head]
 
 
-def nest_tuples(number: int) -> None:
-    Held.head = (bytes(SIZE), Held.head)
+def nest_tuples(held: Held, number: int) -> None:
+    held.head = (bytes(SIZE), held.head)
 
 
-def chain_iterators(number: int) -> None:
-    Held.head = itertools.chain(Held.head or (), [bytes(SIZE)])
+def chain_iterators(held: Held, number: int) -> None:
+    held.head = itertools.chain(held.head or (), [bytes(SIZE)])
 
 
-def grow_a_tree(number: int) -> None:
+def grow_a_tree(held: Held, number: int) -> None:
     leaf = Leaf(random.Random(number).random())
-    at = Held.head
+    at = held.head
     if at is None:
-        Held.head = leaf
+        held.head = leaf
     while at is not None:
         side = "left" if leaf.key < at.key else "right"
         if getattr(at, side) is None:
             setattr(at, side, leaf)
             return
         at = getattr(at, side)
+
+
+def set_attributes(held: Held, number: int) -> None:
+    held.head = held.head or held.node(None)
+    setattr(held.head, f"node_{number}", held.node(None))
+
+
+def copy_a_list(held: Held, number: int) -> None:
+    held.head = [*(held.head or ()), held.node(None)]
+
+
+def copy_a_tuple(held: Held, number: int) -> None:
+    held.head = (*(held.head or ()), held.node(None))
+
+
+def copy_a_dict(held: Held, number: int) -> None:
+    held.head = {**(held.head or {}), number: held.node(None)}
+
+
+def take_beside_a_chain(held: Held, number: int) -> None:
+    """Have a list take what a long chain, which was there, is made of."""
+    for _ in range(9 * TURNS if number == 1 else 0):
+        link(held, number)
+    held.kept.append(held.node(None))
+
+
+def take_what_is_linked(held: Held, number: int) -> None:
+    held.kept.append(held.node(held.kept[-1] if held.kept else None))
+
+
+@pytest.mark.nightly
+def test_wrapped_functions_are_a_chain() -> None:
+    (finding,) = found_after(wrap_functions)
+    assert finding.holder == name_of(wrap_functions)
+    assert " behind each other by .__wrapped__, " in finding.message
 
 
 def test_of_a_long_chain_few_objects_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,176 +218,145 @@ def test_of_a_long_chain_few_objects_are_asked(monkeypatch: pytest.MonkeyPatch) 
         asked.append(len(targets))
         return explain(targets, **known)
 
+    def link_many(held: Held, number: int) -> None:
+        for _ in range(20):
+            link(held, number)
+
     monkeypatch.setattr(growing_objects, "explain", counted)
-    (finding,) = found_after(lambda number: [link(number) for _ in range(20)])
-    assert (finding.holder or "").endswith("Held.head")
+    (finding,) = found_after(link_many)
+    assert finding.holder == name_of(link_many)
     assert sum(asked) < 100
 
 
-@pytest.mark.parametrize(
-    ("turn", "holders", "links"),
-    [
-        (link, {"head"}, {".previous"}),
-        (link_both_ways, {"head", "tail"}, {".previous", ".next"}),
-        pytest.param(link_two_kinds, {"head"}, {".previous.inner", ".inner.previous"}, marks=pytest.mark.nightly),
-        (nest_closures, {"head"}, {"cell 'before'"}),
-        pytest.param(wrap_functions, {"head"}, {".__wrapped__"}, marks=pytest.mark.nightly),
-        pytest.param(nest_generators, {"head"}, {"f_locals['before']"}, marks=pytest.mark.nightly),
-        (chain_errors, {"head"}, {".__context__"}),
-        pytest.param(nest_dicts, {"head"}, {"['before']"}, marks=pytest.mark.nightly),
-        (nest_lists, {"head"}, {"[*]"}),
-        (nest_tuples, {"head"}, {"[*]"}),
-        (chain_iterators, {"head"}, {"inside itertools.chain inside tuple_iterator[*]"}),
-        (grow_a_tree, {"head"}, {".left or .right", ".right or .left"}),
-    ],
-    ids=lambda each: each.__name__ if callable(each) else "",
-)
-def test_a_chain_is_named_by_its_head_and_its_links(
-    turn: Callable[[int], None], holders: set[str], links: set[str]
-) -> None:
-    (finding,) = found_after(turn)
-    assert finding.holder in {f"{__name__}.Held.{holder}" for holder in holders}
-    assert any(f" behind each other by {link}, " in finding.message for link in links)
-    assert (finding.resource, finding.trend) == ("host-memory", "growth")
-    assert SIZE * finding.count < finding.bytes < 2 * SIZE * finding.count
+Told: TypeAlias = dict[Turn, tuple[set[str], set[str]]]
+"""Of each kind of turns the attributes of which one is told, and the links of which one is; none if it is no chain."""
+
+CHAINS: Told = {
+    link: ({"head"}, {".previous"}),
+    link_both_ways: ({"head", "tail"}, {".previous", ".next"}),
+    link_two_kinds: ({"head"}, {".previous.inner", ".inner.previous"}),
+    nest_closures: ({"head"}, {"cell 'before'"}),
+    nest_generators: ({"head"}, {"f_locals['before']"}),
+    chain_errors: ({"head"}, {".__context__"}),
+    nest_dicts: ({"head"}, {"['before']"}),
+    chain_iterators: ({"head"}, {"inside itertools.chain inside tuple_iterator[*]"}),
+    grow_a_tree: ({"head"}, {".left or .right", ".right or .left"}),
+    # What is told as a container is: objects that another one has as attributes,
+    set_attributes: ({"head", "head.__dict__"}, set()),
+    # a container that gives way to a longer one,
+    copy_a_list: ({"head"}, set()),
+    copy_a_tuple: ({"head"}, set()),
+    copy_a_dict: ({"head"}, set()),
+    # and a list of what is linked, which tells all of it.
+    take_beside_a_chain: ({"kept"}, set()),
+    take_what_is_linked: ({"kept"}, set()),
+}
+
+# Of what everybody makes all that there is is followed, and one chain of a type is told.
+LISTS: Told = {nest_lists: ({"head"}, {"[*]"})}
+TUPLES: Told = {nest_tuples: ({"head"}, {"[*]"})}
 
 
-def make_anew(number: int) -> None:
-    Held.head = None
+@pytest.mark.parametrize("turns", [CHAINS, LISTS, TUPLES], ids=["chains", "lists", "tuples"])
+def test_a_chain_is_named_by_its_head_and_its_links_and_what_a_container_takes_by_that(turns: Told) -> None:
+    found = {finding.holder: finding for finding in found_after(*turns)}
+    told = {turn: [found.pop(name_of(turn, each), None) for each in names] for turn, (names, _) in turns.items()}
+    assert {turn.__name__: told[turn] for turn in turns if told[turn].count(None) != len(told[turn]) - 1} | found == {}
+    for turn, (_, links) in turns.items():
+        (finding,) = (each for each in told[turn] if each is not None)
+        said = [f" behind each other by {link}, " for link in links] or [
+            f"{finding.holder} takes 1 item (2.",
+            f"{finding.holder} takes 1.1 items (2.",
+        ]
+        assert any(each in finding.message for each in said), finding.message
+        assert (finding.resource, finding.trend) == ("host-memory", "growth")
+        assert SIZE * finding.count < finding.bytes < 2 * SIZE * finding.count, finding.message
+
+
+def make_anew(held: Held, number: int) -> None:
+    held.head = None
     for _ in range(30):
-        link(number)
+        link(held, number)
 
 
-def keep_the_latest(number: int) -> None:
-    link(number)
-    at = Held.head
+def keep_the_latest(held: Held, number: int) -> None:
+    link(held, number)
+    at = held.head
     for _ in range(8):
         at = at.previous if at is not None else None
     if at is not None:
         at.previous = None
 
 
-def fill_a_cache(number: int) -> None:
-    Held.cache[number] = Node(None)
-    if len(Held.cache) > 10:
-        Held.cache.popitem(last=False)
+def fill_a_cache(held: Held, number: int) -> None:
+    held.cache[number] = held.node(None)
+    if len(held.cache) > 10:
+        held.cache.popitem(last=False)
 
 
-def raise_and_keep_the_last(number: int) -> None:
+def raise_and_keep_the_last(held: Held, number: int) -> None:
     try:
         raise ValueError(bytes(SIZE))
     except ValueError as error:
-        Held.head = error
+        held.head = error
 
 
-def make_and_drop_lists(number: int) -> None:
-    Held.head = [[[bytes(SIZE)] for _ in range(number % 5)], None]
+def copy_the_latest(held: Held, number: int) -> None:
+    held.head = [*(held.head or ())[-20:], held.node(None)]
 
 
-def nest_a_few_times(number: int) -> None:
-    Held.head = None if number % 8 == 0 else [bytes(SIZE), Held.head]
+AS_LONG = (make_anew, keep_the_latest, fill_a_cache, raise_and_keep_the_last, copy_the_latest)
+"""What is as long as before, once it has been filled."""
 
 
-def nest_until_it_is_deep(number: int) -> None:
+# Of lists, tuples and dicts all that there are is followed: a type of its own for each kind of turns.
+def make_and_drop_tuples(held: Held, number: int) -> None:
+    held.head = tuple((held.payload(),) for _ in range(number % 5))
+
+
+def nest_dicts_a_few_times(held: Held, number: int) -> None:
+    held.head = None if number % 8 == 0 else {"before": held.head, "data": bytes(SIZE)}
+
+
+def nest_until_it_is_deep(held: Held, number: int) -> None:
     """As a table of prefixes does that is full."""
     if number <= TURNS * 3 // 4:
-        nest_lists(number)
+        nest_lists(held, number)
 
 
-def chain_a_few_iterators(number: int) -> None:
-    Held.head = None if number % 8 == 0 else Held.head
-    chain_iterators(number)
+def chain_a_few_iterators(held: Held, number: int) -> None:
+    held.head = None if number % 8 == 0 else held.head
+    chain_iterators(held, number)
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [make_and_drop_lists, nest_a_few_times, nest_until_it_is_deep, chain_a_few_iterators],
-)
-def test_one_that_has_ended_or_begins_anew_is_none(turn: Callable[[int], None]) -> None:
-    assert found_after(turn) == []
+ENDING = (make_and_drop_tuples, nest_dicts_a_few_times, nest_until_it_is_deep, chain_a_few_iterators)
+"""What has ended, or begins anew."""
 
 
-@pytest.mark.parametrize(
-    "turn", [make_anew, keep_the_latest, pytest.param(fill_a_cache, marks=pytest.mark.nightly), raise_and_keep_the_last]
-)
-def test_one_that_is_as_long_as_before_is_none(turn: Callable[[int], None]) -> None:
+def test_one_that_is_as_long_as_before_or_has_ended_or_begins_anew_is_none() -> None:
     for number in range(30):
-        turn(number)
-    assert found_after(turn) == []
-
-
-def set_attributes(number: int) -> None:
-    Held.head = Held.head or Node(None)
-    setattr(Held.head, f"node_{number}", Node(None))
-
-
-def test_objects_that_another_one_has_as_attributes_are_told_by_it() -> None:
-    (finding,) = found_after(set_attributes)
-    assert (finding.holder or "").startswith(f"{__name__}.Held.head")
-
-
-def copy_a_list(number: int) -> None:
-    Held.head = [*(Held.head or ()), Node(None)]
-
-
-def copy_a_tuple(number: int) -> None:
-    Held.head = (*(Held.head or ()), Node(None))
-
-
-def copy_a_dict(number: int) -> None:
-    Held.head = {**(Held.head or {}), number: Node(None)}
-
-
-@pytest.mark.parametrize(
-    "turn", [copy_a_list, *(pytest.param(each, marks=pytest.mark.nightly) for each in (copy_a_tuple, copy_a_dict))]
-)
-def test_a_container_that_gives_way_to_a_longer_one_is_told(turn: Callable[[int], None]) -> None:
-    (finding,) = found_after(turn)
-    assert finding.holder == f"{__name__}.Held.head"
-    assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
-
-
-def copy_the_latest(number: int) -> None:
-    Held.head = [*(Held.head or ())[-20:], Node(None)]
-
-
-def test_one_that_gives_way_to_one_as_long_is_not() -> None:
-    for number in range(30):
-        copy_the_latest(number)
-    assert found_after(copy_the_latest) == []
-
-
-KEPT: list[Node] = []
+        for turn in AS_LONG:
+            turn(held_by(turn), number)
+    assert [finding.holder for finding in found_after(*AS_LONG, *ENDING)] == []
 
 
 def test_what_others_make_of_the_same_type_is_no_link() -> None:
     """Each turn leaves a list in another attribute, all behind a deep nest that was there."""
+
+    def take_lists(held: Held, number: int) -> None:
+        held.kept.append([bytes(SIZE)])
+
     for number in range(3 * TURNS):
-        nest_lists(number)
-    found = found_after(lambda number: KEPT.append([bytes(SIZE)]))  # type: ignore[arg-type]
-    KEPT.clear()
-    assert [finding.holder for finding in found] == [f"{__name__}.KEPT"]
-
-
-def test_a_chain_that_was_there_is_not_blamed_for_what_a_list_takes() -> None:
-    for _ in range(9 * TURNS):
-        Held.still = Node(Held.still)
-    found = found_after(lambda number: KEPT.append(Node(None)))
-    KEPT.clear()
-    assert [finding.holder for finding in found] == [f"{__name__}.KEPT"]
-
-
-def test_a_list_of_what_is_linked_tells_all_of_it() -> None:
-    found = found_after(lambda number: KEPT.append(Node(KEPT[-1] if KEPT else None)))
-    KEPT.clear()
-    assert [finding.holder for finding in found] == [f"{__name__}.KEPT"]
+        nest_lists(held_by(take_lists), number)
+    assert [finding.holder for finding in found_after(take_lists)] == [name_of(take_lists, "kept")]
 
 
 @pytest.mark.parametrize(("linked", "count"), [(True, 1), (False, 0)])
 def test_where_nobody_knows_what_was_there_earlier_it_must_be_deep(linked: bool, count: int) -> None:
+    turn: Turn = link if linked else grow_a_tree
     for number in range(3 * TURNS):
-        link(number) if linked else grow_a_tree(number)
-    cls = Node if linked else Leaf
+        turn(held_by(turn), number)
+    cls = held_by(turn).node if linked else Leaf
     courses = [Course(id(cls), id(type), [0, 3 * TURNS], [0, 3 * TURNS])]
     _, there = read_lengths([id(cls)])
     assert len(growth_in_heap(courses, there, Stretch("steps"))) == count
