@@ -438,10 +438,11 @@ def _waits_for_another(
         return False
     others = [(other, table) for other, table, _ in held if table is not container]
     taken = {id(part) for other, table in others for entry in _over_its_course(other, table, _SAMPLE) for part in entry}
-    level = [part for entry in _over_its_course(course, container, _SAMPLE) for part in entry]
+    entries = _over_its_course(course, container, _SAMPLE)
+    level = [part for entry in entries for part in entry]
     for _ in range(_STEPS):
         level = gc.get_referents(*level[:_SIZED])
-        if sum(id(item) in taken for item in level) * 2 > _SAMPLE:
+        if sum(id(item) in taken for item in level) * 2 > len(entries):
             return True
     return False
 
