@@ -12,10 +12,11 @@ import gc
 import io
 import linecache
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar, copy_context
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import MagicMock
 
 import pytest
@@ -41,22 +42,6 @@ class Block:
         """Be called by whoever has it, once something else is over."""
 
 
-POOL: list[Block] = []
-BY_NUMBER: dict[int, Block] = {}
-TABLE: dict[int, Block] = {}
-SEEN: list[Block] = []
-LATEST: list[Block | None] = []
-RECENT: collections.OrderedDict[int, Block] = collections.OrderedDict()
-
-
-@pytest.fixture(autouse=True)
-def emptied() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-    for container in (POOL, BY_NUMBER, TABLE, SEEN, LATEST, RECENT):
-        container.clear()
-
-
 class Plain:
     """Smaller by itself than its number in a dict."""
 
@@ -64,75 +49,57 @@ class Plain:
         self.payload = bytes(2000)
 
 
-def found_after(turn: Callable[[int], object], *, by_frames: bool = False, fixture: object = None) -> list[Finding]:
-    roots = [] if fixture is None else [("fixture 'step'", fixture)]
+class Held:
+    """What the turns of one kind keep, with a type of their own."""
+
+    def __init__(self) -> None:
+        self.block = type("Block", (Block,), {"__slots__": ()})
+        self.pool: list[Any] = []
+        self.by_number: dict[int, Any] = {}
+        self.table: dict[int, Any] = {}
+        self.seen: list[Any] = []
+        self.latest: list[Any] = []
+        self.recent: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        self.noted: Any = None
+
+
+class Program:
+    """Has of each kind of turns what they keep, as the attribute of their name."""
+
+
+PROGRAM = Program()
+SEEN: list[Block] = []
+Turn: TypeAlias = Callable[[Held, int], object]
+
+
+@pytest.fixture(autouse=True)
+def emptied() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    vars(PROGRAM).clear()
+    SEEN.clear()
+
+
+def held_by(turn: Turn) -> Held:
+    vars(PROGRAM).setdefault(turn.__name__, Held())
+    held: Held = getattr(PROGRAM, turn.__name__)
+    return held
+
+
+def name_of(turn: Turn, attribute: str) -> str:
+    return f"{__name__}.PROGRAM.{turn.__name__}.{attribute}"
+
+
+def found_after(*turns: Turn, by_frames: bool = False, fixtures: Collection[object] = ()) -> list[Finding]:
+    """Return what is found of turns of several kinds, side by side."""
+    roots = [("fixture 'step'", fixture) for fixture in fixtures]
     growth = TurnGrowth("steps", lambda: roots, asked=True, by_frames=by_frames)
     for number in range(1, TURNS + 1):
-        turn(number)
+        for turn in turns:
+            turn(held_by(turn), number)
         if is_read(number, TURNS, is_last=number == TURNS):
             growth.read(number, begins=number == SECOND)
     return list(growth.end("", "").containers)
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_table_of_what_a_pool_has_anyway_is_no_growth(is_frozen: bool) -> None:
-    POOL.extend(map(Block, range(TURNS * 3 + 3)))
-    if is_frozen:
-        gc.freeze()
-
-    def use(number: int) -> None:
-        for place in range(3 * number, 3 * number + 3):
-            TABLE[place] = POOL[place]
-
-    assert found_after(use) == []
-
-
-def test_nor_where_a_dict_has_it() -> None:
-    BY_NUMBER.update({number: Block(number) for number in range(TURNS * 3 + 3)})
-
-    def use(number: int) -> None:
-        SEEN.extend(BY_NUMBER[place] for place in range(3 * number, 3 * number + 3))
-
-    assert found_after(use) == []
-
-
-def test_what_is_made_in_each_turn_is_growth_however_large_the_pool() -> None:
-    POOL.extend(map(Block, range(200)))
-
-    def make(number: int) -> None:
-        SEEN.extend([Block(number), Block(number), POOL[number]])
-
-    (finding,) = found_after(make)
-    assert finding.holder == f"{__name__}.SEEN"
-
-
-def test_so_it_is_where_a_class_has_something_else_under_the_name_of_its_size() -> None:
-    class Odd(Block):
-        __sizeof__ = MagicMock().__sizeof__
-
-    (found,) = found_after(lambda number: SEEN.append(Odd(number)))
-    assert (found.count, found.bytes > TURNS * 1000) == (TURNS - SECOND, True)
-
-
-@pytest.mark.parametrize(
-    ("turns", "each", "size"),
-    [
-        (61, 1, lambda number: 1 << 20 if number > 51 else 1000),
-        (61, 1, lambda number: 1000 if number > 10 else 1 << 20),
-        (101, 100, lambda number: 20_000 if number % 10 == 0 else 500),
-    ],
-    ids=["late ones are large", "early ones are large", "every tenth is large"],
-)
-def test_the_bytes_are_those_of_its_whole_course(turns: int, each: int, size: Callable[[int], int]) -> None:
-    kept: list[bytes] = []
-    growth = TurnGrowth("steps", lambda: [("fixture 'kept'", kept)], asked=True)
-    for number in range(1, turns + 1):
-        kept.extend(bytes(size(number * each + place)) for place in range(each))
-        if number % 10 == 1:
-            growth.read(number)
-    (finding,) = growth.end("", "").containers
-    of_all = sum(map(len, kept[each:]))
-    assert 0.85 * of_all < finding.bytes < 1.15 * of_all
 
 
 @pytest.mark.parametrize(("kept", "may_grow"), [(Block, True), (lambda number: number % 100, False)])
@@ -157,69 +124,22 @@ def test_whether_anything_may_grow_is_looked_at_where_somebody_asks_and_there_is
     assert len(walks) == of_readings + of_questions
 
 
-def test_a_ring_of_the_latest_does_not_excuse_who_keeps_all() -> None:
-    LATEST.extend([None] * 8)
-    RECENT.update({number: Block(number) for number in range(-8, 0)})
-
-    def serve(number: int) -> None:
-        for place in range(3):
-            block = Block(number)
-            SEEN.append(block)
-            LATEST[(3 * number + place) % 8] = block
-            RECENT[3 * number + place] = block
-            RECENT.popitem(last=False)
-
-    (finding,) = found_after(serve)
-    assert finding.holder == f"{__name__}.SEEN"
-
-
-def test_nor_does_another_one_that_grows_or_that_is_made_anew() -> None:
-    def serve(number: int) -> None:
-        block = Block(number)
-        TABLE[number] = block
-        SEEN.append(block)
-        LATEST[:] = [list(SEEN)]  # type: ignore[list-item]
-
-    assert {finding.holder for finding in found_after(serve)} == {f"{__name__}.SEEN", f"{__name__}.TABLE"}
-
-
 def test_a_list_that_c_alone_holds_in_a_frozen_heap_is_passed_over() -> None:
     held: list[Block] = []
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
     address = id(held)
     del held
 
-    def turn(number: int) -> None:
+    def serve(_: Held, number: int) -> None:
         ctypes.cast(address, ctypes.py_object).value.append(Block(number))
         SEEN.append(Block(number))
         if number == 1:
             gc.freeze()
 
     try:
-        assert [finding.holder for finding in found_after(turn)] == [f"{__name__}.SEEN"]
+        assert [finding.holder for finding in found_after(serve)] == [f"{__name__}.SEEN"]
     finally:
         ctypes.pythonapi.Py_DecRef(ctypes.cast(address, ctypes.py_object))
-
-
-def test_numbers_that_other_tables_have_too_excuse_nobody() -> None:
-    LATEST.extend(list(range(100)))  # type: ignore[arg-type]
-
-    def serve(number: int) -> None:
-        TABLE[number] = Plain()  # type: ignore[assignment]
-
-    (finding,) = found_after(serve)
-    assert finding.holder == f"{__name__}.TABLE"
-
-
-@pytest.mark.parametrize("by_frames", [True, False])
-def test_a_list_that_only_c_holds_is_said_where_no_test_runner_may_have_it(by_frames: bool) -> None:
-    log = io.StringIO()
-    found = found_after(lambda number: log.write("x" * 20_000 + str(number)), by_frames=by_frames)
-    if not by_frames or not found:
-        # Python 3.12 and later write it elsewhere.
-        assert found == []
-    else:
-        assert found[0].message.startswith("a list of native code takes 1 item (19.")
 
 
 def test_who_asks_what_grows_holds_none_of_it() -> None:
@@ -231,182 +151,19 @@ def test_who_asks_what_grows_holds_none_of_it() -> None:
     assert growth_in_heap(courses, there, Stretch("steps", by_frames=True)) == {}
 
 
-def test_a_function_that_a_fixture_returns_has_no_globals_of_its_module() -> None:
-    def step(number: int) -> None:
-        SEEN.append(Block(number))
-
-    (finding,) = found_after(step, fixture=step)
-    assert finding.holder == f"{__name__}.SEEN"
-
-
-def test_what_it_closes_over_it_has() -> None:
-    kept: list[Block] = []
-    (finding,) = found_after(lambda number: kept.append(Block(number)), fixture=lambda: kept)
-    assert (finding.holder or "").startswith("fixture 'step'")
-
-
-@pytest.mark.parametrize(("kept", "count"), [(TURNS, 1), (4, 0)], ids=["each", "the latest"])
-def test_a_dict_of_texts_in_a_variable_is_told_if_it_grows(kept: int, count: int) -> None:
-    """The collector does not track it."""
-
-    def run() -> list[Finding]:
-        replies: dict[int, str] = {}
-        return found_after(lambda number: replies.update({number % kept: "x" * (2000 + number)}), by_frames=True)
-
-    found = run()
-    assert len(found) == count
-    assert all("'replies'" in (each.holder or "") for each in found)
-
-
-class Server:
-    """Something that lives as long as all requests."""
-
-
-def test_what_each_turn_has_pythons_library_hold_is_told_with_what_it_is_for() -> None:
-    server = Server()
-    finalizers: list[weakref.finalize[[], Server]] = []
-    (finding,) = found_after(lambda number: finalizers.append(weakref.finalize(server, Block(number).end)))
-    for finalizer in finalizers:
-        finalizer.detach()
-    assert finding.holder == "weakref.finalize._registry"
-    assert finding.message.split("; ")[0].endswith(f"for {Block.end.__module__}.Block.end")
-
-
-def test_what_the_interpreter_itself_keeps_a_list_of_is_told() -> None:
-    added: list[Callable[[str], None]] = []
-
-    def register(number: int) -> None:
-        block = Block(number)
-        added.append(lambda name: block.end())
-        codecs.register(added[-1])
-
-    found = found_after(register)
-    for search in added:
-        codecs.unregister(search)
-    assert "codecs.register()" in [finding.holder for finding in found]
-
-
-class Handling(logging.NullHandler):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.block = block
-
-
-@pytest.fixture
-def loggers() -> Iterator[None]:
-    known = dict(logging.Logger.manager.loggerDict)
-    yield
-    logging.Logger.manager.loggerDict.clear()
-    logging.Logger.manager.loggerDict.update(known)
-
-
-@pytest.mark.usefixtures("loggers")
-def test_loggers_that_become_more_are_one_finding_though_their_parent_has_an_index_of_them() -> None:
-    def begin(number: int) -> None:
-        vars(logging.getLogger(f"requests.{number}"))["block"] = Block(number)
-
-    (finding,) = found_after(begin, by_frames=True)
-    assert finding.holder == "logging.Logger.manager.loggerDict"
-
-
-@pytest.mark.usefixtures("loggers")
-@pytest.mark.parametrize(
-    ("add", "name"),
-    [
-        (lambda logger, block: logger.addFilter(block.end), "filters"),
-        (lambda logger, block: logger.addHandler(Handling(block)), "handlers"),
-    ],
-)
-def test_what_a_logger_has_is_named_by_it(add: Callable[[logging.Logger, Block], None], name: str) -> None:
-    logger = logging.getLogger("engine.requests")
-    (finding,) = found_after(lambda number: add(logger, Block(number)), by_frames=True)
-    assert finding.holder == f"logging.getLogger('engine.requests').{name}"
-
-
-def test_what_a_session_in_a_list_takes_is_told_beside_the_list() -> None:
-    sessions: list[list[Block]] = SEEN  # type: ignore[assignment]
-    sessions.append([])
-
-    def serve(number: int) -> None:
-        sessions.append([Block(number)])
-        sessions[0].append(Block(number))
-
-    assert {finding.holder for finding in found_after(serve)} == {f"{__name__}.SEEN", f"{__name__}.SEEN[0]"}
-
-
-def shut_down(data: object) -> None:
-    """Be called at exit, and do nothing."""
-
-
-@pytest.mark.parametrize(
-    ("register", "name"),
-    [
-        (lambda number: atexit.register(shut_down, bytes(2000)), "function {}.shut_down"),
-        (lambda number: atexit.register(Block(number).end), "method {}.Block.end"),
-        (lambda number: atexit.register(shut_down, data=Block(number)), "function {}.shut_down"),
-        (lambda number: atexit.register(bytes(2000).find, b"1"), "function bytes.find"),
-    ],
-    ids=["argument", "method", "keyword", "of C"],
-)
-def test_what_is_to_be_called_at_exit_is_told_by_its_function(register: Callable[[int], Any], name: str) -> None:
-    registered: list[Any] = []
-    found = found_after(lambda number: registered.append(register(number)), by_frames=True)
-    (finding,) = [each for each in found if (each.holder or "").startswith("atexit")]
-    for function in registered:
-        atexit.unregister(function)
-    assert finding.holder == f"atexit.register({name.format(__name__)})"
-    assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
-    assert finding.count == TURNS - SECOND
-
-
 def test_variables_of_a_context_that_each_turn_makes_are_told_and_those_it_sets_anew_are_not() -> None:
     """A context keeps each variable that was set in it, as the documentation of `contextvars` says."""
     kept: ContextVar[Block] = ContextVar("kept")
-    made = copy_context().run(found_after, lambda number: ContextVar(f"request {number}").set(Block(number)))
-    again = copy_context().run(found_after, lambda number: ContextVar(f"of {number} others").set(Block(number)))
-    assert copy_context().run(found_after, lambda number: kept.set(Block(number))) == []
-    (finding,), (other,) = made, again
+
+    def make(held: Held, number: int) -> None:
+        ContextVar(f"request {number}").set(Block(number))
+        kept.set(Block(number))
+
+    (finding,) = copy_context().run(found_after, make)
+    (other,) = copy_context().run(found_after, lambda _, number: ContextVar(f"of {number} others").set(Block(number)))
     assert finding.holder == "contextvars.copy_context()"
     assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
     assert finding.fingerprint == other.fingerprint
-
-
-def test_what_is_called_at_exit_alone_keeps_nothing() -> None:
-    found = found_after(lambda number: atexit.register(codecs.lookup, "utf-8"), by_frames=True)
-    atexit.unregister(codecs.lookup)
-    assert found == []
-
-
-def test_what_is_called_at_exit_no_more_keeps_nothing() -> None:
-    """It leaves its place in the table behind what was there before."""
-    for number in range(TURNS):
-        atexit.register(shut_down, bytes(2000 + number))
-
-    def serve(number: int) -> None:
-        end = atexit.register(Block(number).end)
-        atexit.unregister(end)
-
-    found = found_after(serve, by_frames=True)
-    atexit.unregister(shut_down)
-    assert found == []
-
-
-@pytest.mark.parametrize("kind", ["finalize", "line cache", "logger"])
-def test_what_pythons_library_has_for_itself_is_none(kind: str) -> None:
-    def use(number: int) -> None:
-        if kind == "finalize":
-            block = Plain()
-            weakref.finalize(block, Block(number).end)
-        elif kind == "line cache":
-            name = f"<request {number}>"
-            linecache.cache[name] = (3000, None, ["x" * (3000 + number)], name)
-        else:
-            logging.getLogger(f"request-{number % 3}")
-
-    try:
-        assert found_after(use) == []
-    finally:
-        linecache.clearcache()
 
 
 class Window:
@@ -437,27 +194,377 @@ class AbstractWindow(Window, abc.ABC):
     """A window whose class has a metaclass of its own."""
 
 
-HELD: list[Window] = []
+# What is told.
+
+
+def make_beside_a_pool(held: Held, number: int) -> None:
+    """Keep what is made, however large the pool of what was there."""
+    if number == 1:
+        held.pool.extend(map(held.block, range(200)))
+    held.seen.extend([held.block(number), held.block(number), held.pool[number]])
+
+
+def make_odd_ones(held: Held, number: int) -> None:
+    """Keep what has something else under the name of its size."""
+    if number == 1:
+        held.block = type("Odd", (Block,), {"__sizeof__": MagicMock().__sizeof__})
+    held.seen.append(held.block(number))
+
+
+def make_beside_rings(held: Held, number: int) -> None:
+    """Keep all of what rings have the latest of."""
+    if number == 1:
+        held.latest.extend([None] * 8)
+        held.recent.update({earlier: held.block(earlier) for earlier in range(-8, 0)})
+    for place in range(3):
+        block = held.block(number)
+        held.seen.append(block)
+        held.latest[(3 * number + place) % 8] = block
+        held.recent[3 * number + place] = block
+        held.recent.popitem(last=False)
+
+
+def keep_twice(held: Held, number: int) -> None:
+    """Keep it in two that grow, and in one that is made anew."""
+    block = held.block(number)
+    held.table[number] = block
+    held.seen.append(block)
+    held.latest[:] = [list(held.seen)]
+
+
+def keep_by_known_numbers(held: Held, number: int) -> None:
+    """Keep it by numbers that another table has, too: they excuse nobody."""
+    if number == 1:
+        held.latest.extend(range(100))
+    held.table[number] = Plain()
+
+
+def keep_in_a_session(held: Held, number: int) -> None:
+    """Keep a session in a list, and something in the first session."""
+    held.seen.append([held.block(number)])
+    held.seen[0].append(held.block(number))
+
+
+def fill_a_window_of_much(held: Held, number: int) -> None:
+    held.noted = held.noted or Window()
+    held.noted.note(bytes(64_000))
+
+
+def keep_a_journal(held: Held, number: int) -> None:
+    held.noted = held.noted or Journal()
+    held.noted.note(bytes(2000))
+
+
+def keep_code(held: Held, number: int) -> None:
+    held.table[number] = compile(f"x = {'a' * 2000!r} + '{number}'", f"<{number}>", "exec")
+
+
+def put_names_together(held: Held, number: int) -> None:
+    if number == 1:
+        held.noted = Plain()
+        for earlier in range(40):
+            setattr(held.noted, f"old_{earlier}", None)
+    setattr(held.noted, f"result_{number}", bytes(2000 + number))
+
+
+def keep_what_keeps_its_key(held: Held, number: int) -> None:
+    held.noted = weakref.WeakKeyDictionary[Any, Any]() if held.noted is None else held.noted
+    key = Plain()
+    held.noted[key] = (key, bytes(2000 + number))
+
+
+def set_timers(held: Held, number: int) -> None:
+    held.noted = held.noted or asyncio.new_event_loop()
+    held.noted.call_later(3600 + number, serve_later, bytes(4000))
+
+
+def serve_later(block: bytes) -> int:
+    return len(block)
+
+
+GROWING: dict[Turn, dict[str, str]] = {
+    make_beside_a_pool: {"seen": "42 of"},
+    make_odd_ones: {"seen": f"14 of {__name__}.Odd"},
+    make_beside_rings: {"seen": "42 of"},
+    keep_twice: {"seen": "14 of", "table": "14 of"},
+    keep_by_known_numbers: {"table": "14 of"},
+    keep_in_a_session: {"seen": "14 of list", "seen[0]": "15 of"},
+    fill_a_window_of_much: {"noted.values": "14 of bytes"},
+    keep_a_journal: {"noted.entries": "14 of bytes"},
+    keep_code: {"table": "14 of code"},
+    put_names_together: {"noted.__dict__": "of bytes"},
+    keep_what_keeps_its_key: {"noted.data": "14 of tuple"},
+    set_timers: {"noted._scheduled": f", for {__name__}.serve_later"},
+}
+"""Of each kind of turns what is said of which attributes of theirs."""
+
+
+class Server:
+    """Something that lives as long as all requests."""
+
+
+def said_of(found: Collection[Finding], told: Mapping[str, str]) -> dict[str, str]:
+    """Return what is said of each holder: that which should be, where it is and comes to enough bytes."""
+    said = {finding.holder or "": finding.message for finding in found}
+    assert len(said) == len(found)
+    are_enough = {finding.holder for finding in found if finding.bytes > TURNS * 1000}
+    is_right = {holder for holder in told.keys() & are_enough if told[holder] in said.get(holder or "", "")}
+    return said | {holder: told[holder] for holder in is_right}
+
+
+def test_what_takes_something_in_each_turn_is_told() -> None:
+    server = Server()
+    kept: list[Block] = []
+    finalizers: list[weakref.finalize[[], Server]] = []
+    added: list[Callable[[str], None]] = []
+
+    def step(_: Held, number: int) -> None:
+        """Add to what the module has, which is not that of a fixture that returns a function of it."""
+        SEEN.append(Block(number))
+
+    def step_within(_: Held, number: int) -> None:
+        """Add to what such a function closes over."""
+        kept.append(Block(number))
+
+    def finalize(_: Held, number: int) -> None:
+        finalizers.append(weakref.finalize(server, Block(number).end))
+
+    def register(_: Held, number: int) -> None:
+        block = Block(number)
+        added.append(lambda name: block.end())
+        codecs.register(added[-1])
+
+    found = found_after(*GROWING, step, step_within, finalize, register, fixtures=[step, lambda: kept])
+    for search in added:
+        codecs.unregister(search)
+    for finalizer in finalizers:
+        finalizer.detach()
+    held_by(set_timers).noted.close()
+    told = {name_of(turn, attribute): what for turn, each in GROWING.items() for attribute, what in each.items()}
+    told[f"{__name__}.SEEN"] = told["fixture 'step', closure cell 'kept'"] = f"14 of {__name__}.Block"
+    told["weakref.finalize._registry"] = f", for {Block.end.__module__}.Block.end"
+    told["codecs.register()"] = " of function"
+    assert said_of(found, told) == told
+    (odd,) = (finding for finding in found if finding.holder == name_of(make_odd_ones, "seen"))
+    assert odd.count == TURNS - SECOND
+
+
+class Handling(logging.NullHandler):
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    known = dict(logging.Logger.manager.loggerDict)
+    yield
+    logging.Logger.manager.loggerDict.clear()
+    logging.Logger.manager.loggerDict.update(known)
+
+
+def begin_loggers(_: Held, number: int) -> None:
+    """Begin one, of which its parent has an index."""
+    vars(logging.getLogger(f"requests.{number}"))["block"] = Block(number)
+
+
+def add_filters(_: Held, number: int) -> None:
+    logging.getLogger("engine.filtered").addFilter(Block(number).end)
+
+
+def add_handlers(_: Held, number: int) -> None:
+    logging.getLogger("engine.handled").addHandler(Handling(Block(number)))
+
+
+def shut_down(data: object) -> None:
+    """Be called at exit, and do nothing."""
+
+
+@pytest.mark.usefixtures("loggers")
+def test_what_a_variable_or_pythons_library_or_c_has_is_told_where_no_test_runner_may_have_it() -> None:
+    # The collector does not track it.
+    replies: dict[int, str] = {}
+    log = io.StringIO()
+
+    def reply(_: Held, number: int) -> None:
+        replies[number] = "x" * (2000 + number)
+
+    def write(_: Held, number: int) -> None:
+        log.write("x" * 20_000 + str(number))
+
+    found = found_after(reply, write, begin_loggers, add_filters, add_handlers, by_frames=True)
+    (replied,) = (each.holder or "" for each in found if "'replies'" in (each.holder or ""))
+    told = {
+        replied: "14 of str",
+        "logging.Logger.manager.loggerDict": " of logging.Logger",
+        "logging.getLogger('engine.filtered').filters": "14 of method",
+        "logging.getLogger('engine.handled').handlers": f"14 of {__name__}.Handling",
+    }
+    if sys.version_info < (3, 12):
+        # Later ones write it elsewhere.
+        told["a list of native code"] = " takes 1 item (19."
+    assert said_of(found, told) == told
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "told"),
+    ("register", "name"),
     [
-        (Window, 2000, False),
-        (AbstractWindow, 2000, False),
-        (Window, 20_000, False),
-        (Window, 64_000, True),
-        (Journal, 2000, True),
+        (lambda number: atexit.register(shut_down, bytes(2000)), "function {}.shut_down"),
+        (lambda number: atexit.register(Block(number).end), "method {}.Block.end"),
+        (lambda number: atexit.register(shut_down, data=Block(number)), "function {}.shut_down"),
+        (lambda number: atexit.register(bytes(2000).find, b"1"), "function bytes.find"),
     ],
+    ids=["argument", "method", "keyword", "of C"],
 )
-def test_a_window_that_fills_is_no_growth_where_it_is_small_once_it_is_full(
-    kind: type[Window], size: int, *, told: bool
-) -> None:
-    HELD[:] = [kind()]
+def test_what_is_to_be_called_at_exit_is_told_by_its_function(register: Callable[[int], Any], name: str) -> None:
+    registered: list[Any] = []
+    found = found_after(lambda _, number: registered.append(register(number)), by_frames=True)
+    (finding,) = [each for each in found if (each.holder or "").startswith("atexit")]
+    for function in registered:
+        atexit.unregister(function)
+    assert finding.holder == f"atexit.register({name.format(__name__)})"
+    assert finding.message.startswith(f"{finding.holder} takes 1 item (2.")
+    assert finding.count == TURNS - SECOND
+
+
+def test_the_bytes_are_those_of_its_whole_course() -> None:
+    """Whether late ones are large, early ones are, or every tenth is."""
+    turns = 101
+    sizes: dict[str, tuple[int, Callable[[int], int]]] = {
+        "late": (1, lambda number: 1 << 20 if number > turns - 10 else 1000),
+        "early": (1, lambda number: 1000 if number > 10 else 1 << 20),
+        "every tenth": (100, lambda number: 20_000 if number % 10 == 0 else 500),
+    }
+    kept: dict[str, list[bytes]] = {name: [] for name in sizes}
+    growth = TurnGrowth("steps", lambda: [(f"fixture '{name}'", each) for name, each in kept.items()], asked=True)
+    for number in range(1, turns + 1):
+        for name, (each, size) in sizes.items():
+            kept[name].extend(bytes(size(number * each + place)) for place in range(each))
+        if number % 10 == 1:
+            growth.read(number)
+    of_all = {f"fixture '{name}'": sum(map(len, kept[name][each:])) for name, (each, _) in sizes.items()}
+    found = {finding.holder or "": finding.bytes for finding in growth.end("", "").containers}
+    assert {holder: 0.85 * of_all[holder] < size < 1.15 * of_all[holder] for holder, size in found.items()} == (
+        dict.fromkeys(of_all, True)
+    )
+
+
+# What is not.
+
+
+def use_a_pool(held: Held, number: int) -> None:
+    """Keep in a table what a pool has anyway."""
+    if number == 1:
+        held.pool.extend(map(held.block, range(TURNS * 3 + 3)))
+    for place in range(3 * number, 3 * number + 3):
+        held.table[place] = held.pool[place]
+
+
+def use_a_dict(held: Held, number: int) -> None:
+    if number == 1:
+        held.by_number.update({place: held.block(place) for place in range(TURNS * 3 + 3)})
+    held.seen.extend(held.by_number[place] for place in range(3 * number, 3 * number + 3))
+
+
+def finalize_what_goes(_: Held, number: int) -> None:
+    block = Plain()
+    weakref.finalize(block, Block(number).end)
+
+
+def show_lines(_: Held, number: int) -> None:
+    name = f"<request {number}>"
+    linecache.cache[name] = (3000, None, ["x" * (3000 + number)], name)
+
+
+def get_loggers(_: Held, number: int) -> None:
+    logging.getLogger(f"request-{number % 3}")
+
+
+def fill_a_window(held: Held, number: int) -> None:
+    held.noted = held.noted or Window()
+    held.noted.note(bytes(2000))
+
+
+def fill_an_abstract_window(held: Held, number: int) -> None:
+    held.noted = held.noted or AbstractWindow()
+    held.noted.note(bytes(2000))
+
+
+def fill_a_window_of_more(held: Held, number: int) -> None:
+    held.noted = held.noted or Window()
+    held.noted.note(bytes(20_000))
+
+
+def tell_of_garbage(held: Held, number: int) -> None:
+    held.noted = weakref.WeakKeyDictionary[Any, Any]() if held.noted is None else held.noted
+    key: Any = Plain()
+    key.itself = key
+    held.noted[key] = bytes(2000 + number)
+
+
+def write_to_what_c_has(held: Held, number: int) -> None:
+    """Have C hold a list, as a test runner may."""
+    held.noted = held.noted or io.StringIO()
+    held.noted.write("x" * 20_000 + str(number))
+
+
+STILL = (
+    use_a_pool,
+    use_a_dict,
+    finalize_what_goes,
+    show_lines,
+    get_loggers,
+    fill_a_window,
+    fill_an_abstract_window,
+    fill_a_window_of_more,
+    tell_of_garbage,
+    write_to_what_c_has,
+)
+
+
+@pytest.mark.usefixtures("loggers")
+def test_what_was_there_or_goes_or_is_little_once_it_is_full_is_none() -> None:
+    gc.collect()
+    gc.disable()
     try:
-        assert bool(found_after(lambda _: HELD[0].note(bytes(size)))) == told
+        assert [finding.holder for finding in found_after(*STILL)] == []
     finally:
-        HELD.clear()
+        gc.enable()
+        linecache.clearcache()
+
+
+def test_a_table_of_what_a_pool_has_anyway_is_none_in_a_frozen_heap_either() -> None:
+    def use(held: Held, number: int) -> None:
+        use_a_pool(held, number)
+        if number == 1:
+            gc.freeze()
+
+    assert found_after(use) == []
+
+
+def end_what_has_ended(held: Held, number: int) -> None:
+    """Register what is called no more: it leaves its place in the table behind what was there before."""
+    for earlier in range(TURNS if number == 1 else 0):
+        atexit.register(shut_down, bytes(2000 + earlier))
+    atexit.unregister(atexit.register(held.block(number).end))
+
+
+def look_up(_: Held, number: int) -> None:
+    """Have something called at exit that keeps nothing."""
+    atexit.register(codecs.lookup, "utf-8")
+
+
+def test_the_latest_of_a_variable_and_what_is_called_at_exit_alone_or_no_more_are_none() -> None:
+    replies: dict[int, str] = {}
+
+    def reply(_: Held, number: int) -> None:
+        replies[number % 4] = "x" * (2000 + number)
+
+    try:
+        assert [finding.holder for finding in found_after(reply, end_what_has_ended, look_up, by_frames=True)] == []
+    finally:
+        atexit.unregister(codecs.lookup)
+        atexit.unregister(shut_down)
 
 
 class Session:
@@ -486,7 +593,7 @@ def test_what_hangs_on_the_stack_of_a_coroutine_is_named_by_its_own_attribute() 
         note = journal[0].entries.append
         RUNNING[:] = [asyncio.create_task(serve([Session(journal.pop())]))]
         await asyncio.sleep(0)
-        found = found_after(lambda _: note(bytes(2000)))
+        found = found_after(lambda *_: note(bytes(2000)))
         RUNNING.pop().cancel()
         return found
 
@@ -516,25 +623,6 @@ def test_what_is_gone_or_empty_by_the_end_is_no_growth() -> None:
     assert growing_objects.growth_in_heap([emptied, gone], {id(there): there}, stretch) == {}
 
 
-LOOPS: list[asyncio.AbstractEventLoop] = []
-
-
-def test_the_timers_of_a_loop_that_the_program_has_are_told_with_what_they_are_for() -> None:
-    loop = asyncio.new_event_loop()
-    LOOPS.append(loop)
-    try:
-        (finding,) = found_after(lambda turn: loop.call_later(3600 + turn, serve_later, bytes(4000)))
-    finally:
-        LOOPS.clear()
-        loop.close()
-    assert finding.holder == f"{__name__}.LOOPS[0]._scheduled"
-    assert f", for {__name__}.serve_later" in finding.message
-
-
-def serve_later(block: bytes) -> int:
-    return len(block)
-
-
 TASKS: set[asyncio.Task[Any]] = set()
 EVENTS: list[asyncio.Event] = []
 
@@ -550,7 +638,8 @@ def test_those_who_wait_in_an_event_are_told_by_the_tasks_that_the_program_keeps
         for number in range(1, TURNS + 1):
             TASKS.add(asyncio.ensure_future(wait(EVENTS[0], bytes(4000))))
             await asyncio.sleep(0)
-            growth.read(number, begins=number == 1)
+            if is_read(number, TURNS, is_last=number == TURNS):
+                growth.read(number, begins=number == SECOND)
         found = growth.end("", "").containers
         EVENTS[0].set()
         await asyncio.gather(*TASKS)
@@ -562,50 +651,3 @@ def test_those_who_wait_in_an_event_are_told_by_the_tasks_that_the_program_keeps
         TASKS.clear()
         EVENTS.clear()
     assert finding.holder == f"{__name__}.TASKS"
-
-
-class Tables:
-    """Has a table of code, attributes by names that are put together, and what is told of garbage until it goes."""
-
-    def __init__(self) -> None:
-        self.code: dict[int, object] = {}
-        self.told: weakref.WeakKeyDictionary[Plain, bytes] = weakref.WeakKeyDictionary()
-        self.kept: weakref.WeakKeyDictionary[Plain, tuple[Plain, bytes]] = weakref.WeakKeyDictionary()
-        self.results = Plain()
-        for number in range(40):
-            setattr(self.results, f"old_{number}", None)
-
-    def compile(self, number: int) -> None:
-        self.code[number] = compile(f"x = {'a' * 2000!r} + '{number}'", f"<{number}>", "exec")
-
-    def note(self, number: int) -> None:
-        setattr(self.results, f"result_{number}", bytes(2000 + number))
-
-    def keep(self, number: int) -> None:
-        key = Plain()
-        self.kept[key] = (key, bytes(2000 + number))
-
-    def tell(self, number: int) -> None:
-        key: Any = Plain()
-        key.itself = key
-        self.told[key] = bytes(2000 + number)
-
-
-TABLES = Tables()
-
-
-@pytest.mark.parametrize(
-    ("turn", "holder"),
-    [(TABLES.compile, "code"), (TABLES.note, "results.__dict__"), (TABLES.keep, "kept.data")],
-)
-def test_a_table_is_told_whatever_it_has(turn: Callable[[int], None], holder: str) -> None:
-    assert [finding.holder for finding in found_after(turn)] == [f"{__name__}.TABLES.{holder}"]
-
-
-def test_a_table_of_what_is_garbage_is_none() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        assert found_after(TABLES.tell) == []
-    finally:
-        gc.enable()
