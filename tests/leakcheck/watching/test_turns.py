@@ -12,7 +12,7 @@ import sys
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -43,36 +43,6 @@ class Server:
 
 def findings(check: LeakCheck) -> list[Finding]:
     return [finding for finding in check.report.subjects[0].findings if finding.trend == "growth"]
-
-
-def test_what_each_turn_adds_is_told_with_its_container() -> None:
-    server = Server()
-    REQUESTS.clear()
-    with LeakCheck(turns=20) as check:
-        for turn in range(20):
-            server.answer(turn)
-            server.replies.append(bytes(2000 + turn))
-            REQUESTS[f"request {turn}"] = bytes(2000 + turn)
-            check.turn()
-    found = {finding.holder: finding.message for finding in findings(check)}
-    assert len(found) == 2
-    (holder,) = (
-        holder for holder in found if holder is not None and ".replies of local 'server' of test_what" in holder
-    )
-    assert found[holder].startswith(f"{holder} takes 1 item (2.0 KiB) in each of 18 turns")
-    module = __name__
-    assert found[f"{module}.REQUESTS"] == (
-        f"{module}.REQUESTS takes 1 item (2.1 KiB) in each of 18 turns, 37.4 KiB in all: 20 of bytes"
-    )
-
-
-def test_turns_that_add_nothing_are_clean() -> None:
-    server = Server()
-    with LeakCheck(turns=20) as check:
-        for turn in range(20):
-            server.answer(turn)
-            check.turn()
-    assert findings(check) == []
 
 
 def grown_by(turn: Callable[[int], object], turns: int = 20) -> dict[str | None, str]:
@@ -108,19 +78,6 @@ class Shards:
 SHARDS = Shards()
 
 
-def test_what_is_taken_by_turns_or_in_every_third_is_growth_and_a_memo_that_fills_is_not() -> None:
-    grown = grown_by(SHARDS.answer, turns=48)
-    shards = f"{__name__}.SHARDS"
-    assert grown.keys() == {f"{shards}.parts[*]", f"{shards}.samples", f"{shards}.history"}
-    said = grown[f"{shards}.history"]
-    assert said.startswith(f"{shards}.history takes 1 item (3.9 KiB) in each of 46 turns"), said
-    said = grown[f"{shards}.parts[*]"]
-    assert said.startswith(f"{shards}.parts[*] takes 1 item (3.0 KiB) in each of 46 turns"), said
-    assert said.endswith(": 48 of bytes in 4 of them")
-    said = grown[f"{shards}.samples"]
-    assert said.startswith(f"{shards}.samples takes 1 item (5.8 KiB) in one of 3 of 46 turns"), said
-
-
 def show_source(number: int) -> None:
     """Compile a generated text, and let a traceback find it."""
     name = f"<request {number}>"
@@ -129,56 +86,81 @@ def show_source(number: int) -> None:
     exec(compile(source, name, "exec"), {})
 
 
-def test_a_table_of_pythons_library_that_takes_something_in_each_turn_is_told() -> None:
-    before = set(linecache.cache)
-    try:
-        grown = grown_by(show_source)
-    finally:
-        for name in set(linecache.cache) - before:
-            del linecache.cache[name]
-    assert list(grown) == ["linecache.cache"]
-    assert grown["linecache.cache"].startswith("linecache.cache takes 1 item (6.7 KiB) in each of 18 turns")
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        pytest.param(lambda number: re.compile(f"{number}(a|b)+{'c' * 3000}"), id="that it bounds"),
-        pytest.param(lambda number: show_source(0), id="in the same place"),
-    ],
-)
-def test_its_twin_is_clean(turn: Callable[[int], object]) -> None:
-    re.purge()
-    try:
-        assert grown_by(turn) == {}
-    finally:
-        linecache.cache.pop("<request 0>", None)
-        re.purge()
-
-
 def load(number: int) -> None:
     module = types.ModuleType(f"generated_{number}")
     exec("".join(f"def f{line}(): return {line}\n" for line in range(40)), vars(module))
     sys.modules[module.__name__] = module
 
 
-@pytest.mark.parametrize(("kinds", "holders"), [(20, ["sys.modules"]), (1, [])], ids=["each a new one", "the same"])
-def test_modules_that_each_turn_generates_are_told(kinds: int, holders: list[str]) -> None:
-    try:
-        assert list(grown_by(lambda number: load(number % kinds))) == holders
-    finally:
-        for number in range(kinds):
-            del sys.modules[f"generated_{number}"]
+@pytest.fixture
+def shown() -> Iterator[None]:
+    before = {*linecache.cache}, {*sys.modules}
+    re.purge()
+    yield
+    re.purge()
+    for table, names in zip((linecache.cache, sys.modules), before, strict=True):
+        for name in set(table) - names:
+            del table[name]
+
+
+@pytest.mark.usefixtures("shown")
+def test_what_each_turn_adds_is_told_with_its_container() -> None:
+    server = Server()
+    REQUESTS.clear()
+
+    def serve(number: int) -> None:
+        server.answer(number)
+        server.replies.append(bytes(2000 + number))
+        REQUESTS[f"request {number}"] = bytes(2000 + number)
+        SHARDS.answer(number)
+        show_source(number)
+        load(number)
+
+    grown = grown_by(serve, turns=48)
+    (replies,) = (holder for holder in grown if holder and ".replies of local 'server' of test_what" in holder)
+    module, in_each = __name__, "in each of 46 turns"
+    told = {
+        replies: f"{replies} takes 1 item (2.0 KiB) {in_each}",
+        f"{module}.REQUESTS": f"{module}.REQUESTS takes 1 item (2.1 KiB) {in_each}, 96.5 KiB in all: 48 of bytes",
+        # What is taken by turns, or in every third, and a new list in each; a memo that fills is none.
+        f"{module}.SHARDS.parts[*]": f"{module}.SHARDS.parts[*] takes 1 item (3.0 KiB) {in_each}",
+        f"{module}.SHARDS.samples": f"{module}.SHARDS.samples takes 1 item (5.8 KiB) in one of 3 of 46 turns",
+        f"{module}.SHARDS.history": f"{module}.SHARDS.history takes 1 item (3.9 KiB) {in_each}",
+        # Tables of Python's library, and generated modules.
+        "linecache.cache": f"linecache.cache takes 1 item (6.7 KiB) {in_each}",
+        "sys.modules": "sys.modules takes 1 item (",
+    }
+    assert {holder: message[: len(told.get(holder, message))] for holder, message in grown.items()} == told
+    assert grown[f"{module}.SHARDS.parts[*]"].endswith(": 48 of bytes in 4 of them")
+
+
+@pytest.mark.usefixtures("shown")
+def test_turns_that_add_nothing_are_clean() -> None:
+    server = Server()
+
+    def serve(number: int) -> None:
+        server.answer(number)
+        # What a library bounds, and what is put where it was.
+        re.compile(f"{number}(a|b)+{'c' * 3000}")
+        show_source(0)
+        load(0)
+
+    assert grown_by(serve) == {}
 
 
 LABELS: dict[str, list[int]] = {}
+FEW: dict[str, list[int]] = {}
 
 
-@pytest.mark.parametrize(("turns", "users", "is_told"), [(2000, 2000, True), (2000, 50, False), (200, 200, False)])
-def test_little_is_told_once_many_turns_have_added_some(turns: int, users: int, is_told: bool) -> None:
+@pytest.mark.parametrize(("turns", "is_told"), [(2000, True), (200, False)])
+def test_little_is_told_once_many_turns_have_added_some(turns: int, is_told: bool) -> None:
+    def label(number: int) -> None:
+        LABELS.setdefault(f"user {number}", [number] * 30)
+        FEW.setdefault(f"user {number % 50}", [number] * 30)
+
+    assert [f"{__name__}.LABELS"] * is_told == list(grown_by(label, turns))
     LABELS.clear()
-    grown = grown_by(lambda number: LABELS.setdefault(f"user {number % users}", [number] * 30), turns)
-    assert [f"{__name__}.LABELS"] * is_told == list(grown)
+    FEW.clear()
 
 
 def test_memory_that_c_keeps_is_told_with_its_part() -> None:
