@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import functools
 import sys
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,59 +57,57 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def findings_in(table: Callable[[Collection[str]], None], names: Collection[str]) -> tuple[Finding, ...]:
-    """Return the findings about a test that fills a table."""
+def found_after(test: Callable[[], object]) -> dict[str | None, Finding]:
+    """Return the findings about a test, by holder."""
     watch = Watch(Policy(card=False, settle=0.01, remedies="never"))
     watch.open()
     try:
         watch.begin(module="test_program.py")
-        table(names)
-        return watch.end([]).findings
+        test()
+        return {finding.holder: finding for finding in watch.end([]).findings}
     finally:
         watch.close()
 
 
-def left_in(table: Callable[[Collection[str]], None], names: Collection[str]) -> list[tuple[str | None, int]]:
-    """Return the holder and the number of tensors of each of them."""
-    return [(finding.holder, finding.count) for finding in findings_in(table, names)]
+def named(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(8) for name in names}
 
 
-@pytest.mark.parametrize("name", ["TABLE", "ORDERED"])
-def test_many_entries_of_one_table_are_one_finding_and_few_are_one_each(name: str, program: Any) -> None:
-    table = getattr(program, name)
-
-    def fill(names: Collection[str]) -> None:
-        table.update({name: torch.ones(8) for name in names})
-
-    assert left_in(fill, ["norm", "up", "gate", "down"]) == [(f"program.{name}", 4)]
-    few = left_in(fill, ["embed", "head", "bias"])
-    assert sorted(few) == [(f"program.{name}['{each}']", 1) for each in ("bias", "embed", "head")]
-
-
-def test_many_entries_have_one_fingerprint_whatever_their_names_and_few_have_others(program: Any) -> None:
-    def fill(names: Collection[str]) -> None:
-        program.TABLE.update({name: torch.ones(8) for name in names})
-
-    runs = (["norm", "up", "gate", "down"], ["embed", "head", "bias", "rope", "mask"], ["one"])
-    marks = [{finding.fingerprint for finding in findings_in(fill, names)} for names in runs]
-    assert [len(each) for each in marks] == [1, 1, 1]
-    assert marks[0] == marks[1] != marks[2]
-
-
-def test_many_attributes_of_one_instance_are_one_finding_and_globals_are_one_each(program: Any) -> None:
+def test_many_entries_or_attributes_are_one_finding_and_few_and_globals_are_one_each(program: Any) -> None:
     program.ENGINE = types.SimpleNamespace()
 
-    def put(holder: Any, names: Collection[str]) -> None:
-        for name in names:
-            setattr(holder, name, torch.ones(8))
+    def leave_many() -> None:
+        program.TABLE.update(named("norm", "up", "gate", "down"))
+        program.ORDERED.update(named("norm", "up", "gate", "down"))
+        for name, tensor in named("norm", "up", "gate", "down").items():
+            setattr(program.ENGINE, name, tensor)
+        vars(program).update(named("norm", "up", "gate", "down"))
+        # Tables that a list takes.
+        program.LISTED.extend(named("logits", "hidden") for _ in range(3))
 
-    names = ["norm", "up", "gate", "down"]
-    assert left_in(functools.partial(put, program.ENGINE), names) == [("program.ENGINE", 4)]
-    assert sorted(left_in(functools.partial(put, program), names)) == sorted((f"program.{name}", 1) for name in names)
+    def leave_others() -> None:
+        program.TABLE.update(named("embed", "head", "bias", "rope", "mask"))
+        program.ORDERED.update(named("embed", "head", "bias"))
 
+    def leave_few() -> None:
+        program.TABLE.update(named("one", "two", "three"))
 
-def test_tables_that_a_list_took_are_one_finding(program: Any) -> None:
-    def append(names: Collection[str]) -> None:
-        program.LISTED.extend({name: torch.ones(8) for name in names} for _ in range(3))
-
-    assert left_in(append, ["logits", "hidden"]) == [("program.LISTED", 6)]
+    many, others, few = map(found_after, (leave_many, leave_others, leave_few))
+    assert {holder: finding.count for holder, finding in many.items()} == {
+        "program.TABLE": 4,
+        "program.ORDERED": 4,
+        "program.ENGINE": 4,
+        "program.LISTED": 6,
+        **dict.fromkeys(("program.norm", "program.up", "program.gate", "program.down"), 1),
+    }
+    assert {holder: finding.count for holder, finding in others.items()} == {
+        "program.TABLE": 5,
+        **dict.fromkeys(("program.ORDERED['embed']", "program.ORDERED['head']", "program.ORDERED['bias']"), 1),
+    }
+    assert {holder: finding.count for holder, finding in few.items()} == dict.fromkeys(
+        ("program.TABLE['one']", "program.TABLE['two']", "program.TABLE['three']"), 1
+    )
+    # Many have one fingerprint, whatever their names, and few have others.
+    of_many = many["program.TABLE"].fingerprint
+    assert of_many == others["program.TABLE"].fingerprint
+    assert of_many not in {finding.fingerprint for finding in few.values()}
