@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -86,6 +87,10 @@ def tokens(engine: LLMEngine, max_tokens: int = 4) -> list[tuple[int, ...]]:
 def add(engine: LLMEngine, max_tokens: int = 4) -> None:
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, SamplingParams(max_tokens=max_tokens), request_id=f"r{number}")
+
+
+def add_one(prompt: list[int], engine: LLMEngine) -> None:
+    engine.add_request(prompt, request_id="x")
 
 
 def stepped(engine: LLMEngine) -> list[list[RequestOutput]]:
@@ -188,35 +193,30 @@ def test_a_call_in_the_wrong_state_is_refused_alike(twins: Twins) -> None:
     twins.both_refuse(lambda engine: engine.reload_weights(), EngineStateError)
 
 
-@pytest.mark.parametrize("prompt", [[], [10**6], [-1], [1] * 5000], ids=["empty", "unknown", "negative", "too long"])
-def test_a_request_that_can_never_be_served_is_refused_alike(twins: Twins, prompt: list[int]) -> None:
-    twins.both_refuse(lambda engine: engine.add_request(prompt, request_id="x"), RequestError)
-    assert not twins.apart.has_unfinished_requests()
-
-
-def test_an_id_that_is_in_use_is_refused_alike(twins: Twins) -> None:
+def test_a_request_that_can_never_be_served_or_has_an_id_in_use_is_refused_alike(twins: Twins) -> None:
+    for prompt in ([], [10**6], [-1], [1] * 5000):
+        twins.both_refuse(functools.partial(add_one, prompt), RequestError)
+        assert not twins.apart.has_unfinished_requests(), prompt
     twins.both(add)
     said = twins.both_refuse(lambda engine: engine.add_request([1], request_id="r1"), RequestError)
     assert "'r1' is in use" in said
 
 
-@pytest.mark.parametrize(
-    ("prompt", "params", "said"),
-    [
-        (list(numpy.arange(3)), {}, "numpy.int64"),
-        ([1.5], {}, "Expected `int`, got `float`"),
-        ([2**70], {}, "Integer value out of range|can't serialize ints"),
-        ([1], {"max_tokens": 4.0}, "Expected `int`, got `float` - at `"),
-    ],
-    ids=["numpy", "float", "large", "parameter"],
+NEVER_SENT: tuple[tuple[Any, dict[str, Any], str], ...] = (
+    (list(numpy.arange(3)), {}, "numpy.int64"),
+    ([1.5], {}, "Expected `int`, got `float`"),
+    ([2**70], {}, "Integer value out of range|can't serialize ints"),
+    ([1], {"max_tokens": 4.0}, "Expected `int`, got `float` - at `"),
 )
-def test_a_request_that_cannot_be_sent_is_refused_and_the_core_goes_on(
-    twins: Twins, prompt: Any, params: Any, said: str
-) -> None:
+
+
+def test_a_request_that_cannot_be_sent_is_refused_and_the_core_goes_on(twins: Twins) -> None:
     before = tokens(twins.apart)
-    with pytest.raises(RequestError, match=rf"request 'x' cannot be sent to the engine core \(pid \d+\): .*{said}"):
-        twins.apart.add_request(prompt, SamplingParams(**params), request_id="x")
-    assert tokens(twins.apart) == before
+    for prompt, params, said in NEVER_SENT:
+        refused = rf"request 'x' cannot be sent to the engine core \(pid \d+\): .*{said}"
+        with pytest.raises(RequestError, match=refused):
+            twins.apart.add_request(prompt, SamplingParams(**params), request_id="x")
+        assert tokens(twins.apart) == before, said
 
 
 def test_an_error_says_in_which_process_it_was_raised(twins: Twins) -> None:
@@ -270,31 +270,22 @@ def test_a_new_engine_is_shut_down_without_a_process(monkeypatch: pytest.MonkeyP
     assert engine.state is EngineState.CLOSED
 
 
-@pytest.mark.parametrize("ends", ["at once", "after a shutdown"])
-def test_a_fork_of_the_engine_s_process_leaves_the_core_alone(twins: Twins, ends: str) -> None:
+def test_a_fork_of_the_engine_s_process_cannot_use_the_core_and_leaves_it_alone(twins: Twins) -> None:
     before = tokens(twins.apart)
-    fork = os.fork()
-    if fork == 0:
-        try:
-            if ends == "after a shutdown":
-                twins.apart.shutdown()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(fork, 0)[1] == 0
-    assert tokens(twins.apart) == before
-
-
-def test_a_fork_cannot_use_the_core(twins: Twins) -> None:
-    fork = os.fork()
-    if fork == 0:
-        try:
-            twins.apart.kv_cache_usage()
-        except EngineDeadError as error:
-            os._exit(0 if "of which this is a fork" in str(error) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(fork, 0)[1] == 0
+    for is_shut_down in (False, True):
+        fork = os.fork()
+        if fork == 0:
+            try:
+                if is_shut_down:
+                    twins.apart.shutdown()
+                    os._exit(0)
+                twins.apart.kv_cache_usage()
+            except EngineDeadError as error:
+                os._exit(0 if "of which this is a fork" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(fork, 0)[1] == 0, is_shut_down
+        assert tokens(twins.apart) == before
 
 
 def write_checkpoint(folder: Path) -> EngineConfig:
