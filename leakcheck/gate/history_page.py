@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,8 @@ from lowtide.reports.escaping import one_line
 from lowtide.reports.sizes import format_amount
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from lowtide.leakcheck.gate.history import Trend
     from lowtide.leakcheck.processes.held_series import HeldCourse
 
@@ -85,17 +88,7 @@ class DrawnWatch(NamedTuple):
 
 def render_page(trends: Sequence[Trend] = (), watches: Iterable[PastWatch] = (), reload_s: int = 0) -> str:
     """Render the page, with the changes of levels first, and a drawing of each trend; then the watches."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lowtide.leakcheck.gate"),
-        autoescape=True,
-        finalize=lambda value: one_line(value) if type(value) is str else value,
-        lstrip_blocks=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("history.html.j2").render(
+    return _template().render(
         sentences=[sentence for trend in trends for sentence in trend.sentences()],
         drawings=[draw(trend) for trend in trends[:MOST_DRAWN]],
         left_out=max(len(trends) - MOST_DRAWN, 0),
@@ -106,6 +99,23 @@ def render_page(trends: Sequence[Trend] = (), watches: Iterable[PastWatch] = (),
         width=_WIDTH,
         height=_HEIGHT,
     )
+
+
+@cache
+def _template() -> Template:
+    """Return the compiled template of the page."""
+    # Not at the top: whoever loads this module may never render.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lowtide.leakcheck.gate"),
+        autoescape=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("history.html.j2")
 
 
 def draw(trend: Trend) -> Drawing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from lowtide.reports.escaping import escape_characters, one_line
@@ -30,8 +31,12 @@ LONGEST_COPIED = 8000
 """Characters of code that can be copied; an entry for a finding has fewer. What is longer is cut, and not offered."""
 
 
+@cache
 def environment() -> Environment:
-    """Return what renders templates: every text in it is escaped, and what no page may have is shown as an escape."""
+    """Return what renders templates: every text in it is escaped, and what no page may have is shown as an escape.
+
+    One for all pages: to compile the templates takes longer than to render a page of a hundred tests.
+    """
     # Not at the top: whoever loads this module may never render.
     import jinja2
 
