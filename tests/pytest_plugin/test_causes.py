@@ -667,9 +667,11 @@ def test_sockets_of_one_maker_name_it_and_what_holds_them(run: InnerRun) -> None
 
 
 STARTS = """
-import subprocess, threading
+import os, subprocess, threading
 
 KEPT = []
+# It ends soon after this process.
+WAITING = ["tail", f"--pid={os.getpid()}", "--sleep-interval=0.05", "-f", "/dev/null"]
 
 class Feeder:
     def __init__(self):
@@ -680,7 +682,7 @@ class Feeder:
 
     def work(self):
         while True:
-            self.child = subprocess.Popen(["sleep", "60"])
+            self.child = subprocess.Popen(WAITING)
             self.started.set()
             self.child.wait()
 
@@ -697,15 +699,13 @@ def test_object_that_ends_both():
 """
 
 
-def test_a_thread_that_would_start_the_processes_again_comes_before_them(run_inner: RunInner) -> None:
+def test_a_thread_that_would_start_the_processes_again_comes_before_them_but_not_before_what_ends_both(
+    run_inner: RunInner,
+) -> None:
     run = run_inner({"test_starts.py": STARTS})
-    (finding,) = run.subject("test_starts.py::test_thread_that_starts_processes").findings
-    assert [finding.resource, *(part.resource for part in finding.parts)] == ["threads", "processes"]
-    assert (finding.advice or "").startswith("let test_starts.Feeder.work ")
-
-
-def test_what_ends_the_thread_and_the_processes_has_them_as_it_had(run_inner: RunInner) -> None:
-    run = run_inner({"test_starts.py": STARTS})
-    (finding,) = run.subject("test_starts.py::test_object_that_ends_both").findings
-    assert [finding.resource, *(part.resource for part in finding.parts)] == ["processes", "threads"]
-    assert finding.advice == "call test_starts.KEPT[1].close() in teardown"
+    (alone,) = run.subject("test_starts.py::test_thread_that_starts_processes").findings
+    assert [alone.resource, *(part.resource for part in alone.parts)] == ["threads", "processes"]
+    assert (alone.advice or "").startswith("let test_starts.Feeder.work ")
+    (ended,) = run.subject("test_starts.py::test_object_that_ends_both").findings
+    assert [ended.resource, *(part.resource for part in ended.parts)] == ["processes", "threads"]
+    assert ended.advice == "call test_starts.KEPT[1].close() in teardown"
