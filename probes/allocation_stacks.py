@@ -15,9 +15,6 @@ from lowtide.probes.device.torch_allocator import Segment, all_segments
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.originals import initialized_torch, loaded, sys, time
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 OWN_FOLDERS = tuple(
     str(PurePath(__file__).parents[1] / name) + os.sep for name in ("probes", "leakcheck", "pytest_plugin")

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 UPDATE = "update_weights"
 """The stage in which a trainer sends an engine weights."""
 

@@ -19,7 +19,7 @@ from lowtide.leakcheck.watching.watched import Verdict
 from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal
-from lowtide.pytest_plugin.failures import LeakFailure, run_by_another, run_test, shown
+from lowtide.pytest_plugin.failures import LeakFailure, hide_own_frames, run_by_another, run_test, shown
 from lowtide.pytest_plugin.items import (
     FixtureOwner,
     WiderFixtures,
@@ -62,9 +62,6 @@ from lowtide.reports.out_of_memory import TITLE, out_of_memory_lines
 from lowtide.reports.outcomes import judged_as, tries_as_one
 from lowtide.reports.schema import Finding, NotMeasured, OutOfMemory, Subject
 from lowtide.reports.sizes import first_of
-
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
 
 
 class Checker:
@@ -322,6 +319,8 @@ class Checker:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
         """Note what was raised; where another plugin runs the test, its teardown's report carries what was judged."""
+        if call.excinfo is not None:
+            hide_own_frames(call.excinfo.value)
         report = yield
         if call.excinfo is not None:
             self._raised.append(call.excinfo.value)

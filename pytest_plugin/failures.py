@@ -14,10 +14,13 @@ from _pytest.outcomes import Failed
 from _pytest.runner import call_and_report, show_test_item
 from _pytest.skipping import xfailed_key
 
+from lowtide.probes.allocation_stacks import OWN_FOLDERS
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.results import attach, is_bad
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Subject
+
+_CAUSE, _CONTEXT = (vars(BaseException)[name].__get__ for name in ("__cause__", "__context__"))
 
 
 class LeakFailure(Failed):
@@ -25,6 +28,21 @@ class LeakFailure(Failed):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, pytrace=False)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Have pytest leave the checker's frames out of what it shows of an error, and of those that have led to it."""
+    met, waiting = set[int](), [error]
+    for each in waiting:
+        met.add(id(each))
+        traceback = each.__traceback__
+        while traceback is not None:
+            frame, traceback = traceback.tb_frame, traceback.tb_next
+            if frame.f_code.co_filename.startswith(OWN_FOLDERS):
+                frame.f_globals["__tracebackhide__"] = True
+        # As the interpreter has them, whatever the program's class says.
+        before = (_CAUSE(each), _CONTEXT(each))
+        waiting += [other for other in before if other is not None and id(other) not in met]
 
 
 def is_strict_xpass(report: Any) -> bool:

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from lowtide.pytest_plugin.checker import Checker
     from lowtide.reports.schema import Finding
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 
 class Leakcheck:
     """What a test gets as `leakcheck`; without `--leakcheck` its stages and checks do nothing.

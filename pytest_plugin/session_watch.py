@@ -27,9 +27,6 @@ from lowtide.reports.from_snapshot import to_readings
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, Stage
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 
 class Spent:
     """Seconds spent with judging and with trying remedies; what runs inside of a block of either counts once.

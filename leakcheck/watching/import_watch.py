@@ -15,9 +15,6 @@ from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.process_files import python_threads_seconds
 from lowtide.probes.originals import in_main_thread, sys, threading
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 _OWN = ("lowtide", "pynvml", "amdsmi")
 """What this checker itself may import in the middle of a reading."""
 

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 from lowtide.probes.device.torch_allocator import has_context
 from lowtide.probes.originals import StandIns, initialized_torch, loaded
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 _RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 """By these functions of `torch._C` all of torch's own have their peaks counted anew."""
 

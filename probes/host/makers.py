@@ -20,9 +20,6 @@ from lowtide.probes.objects.described import is_library, is_of_site
 from lowtide.probes.objects.foreign import thread_ident, thread_key
 from lowtide.probes.originals import StandIns, contents, loaded, os, sys, threading, time, weakref
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
     | {f"multiprocessing.popen_{way}" for way in ("fork", "spawn_posix", "forkserver")}

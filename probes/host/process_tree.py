@@ -31,9 +31,6 @@ from lowtide.probes.host.process_files import (
 from lowtide.probes.host.process_files import name_of as name_of
 from lowtide.probes.originals import StandIns, contents, in_main_thread, loaded, os, resource, sys, time
 
-# pytest leaves frames of this module out of a traceback that it shows.
-__tracebackhide__ = True
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _BLOCK = 160

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,13 @@ class Thing:
 
 
 class Request:
+    batch: Any
+    data: Any
+    done: Any
+    others: Any
+    parts: Any
+    requests: Any
+
     def __init__(self) -> None:
         self.thing = Thing()
 
@@ -26,14 +34,14 @@ class Slotted:
 
 def by_attribute() -> Thing:
     request = Request()
-    request.data = request  # type: ignore[attr-defined]
+    request.data = request
     return request.thing
 
 
 def by_list() -> Thing:
     request, batch = Request(), Request()
-    batch.requests = [request]  # type: ignore[attr-defined]
-    request.batch = batch  # type: ignore[attr-defined]
+    batch.requests = [request]
+    request.batch = batch
     return request.thing
 
 
@@ -45,7 +53,7 @@ def by_slot() -> Thing:
 
 def by_method() -> Thing:
     request = Request()
-    request.done = request.__init__  # type: ignore[attr-defined, misc]
+    request.done = request.__init__  # type: ignore[misc]
     return request.thing
 
 
@@ -57,8 +65,8 @@ def by_plain_list() -> Thing:
 
 def behind_a_cycle() -> Thing:
     request = Request()
-    request.data = request  # type: ignore[attr-defined]
-    request.parts = {"first": [request.thing]}  # type: ignore[attr-defined]
+    request.data = request
+    request.parts = {"first": [request.thing]}
     thing, request.thing = request.thing, None  # type: ignore[assignment]
     return thing
 
@@ -98,7 +106,7 @@ def test_of_many_objects_each_has_its_own_cycle() -> None:
     """One is nearer to its cycle than another, one hangs on that of the first, one is held by a module, one by none."""
     far, beside, alone, request = behind_a_cycle(), Thing(), Request(), Request()
     near = request.thing
-    request.data, request.others = request, [[[beside]]]  # type: ignore[attr-defined]
+    request.data, request.others = request, [[[beside]]]
     del request
     found = cycles_behind([near, KEPT.thing, far, alone.thing, beside])
     assert [{edge.text for edge in edges} for edges in found] == [

@@ -176,6 +176,12 @@ def test_a_traceback_of_the_program_s_has_none_of_our_frames(run_inner: RunInner
             "broken_module.py": "raise ValueError('broken')",
             "test_inner.py": """
                 import subprocess
+                # First: what is left out once stays so.
+                def test_cause():
+                    try:
+                        subprocess.run(["no-such-command"])
+                    except OSError as error:
+                        raise ValueError("broken") from error
                 def test_setup(broken): pass
                 def test_session(broken_for_all): pass
                 def test_teardown(broken_in_the_end): pass
@@ -188,6 +194,6 @@ def test_a_traceback_of_the_program_s_has_none_of_our_frames(run_inner: RunInner
             """,
         }
     )
-    assert run.out.count("ValueError: broken") >= 5
+    assert run.out.count("ValueError: broken") >= 6
     shown = [line for line in run.out.splitlines() if "lowtide/" in line and "Error" not in line]
     assert shown == []
