@@ -21,10 +21,9 @@ from lowtide.probes.device.torch_allocator import (
 from lowtide.probes.heap.caches import LRU_CACHE, CacheReading, bytes_held, read_caches
 from lowtide.probes.host.readings import HostReading, Resident, named_shared_memory, read_host, resident_in
 from lowtide.probes.memory.ranges import Range, without
-from lowtide.probes.memory.tensors import TensorReading, storage_classes, summarize, survey_storages
-from lowtide.probes.objects.collector import GcReading, read_gc
+from lowtide.probes.memory.tensors import TensorReading, storage_classes, survey_storages
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused
-from lowtide.probes.originals import time
+from lowtide.probes.originals import gc
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
 
@@ -46,9 +45,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The readings of all probes at one moment.
 
     Attributes:
-        label: what the caller calls this moment.
-        taken_at: seconds since the epoch, when the reading began.
-        seconds: how long the reading took.
         tensors: live tensors by device.
         allocators: torch's allocator per device with a context.
         pinned: torch's cache of page-locked host memory.
@@ -57,14 +53,11 @@ class Snapshot(msgspec.Struct, frozen=True):
         pool_residency: of those pools that are host memory, per kind and tag, sorted.
         tensor_residency: of the memory under CPU tensors that lies outside the announced pools.
         host: the process on its host.
-        gc: the garbage collector's state.
+        frozen: objects in the collector's permanent generation (`gc.freeze()`).
         caches: each `lru_cache` with entries.
         file_residency: of the files of /dev/shm that are mapped here, and are under neither pools nor tensors.
     """
 
-    label: str
-    taken_at: float
-    seconds: float
     tensors: TensorReading
     allocators: tuple[AllocatorReading, ...]
     pinned: PinnedReading
@@ -73,7 +66,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     pool_residency: tuple[PoolResidency, ...]
     tensor_residency: Resident
     host: HostReading
-    gc: GcReading
+    frozen: int
     caches: tuple[CacheReading, ...]
     file_residency: Resident = msgspec.field(default_factory=lambda: Resident(0, 0))
 
@@ -120,11 +113,10 @@ _MOST_BEHIND_CACHES = 300_000
 """Objects behind all large caches together that one snapshot looks at: a third of a second."""
 
 
-def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
+def take_snapshot(*, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
     """Read everything once.
 
     Args:
-        label: what to call this moment.
         driver: whom to ask about the cards (`find_driver()`).
         devices: torch's indices of the cards to ask about.
 
@@ -132,9 +124,6 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         HostReadError: /proc cannot be read.
         PoolSourceError: an announced source raised.
     """
-    taken_at = time.time()
-    started = time.perf_counter()
-    gc_state = read_gc()
     with collector_paused():
         # Memory first: the walk over the heap below needs some itself.
         host = read_host()
@@ -147,16 +136,13 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         found = Census(all_instances(*storage_classes(), LRU_CACHE))
         survey = survey_storages(found)
         caches = read_caches(found, max_in_all=_MOST_BEHIND_CACHES)
-        tensors = summarize(survey, pools)
+        tensors = survey.reading
         pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]
-        outside = without(tensors.on("cpu").ranges, pooled)
+        outside = without(tensors.on("cpu"), pooled)
         tensor_residency = resident_in(outside, swapped=swapped)
         file_residency = resident_in(without(named_shared_memory(), [*pooled, *outside]))
         allocators = read_allocators({storage.address for storage in survey.storages})
     return Snapshot(
-        label=label,
-        taken_at=taken_at,
-        seconds=time.perf_counter() - started,
         tensors=tensors,
         allocators=allocators,
         pinned=pinned,
@@ -166,7 +152,7 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         tensor_residency=tensor_residency,
         file_residency=file_residency,
         host=host,
-        gc=gc_state,
+        frozen=gc.get_freeze_count(),
         caches=caches,
     )
 

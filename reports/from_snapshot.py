@@ -29,7 +29,7 @@ def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) ->
         host_pools=sum(pool.mapped for pool in snapshot.pools if pool.kind == "host"),
         driver=snapshot.driver_bytes(device),
         rss=snapshot.host.rss,
-        frozen_objects=frozen_by_program(snapshot.gc.frozen),
+        frozen_objects=frozen_by_program(snapshot.frozen),
         cache_bytes=snapshot.cache_bytes,
         threads=len(snapshot.host.threads),
         native_threads=snapshot.host.native_threads,

@@ -197,7 +197,9 @@ def _in_full_caches(explanations: Mapping[Key, Explanation]) -> set[Key]:
     if not cached:
         return set()
     full = [cache for cache in read_caches() if cache.maxsize is not None and cache.entries >= cache.maxsize]
-    return cached & {(device, address) for cache in full for device, address, _ in cache.held}
+    return cached & {
+        (device, address) for cache in full for device, ranges in cache.held.items() for address, _ in ranges
+    }
 
 
 def place_of(edges: Iterable[str]) -> str:

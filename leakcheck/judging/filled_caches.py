@@ -183,7 +183,7 @@ class FilledCaches:
         """Return some caches, each with the modules and owners of bound methods in it that were born since the mark."""
         newborn = {id(born.item) for born in survivors}
         found = []
-        for cache, objects, _ in walk_caches(caches, namespaces, _MOST_REACHED, _MOST_IN_ALL):
+        for cache, objects in walk_caches(caches, namespaces, _MOST_REACHED, _MOST_IN_ALL):
             new = [item for item in _kept_among(objects) if self._is_new(item, newborn)]
             stays = exempt("lru-cache", [_described(item, cache) for item in new]) if new else set()
             found.append((cache, [item for item in new if _described(item, cache) not in stays]))

@@ -180,7 +180,7 @@ def _exported_memory(snapshot: Snapshot, device: str) -> dict[str, int]:
 
 def _arena_without_tensors(snapshot: Snapshot, device: str) -> int:
     """Return the bytes mapped by arenas over which no tensor lives: one with a tensor over it is that tensor's leak."""
-    tensors = snapshot.tensors.on(device).ranges
+    tensors = snapshot.tensors.on(device)
     return sum(
         pool.mapped
         for pool in snapshot.pools
@@ -241,7 +241,7 @@ _LEVELS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], int | None]] = {
     "driver": unaccounted_driver_memory,
     "pinned-cache": lambda snapshot, _: snapshot.pinned.torch_reserved,
     "host-memory": lambda snapshot, _: unaccounted_host_memory(snapshot),
-    "gc-frozen": lambda snapshot, _: frozen_by_program(snapshot.gc.frozen),
+    "gc-frozen": lambda snapshot, _: frozen_by_program(snapshot.frozen),
 }
 """How a row of the table is read from a snapshot on a device, by the row's key, where it is one figure."""
 

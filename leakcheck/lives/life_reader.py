@@ -188,9 +188,9 @@ class LifeReader(LivedProcess):
         self.unseen.look(always=True)
         self.watched.orphaned_files.look()
 
-    def snapshot(self, label: str) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Take a snapshot, with those children alone that are the program's to end."""
-        snapshot = take_snapshot(label, driver=self._driver, devices=self.cards)
+        snapshot = take_snapshot(driver=self._driver, devices=self.cards)
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.watched.tree.orphans()}
@@ -199,9 +199,9 @@ class LifeReader(LivedProcess):
         host = replace(snapshot.host, children=tuple(children[str(pid)] for pid in left))
         return replace(snapshot, host=host)
 
-    def read(self, label: str) -> LifeReading:
+    def read(self) -> LifeReading:
         """Read what a life is judged by, less what modules took for themselves when a life imported them."""
-        snapshot = self.snapshot(label)
+        snapshot = self.snapshot()
         found = reading_of(snapshot, self.device)
         amounts = dict(found.amounts)
         of_imports = self.leftovers.imported_bytes()
@@ -226,10 +226,6 @@ class LifeReader(LivedProcess):
         children = (name for name in snapshot.host.children if as_counted("processes", name) not in of_imports)
         return {**named, "processes": dict.fromkeys(children, 1)}
 
-    def read_after_shutdown(self) -> LifeReading:
-        """Read when a life is over."""
-        return self.read("after shutdown")
-
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Return all that is judged, without what libraries have from their first use."""
@@ -244,7 +240,7 @@ class LifeReader(LivedProcess):
         for key in JUDGED:
             named = now.items[key]
             new[key] = {as_counted(key, name): named[name] for name in named.keys() - baseline.items[key].keys()}
-        tensors = now.snapshot.tensors.on("cpu").ranges
+        tensors = now.snapshot.tensors.on("cpu")
         found = self._library_items.sort(NewItems(new, tensors), now.counters, f"cycle {cycle}")
         for key in JUDGED:
             known = self._first_use.setdefault(key, {})
@@ -266,7 +262,7 @@ class LifeReader(LivedProcess):
             return [item.above for item in missing(now) if item.metric.settles]
 
         return climb(
-            self.read_after_shutdown,
+            self.read,
             lambda now: not missing(now),
             still_waiting=lambda now: bool(waiting(now)),
             moved=lambda then, now: waiting(then) != waiting(now),

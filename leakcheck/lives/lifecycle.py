@@ -279,7 +279,7 @@ class LifecycleRun:
             self._reader.look()
             if name.startswith("sleep"):
                 self._record.returns += self._reader.wait_for_driver(name, cycle, before)
-            after = self._reader.snapshot(f"cycle {cycle}, after {name}")
+            after = self._reader.snapshot()
             # What a level 1 sleep, and the wake from it, have to move.
             moved = 0
             if name == "sleep(1)":
@@ -353,7 +353,7 @@ class LifecycleRun:
         # Garbage, and what is free in the heap, the engine holds no more.
         release(Rung.COLLECT)
         trim_heap()
-        stays = unaccounted_host_memory(self._reader.snapshot(stage)) - before
+        stays = unaccounted_host_memory(self._reader.snapshot()) - before
         if has_slept(held, stays):
             return []
         found = memory_holder(stays, msgspec.structs.replace(self._leftovers.context(engine), living=True))
@@ -457,7 +457,7 @@ class LifecycleRun:
         except Exception as error:
             if name != "wake":
                 raise
-            after = self._reader.snapshot(f"cycle {cycle}, after a {name} that failed")
+            after = self._reader.snapshot()
             self._record.findings += contract.after_failed_wake(name, self.device, before, after)
             self._record.findings += self._processes.after_failed_wake(name)
             if not is_out_of_memory(error):

@@ -127,7 +127,7 @@ class ShutdownJudgement:
             self._old_arrays = known_arrays()
         # What is free by now, as what judging the life before took, would hide as much of what this one keeps.
         trim_heap()
-        start = self._reader.read(f"before cycle {cycle}")
+        start = self._reader.read()
         self._types = TypeCounts(f"before cycle {cycle}")
         self._starts.append(start)
         return start.snapshot
@@ -250,7 +250,7 @@ class ShutdownJudgement:
         """Climb on after the last life, single holders before whole caches; add to `actions` what lets go of these."""
         self._leftovers.read(Rung.RAW)
         if self.leaves_any and self._leftovers.thaw():
-            self._steps.append(LadderStep(Rung.UNFREEZE, self._reader.read_after_shutdown(), 0.0))
+            self._steps.append(LadderStep(Rung.UNFREEZE, self._reader.read(), 0.0))
         self._climb(Rung.EMPTY_CACHE)
         storages = self._leftovers.left
         if self._heap is not None and (self.leaves_any or storages):
@@ -267,7 +267,7 @@ class ShutdownJudgement:
         findings, cuts = self._leftovers.conclude(leaks, engine, len(self._starts))
         if cuts:
             actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
-            self._steps.append(LadderStep(Rung.CLEAR_CACHES, self._reader.read_after_shutdown(), 0.0))
+            self._steps.append(LadderStep(Rung.CLEAR_CACHES, self._reader.read(), 0.0))
         last = self._steps[-1].rung
         self._climb(*(rung for rung in Rung if rung.order > max(last.order, Rung.EMPTY_CACHE.order)))
         return findings
@@ -313,7 +313,7 @@ class ShutdownJudgement:
 
         Of what came back in part, the rest is reported.
         """
-        steps = [LadderStep(Rung.RAW, self._reader.read_after_shutdown(), 0.0)]
+        steps = [LadderStep(Rung.RAW, self._reader.read(), 0.0)]
         left: dict[_Kind, Finding] = {}
         for start in self._baselines:
             of_groups = [metric for metric in start.metrics if metric.resource in _OF_GROUPS]

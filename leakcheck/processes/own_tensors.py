@@ -42,7 +42,7 @@ from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.memory_parts import malloc_in_use, read_parts
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
-from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, summarize, survey_storages
+from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, survey_storages
 from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
 from lowtide.reports.schema import Finding, as_written
@@ -244,14 +244,14 @@ class OwnTensors:
         """Return how much this process holds."""
         pools = announced_pools()
         survey = survey_storages()
-        tensors = summarize(survey, pools)
+        tensors = survey.reading
         arenas: dict[str, dict[str, int]] = {}
         for pool in pools:
             if pool.kind == "arena":
                 of_device = arenas.setdefault(pool.device, {})
                 of_device[pool.tag] = of_device.get(pool.tag, 0) + pool.mapped
         allocators = read_allocators({storage.address for storage in survey.storages})
-        on_host = [*tensors.on("cpu").ranges, *_pooled(pools, "cpu")]
+        on_host = [*tensors.on("cpu"), *_pooled(pools, "cpu")]
         present = resident_in(on_host)
         return Levels(
             # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
@@ -267,7 +267,7 @@ class OwnTensors:
 
 def outside_pools(tensors: TensorReading, pools: Sequence[PoolReading]) -> dict[str, int]:
     """Return the bytes under tensors that lie in no announced pool, by device."""
-    return {each.device: total(without(each.ranges, _pooled(pools, each.device))) for each in tensors.per_device}
+    return {device: total(without(ranges, _pooled(pools, device))) for device, ranges in tensors.ranges.items()}
 
 
 def _pooled(pools: Sequence[PoolReading], device: str) -> list[Range]:
@@ -393,7 +393,7 @@ def look(*, lists: bool) -> Seen:
         lengths=lengths.lengths.tobytes(),
         parts=asdict(parts),
         malloc=malloc,
-        tensors={each.device: each.bytes for each in summarize(survey, announced_pools()).per_device},
+        tensors={device: total(ranges) for device, ranges in survey.reading.ranges.items()},
         tensor_kinds=_kinds_of(survey) if lists else (),
         caches=_filled_caches() if lists else (),
     )

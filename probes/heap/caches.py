@@ -1,18 +1,17 @@
-"""Every `functools.lru_cache` that has entries, and which tensors, modules and bound objects those entries reach."""
+"""Every `functools.lru_cache` that has entries, and which memory of tensors those entries reach."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import compress
-from types import MethodType
 from typing import Any
 
 import msgspec
 
 from lowtide.probes.heap.reach import module_namespaces, reach
-from lowtide.probes.memory.ranges import Range, merge
-from lowtide.probes.memory.tensors import held_ranges, survey_storages
+from lowtide.probes.memory.ranges import Range, merge, total
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import module_of_class, type_name
 from lowtide.probes.objects.identities import misses_of
@@ -41,23 +40,14 @@ class CacheReading(msgspec.Struct, frozen=True):
         entries: entries now.
         maxsize: most entries it keeps; None without bound.
         tensor_bytes: bytes of the storages that its entries reach, each byte once.
-        tensors: tensors that its entries reach.
-        modules: `torch.nn.Module`s that its entries reach.
-        bound_objects: type names of the objects that the bound methods reached belong to, sorted, each once.
-        truncated: whether the walk stopped at its limit, or before what another cache reaches too, so that there may be
-            more.
-        held: device, address and length of the memory behind `tensor_bytes`.
+        held: address and length of the memory behind `tensor_bytes`, by device.
     """
 
     name: str
     entries: int
     maxsize: int | None
     tensor_bytes: int
-    tensors: int
-    modules: int
-    bound_objects: tuple[str, ...]
-    truncated: bool
-    held: tuple[tuple[str, int, int], ...] = msgspec.field()
+    held: Mapping[str, tuple[Range, ...]] = msgspec.field()
 
 
 def read_caches(
@@ -83,16 +73,16 @@ def read_caches(
         wrappers = [wrapper for wrapper in census.exactly(LRU_CACHE) if wrapper.cache_info().currsize]
         namespaces = module_namespaces()
         readings = [_read(*walked) for walked in walk_caches(wrappers, namespaces, max_objects, max_in_all)]
-    return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
+    return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, [*reading.held.items()])))
 
 
 def bytes_held(caches: Iterable[CacheReading]) -> int:
     """Bytes of the storages that the entries of all `caches` reach together, each byte once."""
     by_device: dict[str, list[Range]] = {}
     for cache in caches:
-        for device, address, length in cache.held:
-            by_device.setdefault(device, []).append((address, length))
-    return sum(length for ranges in by_device.values() for _, length in merge(ranges))
+        for device, ranges in cache.held.items():
+            by_device.setdefault(device, []).extend(ranges)
+    return sum(total(merge(ranges)) for ranges in by_device.values())
 
 
 class CacheActivity:
@@ -153,8 +143,8 @@ def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
 
 def walk_caches(
     wrappers: Iterable[Any], namespaces: Collection[int], max_objects: int, max_in_all: int | None = None
-) -> Iterator[tuple[Any, list[Any], bool]]:
-    """Each cache with what its entries reach, and whether that may not be all.
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Each cache with what its entries reach.
 
     Args:
         wrappers: the caches.
@@ -164,7 +154,7 @@ def walk_caches(
     """
     if max_in_all is None:
         for wrapper in wrappers:
-            yield (wrapper, *_walk(wrapper, namespaces, max_objects))
+            yield wrapper, _walk(wrapper, namespaces, max_objects)[0]
         return
     large: list[Any] = []
     for wrapper in wrappers:
@@ -172,43 +162,25 @@ def walk_caches(
         if is_more and max_objects > _FEW:
             large.append(wrapper)
         else:
-            yield wrapper, reached, is_more
+            yield wrapper, reached
     known, left = set(namespaces), max_in_all
-    for number, wrapper in enumerate(large):
-        reached, is_more = _walk(wrapper, known, min(max_objects, max(left, 1)))
+    for wrapper in large:
+        reached, _ = _walk(wrapper, known, min(max_objects, max(left, 1)))
         left -= len(reached)
         known.update(map(id, reached))
-        yield wrapper, reached, is_more or number > 0
+        yield wrapper, reached
 
 
 def _walk(wrapper: Any, namespaces: Collection[int], max_objects: int) -> tuple[list[Any], bool]:
     return reach(cache_entries(wrapper), boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=max_objects)
 
 
-def _read(wrapper: Any, reached: list[Any], truncated: bool) -> CacheReading:
+def _read(wrapper: Any, reached: list[Any]) -> CacheReading:
     info = wrapper.cache_info()
-    torch = loaded("torch")
-    held: tuple[tuple[str, int, int], ...] = ()
-    tensors = modules = 0
-    if torch is not None and hasattr(torch, "nn"):
-        census = Census(reached)
-        found = census.instances_of(torch.Tensor)
-        tensors = len(found)
-        modules = len(census.instances_of(torch.nn.Module))
-        if found:
-            held = held_ranges(survey_storages(found))
-    owners = {_type_name(item.__self__) for item in reached if type(item) is MethodType}
-    return CacheReading(
-        name=_name(wrapper),
-        entries=info.currsize,
-        maxsize=info.maxsize,
-        tensor_bytes=sum(length for _, _, length in held),
-        tensors=tensors,
-        modules=modules,
-        bound_objects=tuple(sorted(owners)),
-        truncated=truncated,
-        held=held,
-    )
+    torch: Any = loaded("torch")
+    found = Census(reached).instances_of(torch.Tensor) if hasattr(torch, "nn") else []
+    held = survey_storages(found).reading.ranges if found else {}
+    return CacheReading(_name(wrapper), info.currsize, info.maxsize, sum(map(total, held.values())), held)
 
 
 def cache_entries(wrapper: Any) -> list[object]:
@@ -219,11 +191,6 @@ def cache_entries(wrapper: Any) -> list[object]:
     """
     own = {id(getattr(wrapper, "__wrapped__", None)), id(vars(wrapper))}
     return [item for item in gc.get_referents(wrapper) if id(item) not in own]
-
-
-def _type_name(item: object) -> str:
-    name = type_name(type(item))
-    return name if "." in name else f"builtins.{name}"
 
 
 def _name(wrapper: Any) -> str:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from lowtide.probes.memory.ranges import Range, common, merge, total
+from lowtide.probes.memory.ranges import Range, merge, total
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused
 from lowtide.probes.originals import loaded
-from lowtide.probes.stages import PoolReading, announced_pools
 
 # An element offset that no storage reaches: a view there fails, and the message says how large the storage is.
 _OUT_OF_BOUNDS = 1 << 40
@@ -47,52 +46,24 @@ class StorageReading(msgspec.Struct, frozen=True):
         return self.device, self.address
 
 
-class DeviceTensors(msgspec.Struct, frozen=True):
-    """The live tensors of one device.
-
-    Attributes:
-        device: `cpu`, `cuda:0`.
-        storages: distinct storages that hold memory.
-        tensors: Python tensors over them.
-        bytes: memory under the storages, overlapping memory counted once.
-        in_pools: those of the bytes that lie in the mapped parts of announced pools.
-        ranges: address and length of that memory, merged.
-    """
-
-    device: str
-    storages: int
-    tensors: int
-    bytes: int
-    in_pools: int
-    ranges: tuple[Range, ...] = msgspec.field()
-
-
 class TensorReading(msgspec.Struct, frozen=True):
-    """The live tensors of the process.
+    """The memory under the live tensors of the process.
 
     Attributes:
-        per_device: one entry per device that holds some, sorted by device.
+        ranges: its address and length, merged, so that each byte counts once; by device, sorted.
         unreadable: tensors that hold memory of a kind that cannot be read (opaque layouts, copy-on-write storages).
     """
 
-    per_device: tuple[DeviceTensors, ...]
+    ranges: Mapping[str, tuple[Range, ...]]
     unreadable: int
 
-    def on(self, device: str) -> DeviceTensors:
-        """Return the reading of one device; zeros where no tensor lives there."""
-        for reading in self.per_device:
-            if reading.device == device:
-                return reading
-        return DeviceTensors(device, storages=0, tensors=0, bytes=0, in_pools=0, ranges=())
+    def on(self, device: str) -> tuple[Range, ...]:
+        """Return the memory on one device."""
+        return self.ranges.get(device, ())
 
     def bytes_on(self, device: str) -> int:
         """Bytes under the live tensors of `device`."""
-        return self.on(device).bytes
-
-    @property
-    def total(self) -> int:
-        """Bytes under the live tensors of all devices."""
-        return sum(reading.bytes for reading in self.per_device)
+        return total(self.on(device))
 
 
 class StorageSurvey(msgspec.Struct, frozen=True):
@@ -102,45 +73,17 @@ class StorageSurvey(msgspec.Struct, frozen=True):
     unreadable: int
 
     @property
+    def reading(self) -> TensorReading:
+        """Their memory."""
+        by_device: dict[str, list[Range]] = defaultdict(list)
+        for storage in self.storages:
+            by_device[storage.device].append((storage.address, storage.bytes))
+        return TensorReading({device: merge(parts) for device, parts in sorted(by_device.items())}, self.unreadable)
+
+    @property
     def sizes(self) -> dict[tuple[str, int], int]:
         """The bytes of each storage, by its key."""
         return {storage.key: storage.bytes for storage in self.storages}
-
-
-def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolReading] | None = None) -> TensorReading:
-    """Read which memory the live tensors hold.
-
-    Args:
-        objects: what to look through; default: everything alive.
-        pools: memory of allocators outside torch; default: what is announced (`announced_pools()`).
-
-    Tensors that Python never saw (a gradient that no code has read, what autograd saved) are not found: reading them
-    would make Python objects of them that stay.
-    """
-    pools = announced_pools() if pools is None else pools
-    return summarize(survey_storages(objects), pools)
-
-
-def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorReading:
-    """Add the storages up by device, each byte once."""
-    by_device: dict[str, list[StorageReading]] = defaultdict(list)
-    for storage in survey.storages:
-        by_device[storage.device].append(storage)
-    per_device = []
-    for device, storages in sorted(by_device.items()):
-        ranges = merge((storage.address, storage.bytes) for storage in storages)
-        pooled = [part for pool in pools if pool.device == device for part in pool.ranges]
-        per_device.append(
-            DeviceTensors(
-                device,
-                storages=len(storages),
-                tensors=sum(storage.tensors for storage in storages),
-                bytes=total(ranges),
-                in_pools=total(common(ranges, pooled)),
-                ranges=ranges,
-            )
-        )
-    return TensorReading(tuple(per_device), survey.unreadable)
 
 
 def storage_classes() -> tuple[type, ...]:
@@ -153,7 +96,9 @@ def storage_classes() -> tuple[type, ...]:
 def survey_storages(objects: Iterable[object] | Census | None = None) -> StorageSurvey:
     """Find the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
 
-    They are sorted by device and address; what is found keeps no object alive.
+    They are sorted by device and address; what is found keeps no object alive. Tensors that Python never saw (a
+    gradient that no code has read, what autograd saved) are not found: reading them would make Python objects of them
+    that stay.
 
     Args:
         objects: what to look through; default: everything alive.
@@ -403,13 +348,3 @@ def _storage_bytes(tensor: Any) -> int:
             return int(said.group(1))
     # Layouts that refuse such a view for another reason (nested tensors): better one object more than no figure.
     return int(torch_member(tensor, "untyped_storage")().nbytes())
-
-
-def held_ranges(survey: StorageSurvey) -> tuple[tuple[str, int, int], ...]:
-    """Return the memory under some storages as device, address, length; merged per device."""
-    by_device: dict[str, list[Range]] = defaultdict(list)
-    for storage in survey.storages:
-        by_device[storage.device].append((storage.address, storage.bytes))
-    return tuple(
-        (device, address, length) for device, parts in sorted(by_device.items()) for address, length in merge(parts)
-    )

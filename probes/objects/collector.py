@@ -1,4 +1,4 @@
-"""Which collector this interpreter has, and its state: decided by what it does, since releases of one version differ.
+"""Which collector this interpreter has: decided by what it does, since releases of one version differ.
 
 An incremental collector came with CPython 3.14.0 and went with 3.14.5; 3.15 has the generations of 3.13 again.  A build
 without the interpreter lock has its own, whose generations show nothing.
@@ -63,25 +63,3 @@ def _generations_of(witness: object) -> tuple[int, ...]:
     return tuple(
         generation for generation in range(3) if any(item is witness for item in gc.get_objects(generation=generation))
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GcReading:
-    """The garbage collector at one moment.
-
-    Attributes:
-        frozen: objects in the permanent generation (`gc.freeze()`).
-        uncollectable: objects in `gc.garbage`.
-        enabled: whether automatic collection is on.
-        thresholds: what `gc.get_threshold()` says.
-    """
-
-    frozen: int
-    uncollectable: int
-    enabled: bool
-    thresholds: tuple[int, int, int]
-
-
-def read_gc() -> GcReading:
-    """Read the collector's state without running it."""
-    return GcReading(gc.get_freeze_count(), len(gc.garbage), gc.isenabled(), gc.get_threshold())

@@ -19,7 +19,7 @@ from lowtide.engine.model_executor.attention import PagedDecodes
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs, batch_sizes
 from lowtide.engine.runner import ModelRunner
-from lowtide.probes.memory.tensors import read_tensors
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.stages import announced_pools
 
 if sys.version_info < (3, 11):
@@ -251,14 +251,14 @@ def test_a_create_that_fails_at_its_graphs_leaves_nothing(monkeypatch: pytest.Mo
 
     engine = LLMEngine(EngineConfig(cuda_graphs=True, kv_cache_bytes=1 << 20))
     gc.collect()
-    before = (announced_pools(), read_tensors().total)
+    before = (announced_pools(), sum(survey_storages().sizes.values()))
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "capture_graphs", fails)
         with pytest.raises(RuntimeError, match="planted"):
             engine.create()
     assert len(closed) == (fails_in == "afterwards")
     closed.clear()
-    assert (announced_pools(), read_tensors().total) == before
+    assert (announced_pools(), sum(survey_storages().sizes.values())) == before
     engine.create()
     assert isinstance(engine._core, EngineCore)
     addresses = engine._core.worker.graph_addresses()
@@ -267,4 +267,4 @@ def test_a_create_that_fails_at_its_graphs_leaves_nothing(monkeypatch: pytest.Mo
     engine.shutdown()
     assert len(closed) == 1
     closed.clear()
-    assert (announced_pools(), read_tensors().total) == before
+    assert (announced_pools(), sum(survey_storages().sizes.values())) == before

@@ -39,7 +39,7 @@ from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.request import Request, SchedulerOutput
 from lowtide.engine.scheduler import Scheduler
-from lowtide.probes.memory.tensors import read_tensors
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.stages import announced_pools
 from tests.waiting import HANG_S, wait_until
 
@@ -490,7 +490,7 @@ def footprint() -> tuple[Any, ...]:
     """Everything that must be as it was before the engine."""
     return (
         [(pool.kind, pool.tag, pool.mapped) for pool in announced_pools()],
-        read_tensors().total,
+        sum(survey_storages().sizes.values()),
         threading.active_count(),
         psutil.Process().num_fds(),
     )
@@ -773,12 +773,12 @@ def test_a_failed_copy_is_reported_once_and_costs_only_itself(
     gate.error = BrokenError("bus")
     prefill(engine, LONG[0])
     connector_of(engine).flush()
-    before = read_tensors().total
+    before = sum(survey_storages().sizes.values())
     gate.error = None
     with pytest.raises(KVTransferError, match=r"1 transfers .* failed \(BrokenError\('bus'\)\)") as caught:
         getattr(engine, call)()
     assert isinstance(caught.value.__cause__, BrokenError)
-    assert read_tensors().total == before
+    assert sum(survey_storages().sizes.values()) == before
     assert engine.state is EngineState.RUNNING
     assert engine.kv_cache_usage().held == 0
     assert tokens(run(engine, *LONG)) == expected

@@ -29,7 +29,7 @@ from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.worker import Worker
 from lowtide.probes import stages
-from lowtide.probes.memory.tensors import read_tensors
+from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.stages import announced_pools
 from tests.engine.random_checkpoint import write_random_checkpoint
 
@@ -100,7 +100,7 @@ def footprint() -> tuple[Any, ...]:
     process = psutil.Process()
     return (
         [(pool.kind, pool.tag, pool.mapped) for pool in announced_pools()],
-        read_tensors().total,
+        sum(survey_storages().sizes.values()),
         threading.active_count(),
         process.num_fds(),
     )

@@ -72,7 +72,7 @@ def stable(taken: Snapshot) -> Snapshot:
     # Of /dev/shm too only what is this process's: others of the same user come and go.
     ours = tuple(entry for entry in taken.host.shared_memory if entry.mapped_here)
     host = replace(taken.host, rss=0, uss=None, anonymous=0, file_backed=0, own=0, shared=0, shared_memory=ours)
-    return replace(taken, taken_at=0.0, seconds=0.0, host=host)
+    return replace(taken, host=host)
 
 
 @contextlib.contextmanager

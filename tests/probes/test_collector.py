@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.probes.objects.collector import Collector, observed_collector, read_gc, why_unusable
-from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.objects.collector import Collector, observed_collector, why_unusable
 
 GENERATIONS = ((0,), (1,), (2,))
 
@@ -69,36 +68,3 @@ def test_collections_that_start_by_themselves_change_nothing_of_what_is_seen() -
     finally:
         gc.set_threshold(*thresholds)
     assert gc.isenabled()
-
-
-def test_it_counts_what_is_frozen() -> None:
-    before = read_gc().frozen
-    gc.freeze()
-    try:
-        assert frozen_by_program(before) == 0
-        assert read_gc().frozen == gc.get_freeze_count() > 1000
-    finally:
-        gc.unfreeze()
-
-
-def test_it_counts_what_could_not_be_collected() -> None:
-    before = read_gc().uncollectable
-    gc.garbage.append(object())
-    try:
-        assert read_gc().uncollectable == before + 1
-    finally:
-        gc.garbage.pop()
-
-
-def test_it_tells_how_the_collector_is_set() -> None:
-    enabled, thresholds = gc.isenabled(), gc.get_threshold()
-    try:
-        gc.disable()
-        gc.set_threshold(701, 11, 12)
-        reading = read_gc()
-        assert not reading.enabled
-        assert reading.thresholds == (701, 11, 12)
-    finally:
-        gc.set_threshold(*thresholds)
-        if enabled:
-            gc.enable()

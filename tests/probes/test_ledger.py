@@ -14,7 +14,6 @@ from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
 from lowtide.probes.host.readings import HostReading, Resident
 from lowtide.probes.memory.tensors import TensorReading
-from lowtide.probes.objects.collector import GcReading
 from lowtide.probes.snapshot import (
     DeviceLedger,
     LedgerBase,
@@ -32,10 +31,7 @@ CARD = LedgerBase("cuda:0", context=500, libraries=60)
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none")
 
 EMPTY = Snapshot(
-    label="",
-    taken_at=0.0,
-    seconds=0.0,
-    tensors=TensorReading((), 0),
+    tensors=TensorReading({}, 0),
     allocators=(),
     pinned=PinnedReading(0, 0),
     drivers=(DriverReading("cuda:0", "nvml", 10_000, 20_000, 30_000, ""),),
@@ -43,7 +39,7 @@ EMPTY = Snapshot(
     pool_residency=(),
     tensor_residency=Resident(0, 0),
     host=HostReading(1000, 900, 700, 300, (), 1, (), (), (), ()),
-    gc=GcReading(0, 0, True, (700, 10, 10)),
+    frozen=0,
     caches=(),
 )
 ALLOCATOR = AllocatorReading(

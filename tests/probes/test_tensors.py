@@ -19,15 +19,17 @@ from lowtide.probes.memory.tensors import (
     TensorReading,
     hold_memory,
     keys_of_each,
-    read_tensors,
     survey_storages,
 )
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.stages import PoolReading
 
 
-def reading_of(*objects: object, pools: tuple[PoolReading, ...] = ()) -> TensorReading:
-    return read_tensors(list(objects), pools)
+def reading_of(*objects: object) -> TensorReading:
+    return survey_storages(list(objects)).reading
+
+
+def bytes_in_all() -> int:
+    return survey_storages().reading.bytes_on("cpu")
 
 
 def test_a_tensor_counts_its_whole_storage() -> None:
@@ -36,13 +38,13 @@ def test_a_tensor_counts_its_whole_storage() -> None:
 
 def test_without_tensors_everything_is_zero() -> None:
     reading = reading_of(object(), [1, 2])
-    assert (reading.total, reading.per_device, reading.unreadable) == (0, (), 0)
+    assert (reading.ranges, reading.unreadable) == ({}, 0)
 
 
 def test_without_torch_nothing_is_read_and_torch_is_not_loaded() -> None:
     code = (
-        "import sys; from lowtide.probes.memory.tensors import read_tensors;"
-        "print(read_tensors().total, 'torch' in sys.modules, 'numpy' in sys.modules)"
+        "import sys; from lowtide.probes.memory.tensors import survey_storages;"
+        "print(len(survey_storages().storages), 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "False", "False"]
@@ -50,8 +52,8 @@ def test_without_torch_nothing_is_read_and_torch_is_not_loaded() -> None:
 
 def test_views_share_one_storage() -> None:
     whole = torch.ones(1000)
-    reading = reading_of(whole, whole[10:20], whole.view(10, 100).t()).on("cpu")
-    assert (reading.storages, reading.tensors, reading.bytes) == (1, 3, 4000)
+    (storage,) = survey_storages([whole, whole[10:20], whole.view(10, 100).t()]).storages
+    assert (storage.tensors, storage.bytes) == (3, 4000)
 
 
 def test_a_small_view_keeps_and_counts_the_whole_storage() -> None:
@@ -63,13 +65,13 @@ def test_an_empty_view_keeps_and_counts_the_whole_storage() -> None:
 
 
 def test_a_tensor_without_elements_holds_nothing() -> None:
-    assert reading_of(torch.empty(0), torch.empty(3, 0)).per_device == ()
+    assert reading_of(torch.empty(0), torch.empty(3, 0)).ranges == {}
 
 
 def test_a_storage_alone_counts() -> None:
     storage = torch.ones(1000).untyped_storage()
-    reading = reading_of(storage).on("cpu")
-    assert (reading.storages, reading.tensors, reading.bytes) == (1, 0, 4000)
+    (reading,) = survey_storages([storage]).storages
+    assert (reading.tensors, reading.bytes) == (0, 4000)
 
 
 def test_a_storage_and_its_tensor_count_once() -> None:
@@ -82,9 +84,9 @@ def test_overlapping_memory_of_two_storages_counts_once() -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     first = torch.frombuffer(buffer, dtype=torch.uint8, count=600)
     second = torch.frombuffer(buffer, dtype=torch.uint8, offset=400, count=600)
-    reading = reading_of(first, second).on("cpu")
-    assert (reading.storages, reading.bytes) == (2, 1000)
-    assert reading.ranges == ((address, 1000),)
+    survey = survey_storages([first, second])
+    assert (len(survey.storages), survey.reading.bytes_on("cpu")) == (2, 1000)
+    assert survey.reading.on("cpu") == ((address, 1000),)
 
 
 def test_parameters_count_like_tensors() -> None:
@@ -92,13 +94,13 @@ def test_parameters_count_like_tensors() -> None:
 
 
 def test_a_meta_tensor_holds_nothing() -> None:
-    assert reading_of(torch.empty(1000, device="meta")).per_device == ()
+    assert reading_of(torch.empty(1000, device="meta")).ranges == {}
 
 
 def test_a_fake_tensor_holds_nothing_whatever_it_says() -> None:
     with FakeTensorMode():
         fake = torch.empty(1000)
-    assert reading_of(fake).per_device == ()
+    assert reading_of(fake).ranges == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
@@ -157,7 +159,7 @@ def test_a_tensor_whose_storage_python_cannot_reach_is_counted_as_unreadable() -
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN, whose tensors are the opaque ones")
     reading = reading_of(torch.ones(4).to_mkldnn(), torch.ones(4))
-    assert (reading.unreadable, reading.total) == (1, 16)
+    assert (reading.unreadable, reading.bytes_on("cpu")) == (1, 16)
 
 
 def test_reading_a_copy_on_write_tensor_does_not_make_the_copy() -> None:
@@ -195,7 +197,7 @@ def test_a_subclass_counts_and_its_code_does_not_run() -> None:
 
 def test_a_wrapper_subclass_holds_nothing_itself() -> None:
     reading = reading_of(Wrapper(torch.ones(10)))
-    assert (reading.total, reading.unreadable) == (0, 0)
+    assert (reading.ranges, reading.unreadable) == ({}, 0)
 
 
 def fake(*, requires_grad: bool) -> torch.Tensor:
@@ -248,7 +250,7 @@ def test_torch_function_modes_do_not_see_the_reading() -> None:
     tensor, storage = torch.ones(10), torch.ones(10).untyped_storage()
     with Mode():
         reading = reading_of(tensor, storage)
-    assert reading.total == 80
+    assert reading.bytes_on("cpu") == 80
 
 
 def test_torch_dispatch_modes_do_not_see_the_reading() -> None:
@@ -259,7 +261,7 @@ def test_torch_dispatch_modes_do_not_see_the_reading() -> None:
     tensor, storage = torch.ones(10), torch.ones(10).untyped_storage()
     with Mode():
         reading = reading_of(tensor, storage)
-    assert reading.total == 80
+    assert reading.bytes_on("cpu") == 80
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -270,12 +272,12 @@ def test_hooks_on_saved_tensors_do_not_see_the_reading() -> None:
     sparse = torch.eye(4).to_sparse_csr().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, pack):
         reading = reading_of(sparse)
-    assert reading.total > 0
+    assert reading.bytes_on("cpu") > 0
 
 
 def test_a_proxy_is_not_taken_for_its_tensor() -> None:
     tensor = torch.ones(10)
-    assert reading_of(weakref.proxy(tensor)).total == 0
+    assert reading_of(weakref.proxy(tensor)).ranges == {}
 
 
 def test_an_object_that_claims_to_be_a_tensor_is_not_asked() -> None:
@@ -284,20 +286,7 @@ def test_an_object_that_claims_to_be_a_tensor_is_not_asked() -> None:
         def __class__(self) -> type:  # type: ignore[override]
             raise AssertionError("the object's code ran")
 
-    assert reading_of(Liar()).total == 0
-
-
-def test_bytes_in_announced_pools_are_distinguished() -> None:
-    tensor = torch.ones(1000)
-    pool = PoolReading("arena", "weights", "cpu", 4000, 1000, ((tensor.data_ptr() + 500, 1000),))
-    reading = reading_of(tensor, pools=(pool,)).on("cpu")
-    assert (reading.bytes, reading.in_pools) == (4000, 1000)
-
-
-def test_a_pool_of_another_device_does_not_count() -> None:
-    tensor = torch.ones(1000)
-    pool = PoolReading("arena", "weights", "cuda:0", 4000, 4000, ((tensor.data_ptr(), 4000),))
-    assert reading_of(tensor, pools=(pool,)).on("cpu").in_pools == 0
+    assert reading_of(Liar()).ranges == {}
 
 
 def test_the_largest_tensor_names_a_storage() -> None:
@@ -317,9 +306,9 @@ def test_readings_hold_no_live_object() -> None:
 
 
 def test_the_whole_heap_is_read_by_default() -> None:
-    before = read_tensors().bytes_on("cpu")
+    before = bytes_in_all()
     held = {"deep": [torch.ones(12_345)]}
-    assert read_tensors().bytes_on("cpu") - before == held["deep"][0].nbytes
+    assert bytes_in_all() - before == held["deep"][0].nbytes
 
 
 @pytest.fixture
@@ -335,11 +324,11 @@ def test_tensors_in_a_frozen_heap_are_seen() -> None:
     gc.collect()  # what is garbage when it freezes can be reached no more
     gc.freeze()
     # Without what other tests have left to C alone.
-    before = read_tensors().bytes_on("cpu")
+    before = bytes_in_all()
     gc.unfreeze()
     held = {"deep": [torch.ones(12_345)]}
     gc.freeze()
-    assert read_tensors().bytes_on("cpu") - before == held["deep"][0].nbytes
+    assert bytes_in_all() - before == held["deep"][0].nbytes
 
 
 def test_reading_makes_no_python_object_of_a_storage() -> None:
@@ -350,7 +339,7 @@ def test_reading_makes_no_python_object_of_a_storage() -> None:
         return sum(issubclass(type(item), (torch.UntypedStorage, torch.Tensor)) for item in gc.get_objects())
 
     before = known()
-    read_tensors()
+    survey_storages()
     assert known() == before
     assert len(tensors) + sparse.dim() == 21
 

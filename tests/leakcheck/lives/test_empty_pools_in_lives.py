@@ -53,7 +53,7 @@ class FakeCard:
     def reserve(self, number: int, size: int) -> None:
         self.segments.append(((0, number), size))
 
-    def snapshot(self, label: str = "", **kwargs: Any) -> Snapshot:
+    def snapshot(self, **kwargs: Any) -> Snapshot:
         found = [
             {
                 "device": 0,
@@ -68,7 +68,7 @@ class FakeCard:
         pools = parse_pools(found, 0, (), ())
         allocator = AllocatorReading(CARD, 0, reserved, 0, 0, pools, 0, "native", True, "")
         driver = DriverReading(CARD, "nvml", reserved + self.besides, None, None, "")
-        plain = take_snapshot(label, driver=NoDriver("a test"))
+        plain = take_snapshot(driver=NoDriver("a test"))
         return msgspec.structs.replace(plain, allocators=(allocator,), drivers=(driver,))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import mmap
 import os
 import signal
@@ -785,11 +786,11 @@ def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stay
 def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
     reader = LifeReader("cpu", NoDriver("a test"))
     reader.start()
-    before = reader.read("before")
+    before = reader.read()
     resource_tracker.ensure_running()
     child = subprocess.Popen(["sleep", "600"])
     try:
-        now = reader.read("now")
+        now = reader.read()
     finally:
         child.kill()
         child.wait()
@@ -949,9 +950,9 @@ def test_what_the_groups_remedy_does_not_give_back_is_a_finding_of_its_own() -> 
 def test_a_level_that_comes_back_at_the_last_rung_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = [0]
 
-    def snapshot(label: str, **asked: Any) -> Snapshot:
+    def snapshot(**asked: Any) -> Snapshot:
         reading = PinnedReading(pinned[0], pinned[0])
-        return msgspec.structs.replace(take_snapshot(label, **asked), pinned=reading)
+        return msgspec.structs.replace(take_snapshot(**asked), pinned=reading)
 
     def trim() -> bool:
         pinned[0] = 0
@@ -1236,16 +1237,21 @@ def test_the_shutdown_of_a_life_that_did_not_come_about_begins_where_the_life_be
     assert shutdown.before.tensors == first[0].before.tensors
 
 
-@pytest.mark.parametrize("label", ["before cycle 2", "after shutdown"])
-def test_ctrl_c_while_reading_keeps_what_there_is(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LifeReader.snapshot
+def interrupt_reading(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C once in one of the readings: before a life and after its shutdown."""
+    original, turns = LifeReader.read, itertools.count(1)
 
-    def interrupted(self: LifeReader, text: str) -> Any:
-        if text == label:
+    def interrupted(self: LifeReader) -> Any:
+        if next(turns) == place:
             raise KeyboardInterrupt
-        return original(self, text)
+        return original(self)
 
-    monkeypatch.setattr(LifeReader, "snapshot", interrupted)
+    monkeypatch.setattr(LifeReader, "read", interrupted)
+
+
+@pytest.mark.parametrize("place", [pytest.param(3, id="before cycle 2"), pytest.param(2, id="after shutdown")])
+def test_ctrl_c_while_reading_keeps_what_there_is(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_reading(place, monkeypatch)
     run = live(SmallLife, cycles=2)
     subject = run.run()
     assert run.interrupted
@@ -1254,16 +1260,7 @@ def test_ctrl_c_while_reading_keeps_what_there_is(label: str, monkeypatch: pytes
 
 
 def test_one_ctrl_c_while_reading_after_shutdown_does_not_lose_that_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LifeReader.snapshot
-    interrupts = iter([KeyboardInterrupt])
-
-    def interrupted(self: LifeReader, text: str) -> Any:
-        if text == "after shutdown":
-            for interrupt in interrupts:
-                raise interrupt
-        return original(self, text)
-
-    monkeypatch.setattr(LifeReader, "snapshot", interrupted)
+    interrupt_reading(2, monkeypatch)
     subject = live(SmallLife, cycles=2).run()
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(1, name) for name in SCRIPT]
     assert subject.reason == "interrupted in cycle 1"
