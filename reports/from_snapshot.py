@@ -7,46 +7,138 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
 
+import msgspec
+
 from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.device.torch_allocator import PoolSegments
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os, torch_with_cuda
-from lowtide.probes.snapshot import LedgerBase, Snapshot, read_ledger
+from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings, Report, Subject
+
+
+class LedgerBase(msgspec.Struct, frozen=True):
+    """What a device costs before anything is kept on it: constants of the run, measured by the caller.
+
+    Attributes:
+        device: `cuda:0`, `cpu`.
+        context: bytes; on a card the driver's context, right after initialisation, on `cpu` the interpreter with
+            what it imported.
+        libraries: bytes; kernels and libraries, which load lazily, after one warm-up.
+    """
+
+    device: str
+    context: int
+    libraries: int = 0
 
 
 def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) -> Readings:
     """Return what a report keeps of a snapshot: the figures of `device`, and one ledger per base."""
-    arenas: dict[str, int] = {}
-    for pool in snapshot.pools:
-        if pool.kind == "arena" and pool.device == device:
-            arenas[pool.tag] = arenas.get(pool.tag, 0) + pool.mapped
     return Readings(
         tensors=snapshot.tensors.bytes_on(device),
         allocated=snapshot.allocated(device),
         reserved=snapshot.reserved(device),
-        arenas=arenas,
+        arenas=_arenas(snapshot, device),
         pinned=snapshot.pinned_bytes,
         host_pools=sum(pool.mapped for pool in snapshot.pools if pool.kind == "host"),
         driver=snapshot.driver_bytes(device),
         rss=snapshot.host.rss,
         frozen_objects=frozen_by_program(snapshot.frozen),
         cache_bytes=snapshot.cache_bytes,
-        threads=len(snapshot.host.threads),
+        threads=snapshot.host.threads,
         native_threads=snapshot.host.native_threads,
         processes=len(snapshot.host.children),
-        descriptors=len(snapshot.host.descriptors),
-        shared_memory=sum(entry.bytes for entry in snapshot.host.shared_memory if entry.mapped_here),
+        descriptors=snapshot.host.descriptors,
+        shared_memory=snapshot.host.shared_memory,
         ledgers=tuple(to_ledger(snapshot, base) for base in bases),
     )
 
 
 def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
-    """Return one device's ledger, as a report keeps it."""
-    ledger = read_ledger(snapshot, base.device, base)
-    lines = tuple(LedgerLine(name=line.name, bytes=line.bytes, note=line.note) for line in ledger.lines)
-    return Ledger(
-        device=ledger.device, source=ledger.source, total=ledger.total, lines=lines, unexplained=ledger.unexplained
+    """Return one device's ledger: its used bytes as named lines, and what none of them explains.
+
+    Where nothing is said of a base (0 bytes), what is unexplained right after initialisation is its `context`; taken
+    again after a warm-up, less the first, it is its `libraries`.
+    """
+    device = base.device
+    total: int | None
+    if device == "cpu":
+        total, source, lines = snapshot.host.rss, "rss", _host_lines(snapshot, base)
+    else:
+        driver = next((reading for reading in snapshot.drivers if reading.device == device), None)
+        total, source = (None, "none") if driver is None else (driver.process_bytes, driver.source)
+        lines = _device_lines(snapshot, device, base)
+    explained = sum(line.bytes for line in lines)
+    unexplained = None if total is None else total - explained
+    return Ledger(device=device, source=source, total=total, lines=lines, unexplained=unexplained)
+
+
+def _line(name: str, size: int, note: str = "") -> LedgerLine:
+    return LedgerLine(name=name, bytes=size, note=note)
+
+
+def _arenas(snapshot: Snapshot, device: str) -> dict[str, int]:
+    """Return the bytes that announced arenas have mapped on a device, by tag."""
+    arenas: dict[str, int] = {}
+    for pool in snapshot.pools:
+        if pool.kind == "arena" and pool.device == device:
+            arenas[pool.tag] = arenas.get(pool.tag, 0) + pool.mapped
+    return arenas
+
+
+def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[LedgerLine, ...]:
+    names = {"arena": "arena {}", "pinned": "pinned pool {}", "host": "host pool {}"}
+    pools = tuple(
+        _line(names[pool.kind].format(pool.tag), pool.resident.total, "resident") for pool in snapshot.pool_residency
     )
+    # The kernel counts shared memory with mapped files, so a pool in shared memory is taken out of their line again.
+    # Tensors over mapped files (weights read in place) stay in it.
+    shared = sum(pool.resident.file_backed for pool in snapshot.pool_residency)
+    mapped_tensors = snapshot.tensor_residency.file_backed
+    return (
+        _line("interpreter", base.context, "at baseline"),
+        _line(
+            "code, libraries and mapped files",
+            snapshot.host.file_backed - shared,
+            f"{mapped_tensors} bytes of it under tensors" if mapped_tensors else "",
+        ),
+        *((_line("libraries, loaded lazily", base.libraries, "at warm-up"),) if base.libraries else ()),
+        *pools,
+        _line("tensors outside pools", snapshot.tensor_residency.anonymous, "resident"),
+    )
+
+
+def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase) -> tuple[LedgerLine, ...]:
+    return (
+        _line("context", base.context, "at baseline"),
+        _line("kernels and libraries", base.libraries, "at warm-up"),
+        *(_line(f"arena {tag}", mapped, "mapped") for tag, mapped in sorted(_arenas(snapshot, device).items())),
+        *_torch_lines(snapshot, device),
+    )
+
+
+def _torch_lines(snapshot: Snapshot, device: str) -> tuple[LedgerLine, ...]:
+    allocator = snapshot.allocator(device)
+    if allocator is None:
+        return ()
+    if allocator.library_workspaces is None:  # no snapshot, so no pools
+        if allocator.reserved is None:
+            return ()
+        return (_line("torch allocator", allocator.reserved, allocator.note),)
+    default = [pool for pool in allocator.pools if not pool.private]
+    private = [pool for pool in allocator.pools if pool.private]
+    return (
+        *_pool_lines("torch default pool", default),
+        *_pool_lines("torch private pools", private),
+        _line("library workspaces", allocator.library_workspaces, "kept by BLAS libraries between calls"),
+    )
+
+
+def _pool_lines(name: str, pools: list[PoolSegments]) -> tuple[LedgerLine, ...]:
+    used = sum(pool.allocated - pool.workspaces for pool in pools)
+    free = sum(pool.reserved - pool.allocated for pool in pools)
+    ids = " ".join(f"{first}.{second}" for first, second in (pool.pool_id for pool in pools if pool.private))
+    return (_line(f"{name}, in use", used, ids), _line(f"{name}, cached", free, ids))
 
 
 def this_machine(driver: Driver | None = None) -> Machine:

@@ -48,7 +48,6 @@ _STACK = re.compile(
 class CellResult(msgspec.Struct, frozen=True):
     """How one cell ended: what was judged in it, by ids that begin with its name, and what went wrong with it."""
 
-    name: str
     subjects: tuple[Subject, ...]
     seconds: float
     machine: Machine | None = None
@@ -56,7 +55,7 @@ class CellResult(msgspec.Struct, frozen=True):
 
 def not_run(cell: Cell, outcome: schema.Outcome, reason: str) -> CellResult:
     """Return the result of a cell that did not run."""
-    return CellResult(cell.name, (Subject(id=cell.name, outcome=outcome, reason=reason),), 0.0)
+    return CellResult((Subject(id=cell.name, outcome=outcome, reason=reason),), 0.0)
 
 
 def run_cell(cell: Cell, folder: Path, card: int | None, stopped: Callable[[], bool]) -> CellResult:
@@ -160,7 +159,7 @@ def result_of(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
     if wrong:
         subjects.append(Subject(id=cell.name, outcome="error", reason=wrong))
     machine = report.machine if report is not None else None
-    return CellResult(cell.name, tuple(subjects), float(ended.get("seconds", 0.0)), machine)
+    return CellResult(tuple(subjects), float(ended.get("seconds", 0.0)), machine)
 
 
 def _what_went_wrong(cell: Cell, folder: Path, report: Report | None, ended: Mapping[str, Any]) -> str:

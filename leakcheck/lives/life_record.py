@@ -12,8 +12,8 @@ from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
 from lowtide.leakcheck.lives.script import told
-from lowtide.probes.snapshot import LedgerBase, Snapshot, base_from
-from lowtide.reports.from_snapshot import to_readings
+from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.from_snapshot import LedgerBase, to_ledger, to_readings
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, OutOfMemory, Return, Stage, Subject, TypeGrowth
@@ -174,10 +174,8 @@ class LifeRecord:
         return msgspec.structs.replace(finding, trend=trend_of(born_in, self.whole - self._unjudged[same[0]]))
 
     def _unexplained(self, snapshot: Snapshot) -> dict[str, int]:
-        known = {"cpu": base_from(snapshot, "cpu")}
-        if self._device != "cpu" and snapshot.driver_bytes(self._device) is not None:
-            known[self._device] = base_from(snapshot, self._device)
-        return known
+        known = {device: to_ledger(snapshot, LedgerBase(device, 0)).unexplained for device in ("cpu", self._device)}
+        return {device: size for device, size in known.items() if size is not None}
 
     def _bases(self, cycle: int) -> list[LedgerBase]:
         devices = ["cpu"] if self._device == "cpu" else [self._device, "cpu"]

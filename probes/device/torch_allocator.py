@@ -82,7 +82,6 @@ class PoolSegments(msgspec.Struct, frozen=True):
         pool_id: (0, 0) for the default pool; others are private pools, of CUDA graphs and `MemPool`s.
         reserved: bytes of its segments.
         allocated: bytes of the blocks in use, those awaiting a stream included.
-        blocks: number of those blocks.
         workspaces: those of the allocated bytes that are BLAS workspaces.
         empty: bytes of the segments in which no block is in use; reserved for the next allocation only.
         unclaimed: bytes of the blocks in use that neither a live storage nor a workspace explains: what native code
@@ -96,7 +95,6 @@ class PoolSegments(msgspec.Struct, frozen=True):
     pool_id: tuple[int, int]
     reserved: int
     allocated: int
-    blocks: int
     workspaces: int
     empty: int
     unclaimed: int
@@ -117,11 +115,8 @@ class AllocatorReading(msgspec.Struct, frozen=True):
         device: `cuda:0` (HIP devices too, as torch names them).
         allocated: bytes of blocks in use.
         reserved: bytes taken from the driver.
-        active: bytes in use or awaiting a stream.
-        inactive: bytes of free blocks that were split from a block in use, and so cannot go back.
         pools: per pool, sorted by id; empty where there is no snapshot (`note` says why).
         library_workspaces: bytes that BLAS libraries keep between calls.
-        backend: `native`, `cudaMallocAsync`, `pluggable`.
         trusted: whether the counters are the native allocator's, and so say what the process holds.
         note: why something is None or not to be trusted; empty if all is well.
     """
@@ -129,11 +124,8 @@ class AllocatorReading(msgspec.Struct, frozen=True):
     device: str
     allocated: int | None
     reserved: int | None
-    active: int | None
-    inactive: int | None
     pools: tuple[PoolSegments, ...]
     library_workspaces: int | None
-    backend: str
     trusted: bool
     note: str
 
@@ -269,11 +261,8 @@ def _read_device(
         f"cuda:{index}",
         allocated=stats.get("allocated_bytes.all.current"),
         reserved=stats.get("reserved_bytes.all.current"),
-        active=stats.get("active_bytes.all.current"),
-        inactive=stats.get("inactive_split_bytes.all.current"),
         pools=pools,
         library_workspaces=workspaces,
-        backend=backend,
         trusted=backend == "native" and segments is not None,
         note="; ".join(notes),
     )
@@ -323,28 +312,27 @@ def parse_pools(
             continue
         first, second = segment.get("segment_pool_id", (0, 0))
         pool_id = int(first), int(second)
-        held = sums.setdefault(pool_id, [0, 0, 0, 0, 0, 0, 0])
+        held = sums.setdefault(pool_id, [0, 0, 0, 0, 0, 0])
         held[0] += segment["total_size"]
         if all(block["state"] == "inactive" for block in segment["blocks"]):
-            held[4] += segment["total_size"]
+            held[3] += segment["total_size"]
             empty_at.setdefault(pool_id, []).append((segment["address"], segment["total_size"]))
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 continue
             held[1] += block["size"]
-            held[2] += 1
             if block["address"] in exported and not is_claimed(block, addresses):
                 exported_at.setdefault(pool_id, []).append((block["address"], block["size"]))
             elif is_workspace(block, addresses, workspace_sizes):
-                held[3] += block["size"]
+                held[2] += block["size"]
             elif block["state"] == "active_allocated" and not is_claimed(block, addresses):
-                held[5] += block["size"]
+                held[4] += block["size"]
             elif is_pending(block):
-                held[6] += block["size"]
+                held[5] += block["size"]
     found = []
-    for pool_id, (reserved, allocated, blocks, workspaces, empty, unclaimed, pending) in sorted(sums.items()):
+    for pool_id, (reserved, allocated, workspaces, empty, unclaimed, pending) in sorted(sums.items()):
         places = tuple(sorted(empty_at.get(pool_id, ())))
-        amounts = (reserved, allocated, blocks, workspaces, empty, unclaimed, pending)
+        amounts = (reserved, allocated, workspaces, empty, unclaimed, pending)
         found.append(PoolSegments(pool_id, *amounts, places, tuple(sorted(exported_at.get(pool_id, ())))))
     return tuple(found)
 

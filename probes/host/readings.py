@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
-from lowtide.probes.host.process_files import descendants_of, open_files, program_name, rollup
+from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
-from lowtide.probes.objects.foreign import living_threads, thread_key
+from lowtide.probes.objects.foreign import living_threads
 from lowtide.probes.originals import lines_of, os
 
 _SHARED_MEMORY = "/dev/shm"
@@ -42,48 +42,30 @@ class UnmappedRangeError(ValueError):
     """An address range that is not mapped in this process, wholly or in part."""
 
 
-class SharedMemoryEntry(msgspec.Struct, frozen=True):
-    """One file in /dev/shm of this process's user.
-
-    Attributes:
-        name: its name there.
-        bytes: its length.
-        mapped_here: whether this process maps it.
-    """
-
-    name: str
-    bytes: int
-    mapped_here: bool
-
-
 class HostReading(msgspec.Struct, frozen=True):
     """The process on its host at one moment. Memory in bytes, as the kernel counts it.
 
     Attributes:
         rss: resident memory; the sum of the next two kinds.
-        uss: memory that would come back if the process ended; None if it could not be read.
         anonymous: resident memory of its own (heap, stacks, private maps).
         file_backed: resident memory of mapped files (code, libraries) and of shared memory.
-        threads: Python threads as `name (identifier)`, sorted.
+        threads: Python threads.
         native_threads: all threads of the process, Python's included.
         children: child processes and theirs, as `pid name`, sorted by pid.
-        descriptors: open descriptors as `number -> target`, sorted by number; without those of the reading itself.
-        shared_memory: files in /dev/shm that this user owns, sorted by name.
-        notes: what could not be read, and why.
+        descriptors: open descriptors, without those of an agent and of the reading itself.
+        shared_memory: bytes of the files in /dev/shm that this process maps.
         own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.host.counters.own_bytes`.
         shared: the part of `own` that is shared memory.
     """
 
     rss: int
-    uss: int | None
     anonymous: int
     file_backed: int
-    threads: tuple[str, ...]
+    threads: int
     native_threads: int
     children: tuple[str, ...]
-    descriptors: tuple[str, ...]
-    shared_memory: tuple[SharedMemoryEntry, ...]
-    notes: tuple[str, ...]
+    descriptors: int
+    shared_memory: int
     own: int = 0
     shared: int = 0
 
@@ -120,19 +102,17 @@ def read_host() -> HostReading:
     Raises:
         HostReadError: /proc cannot be read (this is not Linux, or /proc is not mounted).
     """
-    notes: list[str] = []
     status, own = _status()
     return HostReading(
         rss=status["VmRSS"],
-        uss=_uss(notes),
         anonymous=status["RssAnon"],
         file_backed=status["RssFile"] + status["RssShmem"],
-        threads=tuple(sorted(map(thread_key, living_threads()))),
+        threads=sum(1 for _ in living_threads()),
         native_threads=len(os.listdir("/proc/self/task")),
         children=_children(),
-        descriptors=_descriptors(),
-        shared_memory=_shared_memory(notes),
-        notes=tuple(notes),
+        # The listing itself has one.
+        descriptors=len({*map(int, os.listdir("/proc/self/fd"))} - agents_descriptors()) - 1,
+        shared_memory=sum(map(shared_file_bytes, mapped_shared_files())),
         own=own,
         shared=status["RssShmem"],
     )
@@ -150,59 +130,10 @@ def _status() -> tuple[dict[str, int], int]:
     return {name: bytes_in_status(status, f"{name}:".encode()) for name in names}, own_bytes(status)
 
 
-def _uss(notes: list[str]) -> int | None:
-    own = rollup(os.getpid())
-    if own is None:
-        notes.append("uss: /proc/self/smaps_rollup cannot be read")
-        return None
-    return own.private - own.swapped
-
-
 def _children() -> tuple[str, ...]:
     """Return those that are there, and theirs; one that ends before it is asked its name is none any more."""
     found = ((pid, program_name(pid)) for pid in sorted(descendants_of(os.getpid())))
     return tuple(f"{pid} {name}" for pid, name in found if name)
-
-
-def _descriptors() -> tuple[str, ...]:
-    found = []
-    of_agent = agents_descriptors()
-    own = f"/proc/{os.getpid()}/fd"
-    ours: list[int] = []
-    with os.scandir("/proc/self/fd") as entries:
-        for entry in entries:
-            number = int(entry.name)
-            try:
-                target = os.readlink(entry.path)
-            except FileNotFoundError:  # another thread closed it since
-                continue
-            if number in of_agent:
-                continue
-            if target == own:
-                ours.append(number)
-            else:
-                found.append((number, target))
-    # The newest descriptor of the listing is this one's; an older one is somebody else's, who may have forgotten it.
-    found.extend((number, own) for number in sorted(ours)[:-1])
-    return tuple(f"{number} -> {target}" for number, target in sorted(found))
-
-
-def _shared_memory(notes: list[str]) -> tuple[SharedMemoryEntry, ...]:
-    found = []
-    user = os.geteuid()
-    mapped = {each.path for each in read_mappings(having=_SHARED_MEMORY)}
-    try:
-        with os.scandir(_SHARED_MEMORY) as entries:
-            for entry in entries:
-                try:
-                    facts = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # removed since it was listed
-                    continue
-                if facts.st_uid == user and entry.is_file(follow_symlinks=False):
-                    found.append(SharedMemoryEntry(entry.name, facts.st_size, entry.path in mapped))
-    except OSError as error:
-        notes.append(f"shared memory: {error}")
-    return tuple(sorted(found, key=lambda entry: entry.name))
 
 
 def resident_bytes(address: int, length: int) -> int:

@@ -22,8 +22,6 @@ class Role(msgspec.Struct, frozen=True):
         name: its part there, as `engine-core` or `worker`; empty if unknown.
         is_child: whether another process of the same engine starts it, always: one without its parent was left.
         rank: its rank among all, or in the one dimension that its title shows; None if that is not known.
-        local_rank: its rank on this host; None if not known.
-        world_size: how many ranks there are; None if not known.
         ranks: its rank by dimension as its title shows it, as `{"dp": 0, "tp": 1}`.
     """
 
@@ -31,8 +29,6 @@ class Role(msgspec.Struct, frozen=True):
     name: str = ""
     is_child: bool = False
     rank: int | None = None
-    local_rank: int | None = None
-    world_size: int | None = None
     ranks: Mapping[str, int] = msgspec.field(default_factory=lambda: _NO_RANKS)
 
     @property
@@ -110,16 +106,9 @@ _COMMANDS = (
     ("from multiprocessing.resource_tracker import main", "resource-tracker"),
 )
 
-_ENVIRONMENT = (
-    # torch/distributed/run.py sets the first three; mpirun(1) and srun(1) theirs.
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
-    # vllm/envs.py, of data-parallel engines that are started one by one.
-    ("VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE"),
-)
-
-RANK_VARIABLES = tuple(name for names in _ENVIRONMENT for name in names)
+# torch/distributed/run.py sets the first; mpirun(1) and srun(1) theirs; vllm/envs.py the last, of data-parallel engines
+# that are started one by one.
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "VLLM_DP_RANK")
 """The environment variables that say a process's rank."""
 
 _VLLM_PREFIX = "VLLM_PROCESS_NAME_PREFIX"
@@ -148,11 +137,12 @@ def read_role(
         title = f"VLLM::{title.removeprefix(f'{prefix}::')}"
     known = _by_title(title) or _by_threads(threads) or _by_command(command)
     ranks = {name.lower(): int(rank) for name, rank in _RANK_IN_TITLE.findall(title)} if "::" in title else {}
-    rank, local_rank, world_size = _of_environment(environment)
+    said = next((environment[name] for name in RANK_VARIABLES if name in environment), "")
+    rank = int(said) if said.isdecimal() else None
     if ranks:
         # With several dimensions the rank among all depends on their sizes, which no title shows.
         rank = next(iter(ranks.values())) if len(ranks) == 1 else None
-    return Role(known.engine, known.name, known.is_child, rank, local_rank, world_size, MappingProxyType(ranks))
+    return Role(known.engine, known.name, known.is_child, rank, MappingProxyType(ranks))
 
 
 def _by_title(title: str) -> _Title | None:
@@ -173,15 +163,3 @@ def _by_command(command: str) -> _Title:
         if code in command:
             return _Title("", "python", name, name == "spawned-child")
     return _Title("", "", "", False)
-
-
-def _of_environment(environment: Mapping[str, str]) -> tuple[int | None, int | None, int | None]:
-    for names in _ENVIRONMENT:
-        if names[0] in environment:
-            rank, local_rank, world_size = (_number(environment.get(name, "")) for name in names)
-            return rank, local_rank, world_size
-    return None, None, None
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None

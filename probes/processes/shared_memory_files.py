@@ -102,13 +102,11 @@ class SharedMemoryReading(msgspec.Struct, frozen=True):
     Attributes:
         dead: entries whose makers and users have all ended, the largest first.
         undecided: entries of which that cannot be seen, the largest first.
-        used: how many living processes use.
         not_measured: why nothing could be read at all; empty if it could.
     """
 
     dead: tuple[SharedMemoryFile, ...]
     undecided: tuple[Undecided, ...]
-    used: int
     not_measured: str = ""
 
     @property
@@ -138,7 +136,7 @@ def read_shared_memory(folder: Path = FOLDER, *, patience: float = PATIENCE_S) -
     try:
         entries = list(_entries(folder))
     except OSError as error:
-        return SharedMemoryReading((), (), 0, f"{folder} cannot be read: {error.strerror}")
+        return SharedMemoryReading((), (), f"{folder} cannot be read: {error.strerror}")
     users = _Users.look(entries, patience)
     unused = [entry for entry in entries if not users.use(entry)]
     if unused:
@@ -152,7 +150,6 @@ def read_shared_memory(folder: Path = FOLDER, *, patience: float = PATIENCE_S) -
         undecided=tuple(
             Undecided(entry.file, reasons[entry.file.path]) for entry in unused if reasons[entry.file.path]
         ),
-        used=len(entries) - len(unused),
     )
 
 

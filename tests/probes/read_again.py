@@ -69,9 +69,7 @@ def state() -> dict[str, object]:
 
 def stable(taken: Snapshot) -> Snapshot:
     """The snapshot without what moves by itself: time, and how much memory the reading process has."""
-    # Of /dev/shm too only what is this process's: others of the same user come and go.
-    ours = tuple(entry for entry in taken.host.shared_memory if entry.mapped_here)
-    host = replace(taken.host, rss=0, uss=None, anonymous=0, file_backed=0, own=0, shared=0, shared_memory=ours)
+    host = replace(taken.host, rss=0, anonymous=0, file_backed=0, own=0, shared=0)
     return replace(taken, host=host)
 
 

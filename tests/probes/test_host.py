@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowtide.probes.host import readings
 from lowtide.probes.host.process_files import numbers_in
 from lowtide.probes.host.readings import (
     UnmappedRangeError,
@@ -81,22 +80,9 @@ def test_the_digits_of_a_uuid_and_a_number_that_begins_with_0_are_no_process() -
     assert numbers_in("8f14e45fceea467f9a3e0123456789ab.815") == {815}
 
 
-def test_memory_that_is_its_own_alone_is_known_and_at_most_all() -> None:
-    host = read_host()
-    assert host.uss is not None
-    assert 0 < host.uss <= host.rss + (4 << 20)
-
-
-def test_uss_that_cannot_be_read_is_unknown_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings, "rollup", lambda pid: None)
-    host = read_host()
-    assert host.uss is None
-    assert "uss: /proc/self/smaps_rollup cannot be read" in host.notes
-
-
-def test_threads_have_names_and_identifiers() -> None:
+def test_threads_count_as_pythons_and_as_the_kernels() -> None:
     done = threading.Event()
-    thread = threading.Thread(target=done.wait, args=(10,), name="a-worker")
+    thread = threading.Thread(target=done.wait, args=(10,))
     before = read_host()
     thread.start()
     try:
@@ -104,8 +90,7 @@ def test_threads_have_names_and_identifiers() -> None:
     finally:
         done.set()
         thread.join()
-    assert set(after.threads) - set(before.threads) == {f"a-worker ({thread.ident})"}
-    assert after.native_threads == before.native_threads + 1
+    assert (after.threads, after.native_threads) == (before.threads + 1, before.native_threads + 1)
 
 
 def test_children_have_numbers_and_names() -> None:
@@ -120,22 +105,11 @@ def test_children_have_numbers_and_names() -> None:
     assert new.split()[1].startswith("python")
 
 
-def test_descriptors_have_targets_and_the_reading_has_none() -> None:
+def test_the_reading_itself_has_no_descriptor() -> None:
     before = read_host().descriptors
-    with open(os.devnull) as file:  # noqa: PTH123 - the descriptor is the point
-        after = read_host().descriptors
-        assert set(after) - set(before) == {f"{file.fileno()} -> /dev/null"}
-    assert read_host().descriptors == before
-
-
-def test_a_forgotten_descriptor_of_the_descriptor_folder_is_somebody_elses() -> None:
-    before = read_host().descriptors
-    forgotten = os.open("/proc/self/fd", os.O_RDONLY)
-    try:
-        after = read_host().descriptors
-    finally:
-        os.close(forgotten)
-    assert [entry.split(" -> ")[0] for entry in set(after) - set(before)] == [str(forgotten)]
+    with open(os.devnull):  # noqa: PTH123 - the descriptor is the point
+        assert read_host().descriptors == before + 1
+    assert read_host().descriptors == before == len(list(Path("/proc/self/fd").iterdir())) - 1
 
 
 @pytest.fixture
@@ -146,15 +120,10 @@ def block() -> Iterator[shared_memory.SharedMemory]:
     made.unlink()
 
 
-def test_shared_memory_that_is_mapped_here(block: shared_memory.SharedMemory) -> None:
-    (entry,) = [entry for entry in read_host().shared_memory if entry.name == block.name.lstrip("/")]
-    assert (entry.bytes, entry.mapped_here) == (5 * PAGE, True)
-
-
-def test_shared_memory_that_is_not_mapped_here_any_more(block: shared_memory.SharedMemory) -> None:
+def test_shared_memory_counts_while_it_is_mapped_here(block: shared_memory.SharedMemory) -> None:
+    mapped = read_host().shared_memory
     block.close()
-    (entry,) = [entry for entry in read_host().shared_memory if entry.name == block.name.lstrip("/")]
-    assert (entry.bytes, entry.mapped_here) == (5 * PAGE, False)
+    assert mapped - read_host().shared_memory == 5 * PAGE
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_who_makes_such_files_is_known_by_their_names(name: str, library: str, s
 
 def test_what_nobody_keeps_on_purpose_is_what_libraries_left() -> None:
     files = tuple(SharedMemoryFile(f"/dev/shm/{n}", library, n, n, 0, "", "") for n, library in [(1, "NCCL"), (2, "")])
-    assert SharedMemoryReading(files, (), 0).left_by_libraries == 1
+    assert SharedMemoryReading(files, ()).left_by_libraries == 1
 
 
 def test_a_folder_is_one_entry_with_all_below_it(shm: Path) -> None:

@@ -160,7 +160,7 @@ def test_tensors_outside_pools_are_distinguished_from_those_inside() -> None:
 @pytest.fixture
 def taken() -> Snapshot:
     """A snapshot with made-up pools and counters."""
-    allocator = AllocatorReading("cuda:0", 10, 20, 11, 0, (), None, "pluggable", False, "a test")
+    allocator = AllocatorReading("cuda:0", 10, 20, (), None, False, "a test")
     pools = (
         PoolReading("arena", "kv_cache", "cuda:0", 100, 40, ()),
         PoolReading("arena", "weights", "cuda:0", 100, 60, ()),
@@ -266,7 +266,7 @@ def test_on_a_card_readings_change_nothing() -> None:
 
         def read() -> Snapshot:
             taken = take_snapshot(driver=driver, devices=[0])
-            host = replace(taken.host, rss=0, uss=None, anonymous=0, file_backed=0, own=0, shared=0)
+            host = replace(taken.host, rss=0, anonymous=0, file_backed=0, own=0, shared=0)
             return replace(taken, host=host)
 
         def still(taken: Snapshot) -> Snapshot:

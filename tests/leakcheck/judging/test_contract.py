@@ -76,7 +76,7 @@ def test_more_is_a_finding(before: int, at_work: int, after: int, reported: int)
 def asleep(driver: int, *, reserved: int, arenas: int) -> Snapshot:
     """A reading of a card whose driver counts so many bytes, some of them torch's, some of arenas."""
     pools = (PoolReading("arena", "runtime", "cuda:0", 100 * MIB, arenas, ()),)
-    allocator = AllocatorReading("cuda:0", 0, reserved, 0, 0, (), 0, "native", True, "")
+    allocator = AllocatorReading("cuda:0", 0, reserved, (), 0, True, "")
     parts = {"pools": pools, "allocators": (allocator,)}
     found = snapshot(driver)
     return Snapshot(**{name: getattr(found, name) for name in Snapshot.__slots__} | parts)

@@ -66,7 +66,7 @@ class FakeCard:
         ]
         reserved = sum(size for _, size in self.segments)
         pools = parse_pools(found, 0, (), ())
-        allocator = AllocatorReading(CARD, 0, reserved, 0, 0, pools, 0, "native", True, "")
+        allocator = AllocatorReading(CARD, 0, reserved, pools, 0, True, "")
         driver = DriverReading(CARD, "nvml", reserved + self.besides, None, None, "")
         plain = take_snapshot(driver=NoDriver("a test"))
         return msgspec.structs.replace(plain, allocators=(allocator,), drivers=(driver,))

@@ -35,6 +35,7 @@ from lowtide.leakcheck.lives import life_reader
 from lowtide.leakcheck.lives.life_reader import LifeReader
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event, Interrupts
+from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.resources.driver_memory import PageLocked
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes import stages
@@ -1305,14 +1306,14 @@ def test_the_whole_lives_before_a_ctrl_c_are_judged(keeps: bool, monkeypatch: py
 
 
 def test_a_ctrl_c_between_two_lives_does_not_lose_what_the_first_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LifeReader.snapshot
+    original = ShutdownJudgement.begin
 
-    def interrupted(self: LifeReader, text: str) -> Any:
-        if text == "before cycle 2":
+    def interrupted(self: ShutdownJudgement, cycle: int) -> Snapshot:
+        if cycle == 2:
             raise KeyboardInterrupt
-        return original(self, text)
+        return original(self, cycle)
 
-    monkeypatch.setattr(LifeReader, "snapshot", interrupted)
+    monkeypatch.setattr(ShutdownJudgement, "begin", interrupted)
     subject, findings = found(KeepsTensor, cycles=3)
     assert [finding.resource for finding in findings] == ["tensors"]
     assert subject.outcome == "leak"

@@ -245,8 +245,8 @@ def test_what_waits_for_importers_is_told_by_the_cycle_in_which_it_was_given_up(
 
 
 def allocator(exported: list[tuple[int, int]]) -> AllocatorReading:
-    pool = PoolSegments((0, 0), 0, 0, 0, 0, 0, 0, 0, exported_at=tuple(exported))
-    return AllocatorReading("cuda:0", 0, 0, 0, 0, (pool,), 0, "native", True, "")
+    pool = PoolSegments((0, 0), 0, 0, 0, 0, 0, 0, exported_at=tuple(exported))
+    return AllocatorReading("cuda:0", 0, 0, (pool,), 0, True, "")
 
 
 @pytest.mark.cuda

@@ -138,9 +138,7 @@ def test_a_driver_that_does_not_say_how_much_is_reported_without_a_size() -> Non
 
 def reading(path: str, *, undecided: bool = False, why: str = "") -> SharedMemoryReading:
     file = SharedMemoryFile(path, "NCCL", MIB, MIB, 0.0, "me", f"rm -- {path}")
-    return SharedMemoryReading(
-        () if undecided else (file,), (Undecided(file, "a reason"),) if undecided else (), 0, why
-    )
+    return SharedMemoryReading(() if undecided else (file,), (Undecided(file, "a reason"),) if undecided else (), why)
 
 
 def beside_a_file(tree: ProcessTree, cards: Cards, folder: Path) -> tuple[TreeTraces, Path]:
@@ -158,7 +156,7 @@ def test_an_entry_of_which_nobody_knows_is_not_measured(
     traces, path = beside_a_file(tree, cards, tmp_path)
     monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: reading(str(path), undecided=True))
     assert judged(tree, traces) == ([], [(str(path), "a reason")])
-    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: SharedMemoryReading((), (), 0, "no access"))
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: SharedMemoryReading((), (), "no access"))
     assert judged(tree, traces) == ([], [("/dev/shm", "no access")])
     monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: reading(str(path)))
     (message,), _ = judged(tree, traces)
@@ -169,7 +167,7 @@ def test_what_somebody_has_closed_to_remove_it_is_not_left(
     tree: ProcessTree, cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traces, path = beside_a_file(tree, cards, tmp_path)
-    looks = iter([reading(str(path)), SharedMemoryReading((), (), 0)])
+    looks = iter([reading(str(path)), SharedMemoryReading((), ())])
     monkeypatch.setattr(tree_traces, "read_shared_memory", lambda _: next(looks))
     assert judged(tree, traces) == ([], [])
 
