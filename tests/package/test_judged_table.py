@@ -127,7 +127,7 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
 def test_each_metric_of_a_life_has_its_place_in_a_reading() -> None:
     reader = LifeReader("cpu", NoDriver("a test"))
     reader.start()
-    reading = reader.read("now")
+    reading = reader.read()
     reader.stop()
     judged = shutdown_metrics("cpu")
     assert {metric.key for metric in judged if metric.is_named} == reading.items.keys()
