@@ -111,7 +111,7 @@ def by_chance(data: torch.Tensor, kind: str) -> dict[str, object]:
     reading = find_pointers(tensors, ranges)
     return {
         "data": kind,
-        "bytes": reading.bytes,
+        "bytes": data.nbytes,
         "ranges": len(ranges),
         "bytes_in_ranges": sum(part.stop - part.start for part in ranges),
         "from": hex(ranges[0].start),

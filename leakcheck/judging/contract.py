@@ -15,7 +15,7 @@ from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import ALLOCATOR_HOLDER
 from lowtide.leakcheck.judging.metrics import DRIVER_ADVICE, DRIVER_HOLDER, unaccounted_driver_memory
 from lowtide.leakcheck.resources.resource import MIB
-from lowtide.probes.memory.contents import Contents, changed, take_fingerprints
+from lowtide.probes.memory.contents import TensorContents, changed, take_fingerprints
 from lowtide.probes.memory.contents import fingerprint as fingerprint_of_tensor
 from lowtide.probes.memory.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.memory.ranges import Range
@@ -46,7 +46,7 @@ class PreservedState:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._contents: Contents | None = None
+        self._contents: tuple[TensorContents, ...] | None = None
         self._places: Mapping[str, str] = {}
         self._memory: tuple[LabelledRange, ...] = ()
 
@@ -65,7 +65,7 @@ class PreservedState:
         self.mark()
         self._places = {
             tensor.name: part.label
-            for tensor in self._contents.tensors
+            for tensor in self._contents
             for part in self._memory
             if part.start <= tensor.address < part.stop
         }
@@ -74,10 +74,10 @@ class PreservedState:
         """Remember what was written into some of them since, as by an update of the weights while the rest sleeps."""
         if self._contents is None:
             return
-        known = {each.name for each in self._contents.tensors}
+        known = {each.name for each in self._contents}
         written = take_fingerprints({name: tensor for name, tensor in tensors.items() if name in known})
-        now = {each.name: each for each in written.tensors}
-        self._contents = Contents(tuple(now.get(each.name, each) for each in self._contents.tensors))
+        now = {each.name: each for each in written}
+        self._contents = tuple(now.get(each.name, each) for each in self._contents)
 
     def mark(self) -> None:
         """Note what is mapped now: once it is not mapped any more, `dangling` looks for pointers to it."""
@@ -94,9 +94,8 @@ class PreservedState:
         before, self._contents = self._contents, None
         if before is None:
             return []
-        after = take_fingerprints(tensors)
-        lost = [change.name for change in changed(before, after)]
-        sizes = {tensor.name: tensor.bytes for tensor in before.tensors}
+        lost = changed(before, take_fingerprints(tensors))
+        sizes = {tensor.name: tensor.bytes for tensor in before}
         findings = []
         if lost:
             findings.append(
@@ -104,10 +103,10 @@ class PreservedState:
                     "contents",
                     "not-restored",
                     stage,
-                    list(dict.fromkeys(lost)),
+                    lost,
                     "{} changed its contents between sleep and wake",
                     "{} changed their contents between sleep and wake",
-                    sum(sizes[name] for name in set(lost)),
+                    sum(sizes[name] for name in lost),
                     self._how_to_keep(lost),
                 )
             )

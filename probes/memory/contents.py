@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,8 +14,6 @@ from lowtide.probes.memory.tensors import plain_tensors
 
 if TYPE_CHECKING:
     import torch
-
-Aspect = Literal["missing", "shape", "dtype", "device", "address", "bytes"]
 
 
 class ContentsError(ValueError):
@@ -44,33 +42,6 @@ class TensorContents(msgspec.Struct, frozen=True):
     address: int
 
 
-class Contents(msgspec.Struct, frozen=True):
-    """The contents of some tensors at one moment, sorted by name; holds none of them."""
-
-    tensors: tuple[TensorContents, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that were read; memory under several of the tensors counts for each."""
-        return sum(tensor.bytes for tensor in self.tensors)
-
-
-class ContentChange(msgspec.Struct, frozen=True):
-    """One way in which a tensor is not what it was.
-
-    Attributes:
-        name: of the tensor.
-        what: `missing`: there is none of that name; `bytes`: shape and dtype are the same, the elements are not.
-        before: shape, dtype, device, address or fingerprint, as text.
-        after: the same afterwards; empty for a missing tensor.
-    """
-
-    name: str
-    what: Aspect
-    before: str
-    after: str
-
-
 def fingerprint(tensor: torch.Tensor) -> int:
     """128 bits that distinguish the bytes of a tensor's elements, in logical order, from any others.
 
@@ -83,11 +54,11 @@ def fingerprint(tensor: torch.Tensor) -> int:
     Raises:
         ContentsError: the tensor has no plain memory (meta, fake, sparse, quantized, wrapper subclasses).
     """
-    return take_fingerprints({"the tensor": tensor}).tensors[0].fingerprint
+    return take_fingerprints({"the tensor": tensor})[0].fingerprint
 
 
-def take_fingerprints(tensors: Mapping[str, torch.Tensor]) -> Contents:
-    """Read the contents of some tensors, as they are once the work that the current stream has queued is done.
+def take_fingerprints(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorContents, ...]:
+    """Read the contents of some tensors, by name, as they are once the work that the current stream has queued is done.
 
     Waits for each device once, however many tensors it holds. A tensor whose elements lie in memory in their logical
     order is read where it is; any other (transposed, expanded, sliced along an inner dimension) is copied whole on its
@@ -99,7 +70,7 @@ def take_fingerprints(tensors: Mapping[str, torch.Tensor]) -> Contents:
         ContentsError: a tensor has no plain memory (meta, fake, sparse, quantized, wrapper subclasses).
     """
     if not tensors:
-        return Contents(())
+        return ()
     import torch
 
     with plain_tensors(torch):
@@ -110,19 +81,17 @@ def take_fingerprints(tensors: Mapping[str, torch.Tensor]) -> Contents:
         for device, names in by_device.items():
             with working_memory(device):
                 fingerprints.update(_read(device, {name: tensors[name] for name in names}))
-        return Contents(
-            tuple(
-                TensorContents(
-                    name,
-                    fingerprints[name],
-                    shape=tuple(tensor.shape),
-                    dtype=str(tensor.dtype).removeprefix("torch."),
-                    device=str(tensor.device),
-                    bytes=tensor.nbytes,
-                    address=0 if is_lazy_copy(tensor) else tensor.data_ptr(),
-                )
-                for name, tensor in sorted(tensors.items())
+        return tuple(
+            TensorContents(
+                name,
+                fingerprints[name],
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                device=str(tensor.device),
+                bytes=tensor.nbytes,
+                address=0 if is_lazy_copy(tensor) else tensor.data_ptr(),
             )
+            for name, tensor in sorted(tensors.items())
         )
 
 
@@ -136,36 +105,14 @@ def _read(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> dict[str
     return dict(zip(tensors, fingerprint_version(device)(list(tensors.values()), device), strict=True))
 
 
-def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tuple[ContentChange, ...]:
-    """In which ways tensors of `before` are not the same in `after`; sorted by name, empty if all survived.
+def changed(before: Iterable[TensorContents], after: Iterable[TensorContents]) -> list[str]:
+    """Return the names of the tensors of `before` that are not the same in `after`, wherever they lie on their device.
 
-    Args:
-        before: the contents that must survive.
-        after: those found later. Tensors that only these have are no change.
-        addresses: whether a tensor must also lie where it did, as it must if a captured graph reads it.
-
-    Elements are compared where shape, dtype and kind of device are the same.
+    Tensors that only `after` has are no change.
     """
-    found = []
-    later = {tensor.name: tensor for tensor in after.tensors}
-    for old in before.tensors:
-        new = later.get(old.name)
-        if new is None:
-            found.append(ContentChange(old.name, "missing", f"{old.dtype} {list(old.shape)} on {old.device}", ""))
-            continue
-        aspects: list[tuple[Aspect, str, str]] = [
-            ("shape", str(list(old.shape)), str(list(new.shape))),
-            ("dtype", old.dtype, new.dtype),
-            ("device", old.device, new.device),
-        ]
-        if addresses:
-            aspects.append(("address", hex(old.address), hex(new.address)))
-        if (old.shape, old.dtype, _kind(old)) == (new.shape, new.dtype, _kind(new)):
-            aspects.append(("bytes", f"{old.fingerprint:032x}", f"{new.fingerprint:032x}"))
-        found += [ContentChange(old.name, what, was, now) for what, was, now in aspects if was != now]
-    return tuple(found)
+    later = {tensor.name: _compared(tensor) for tensor in after}
+    return [old.name for old in before if later.get(old.name) != _compared(old)]
 
 
-def _kind(tensor: TensorContents) -> str:
-    """`cuda`: on another kind of device the same bytes have another fingerprint."""
-    return tensor.device.partition(":")[0]
+def _compared(tensor: TensorContents) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.fingerprint

@@ -84,9 +84,7 @@ class TensorPointers(msgspec.Struct, frozen=True):
 
     Attributes:
         name: of the tensor.
-        device: `cpu`, `cuda:0`.
-        words: how many were read.
-        aligned: how many of them are addresses in the ranges, and aligned as pointers are.
+        aligned: how many words are addresses in the ranges, and aligned as pointers are.
         unaligned: how many are addresses in the ranges, and not aligned.
         noise: how many are neither small numbers nor possible pointers.
         expected: aligned words that chance alone would give, with the margin.
@@ -95,8 +93,6 @@ class TensorPointers(msgspec.Struct, frozen=True):
     """
 
     name: str
-    device: str
-    words: int
     aligned: int
     unaligned: int
     noise: int
@@ -110,13 +106,9 @@ class PointerReading(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: those with words in the ranges, sorted by name.
-        bytes: how many were read.
-        left_out: names of the tensors that were not read, and why.
     """
 
     tensors: tuple[TensorPointers, ...]
-    bytes: int
-    left_out: tuple[tuple[str, str], ...]
 
     @property
     def pointers(self) -> tuple[TensorPointers, ...]:
@@ -156,29 +148,23 @@ def find_pointers(
     """
     table = _table(ranges, alignment)
     if table is None or not tensors:
-        return PointerReading((), 0, ())
+        return PointerReading(())
     import torch
 
     found: list[TensorPointers] = []
-    left_out: list[tuple[str, str]] = []
-    read = 0
     with plain_tensors(torch):
         by_device: dict[torch.device, list[str]] = defaultdict(list)
         for name, tensor in sorted(tensors.items()):
-            why_not = _why_not(tensor, integers_only)
-            if why_not:
-                left_out.append((name, why_not))
-            else:
+            if _is_read(tensor, integers_only=integers_only):
                 by_device[tensor.device].append(name)
         for device, names in by_device.items():
             with working_memory(device):
                 for name, hits in zip(
                     names, search_version(device)([tensors[name] for name in names], device, table, listed), strict=True
                 ):
-                    read += tensors[name].nbytes
                     if hits.aligned or hits.unaligned:
                         found.append(_judged(name, tensors[name], hits, ranges, table))
-    return PointerReading(tuple(sorted(found, key=lambda tensor: tensor.name)), read, tuple(left_out))
+    return PointerReading(tuple(sorted(found, key=lambda tensor: tensor.name)))
 
 
 def _table(ranges: Sequence[LabelledRange], alignment: int) -> RangeTable | None:
@@ -201,15 +187,14 @@ def _table(ranges: Sequence[LabelledRange], alignment: int) -> RangeTable | None
     return RangeTable(tuple(part.start for part in ranges), tuple(part.stop for part in ranges), alignment - 1)
 
 
-def _why_not(tensor: torch.Tensor, integers_only: bool) -> str:
-    """Why a tensor is not read; empty if it is."""
+def _is_read(tensor: torch.Tensor, *, integers_only: bool) -> bool:
     if integers_only and (tensor.is_floating_point() or tensor.is_complex()):
-        return f"its elements are no integers ({str(tensor.dtype).removeprefix('torch.')})"
+        return False
     try:
         check_readable(tensor)
-    except UnreadableTensorError as error:
-        return str(error)
-    return ""
+    except UnreadableTensorError:
+        return False
+    return True
 
 
 def _judged(
@@ -222,8 +207,6 @@ def _judged(
     expected = expected_by_chance(noise, even, hits.unaligned, bytes_in_ranges, table.misalignment + 1)
     return TensorPointers(
         name,
-        device=str(tensor.device),
-        words=hits.words,
         aligned=hits.aligned,
         unaligned=hits.unaligned,
         noise=noise,
