@@ -16,7 +16,7 @@ import machine
 import torch
 
 from lowtide.probes.device.allocations import read_allocations
-from lowtide.probes.kernels.access import fingerprint_version, search_version
+from lowtide.probes.kernels import fingerprint_version, search_version
 from lowtide.probes.kernels.definition import RangeTable
 from lowtide.probes.memory.contents import take_fingerprints
 from lowtide.probes.memory.pointers import ALIGNMENT, LabelledRange, find_pointers, gone_since

@@ -17,13 +17,11 @@ from lowtide.leakcheck.cli.execute import execute
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.heap import heap
-from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.init import init
 from lowtide.leakcheck.cli.mcp import mcp
-from lowtide.leakcheck.cli.ps import ps
-from lowtide.leakcheck.cli.reports import diff, open_page, report, suppress
+from lowtide.leakcheck.cli.reports import diff, history, open_page, report, suppress
 from lowtide.leakcheck.cli.run import check, run, serve
-from lowtide.leakcheck.cli.running import ask, attach, watch
+from lowtide.leakcheck.cli.running import ask, attach, ps, watch
 from lowtide.leakcheck.cli.snapshot import snapshot
 from lowtide.leakcheck.lives.script import Interrupts
 from lowtide.leakcheck.processes.process_exit import end

@@ -29,7 +29,7 @@ from lowtide.probes.heap.container_lengths import MANY, last_entries, long_conta
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of, sharing_walk
 from lowtide.probes.heap.new_parts import largest_parts
 from lowtide.probes.heap.stand_ins import of_libraries
-from lowtide.probes.host.fragments import fragments
+from lowtide.probes.host.memory_parts import fragments
 from lowtide.probes.memory.buffers import Buffer, large_buffers, large_storages, tells_its_size
 from lowtide.probes.objects.foreign import is_a, type_name
 from lowtide.probes.objects.listed import collector_paused

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lowtide.probes.kernels.access import fingerprint_version, working_memory
+from lowtide.probes.kernels import fingerprint_version, working_memory
 from lowtide.probes.kernels.definition import UnreadableTensorError, check_readable, is_lazy_copy
 from lowtide.probes.memory.tensors import plain_tensors
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lowtide.probes.kernels.access import search_version, working_memory
+from lowtide.probes.kernels import search_version, working_memory
 from lowtide.probes.kernels.definition import Hits, RangeTable, UnreadableTensorError, check_readable
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors

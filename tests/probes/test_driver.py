@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.probes.device.driver import Driver, DriverError, NoDriver, find_driver
+from lowtide.probes.device.driver import CUDA, Driver, DriverError, NoDriver, find_driver, visible_card
 from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
-from lowtide.probes.device.driver.visible import CUDA, visible_card
 from tests.loaded_modules import load_instead
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from lowtide.leakcheck.findings import host_memory
 from lowtide.leakcheck.judging.ladder import trim_heap
-from lowtide.probes.host.fragments import Fragments, fragments
+from lowtide.probes.host.memory_parts import Fragments, fragments
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20

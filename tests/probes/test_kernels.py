@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.probes.kernels import plain
-from lowtide.probes.kernels.access import fingerprint_version, search_version
+from lowtide.probes.kernels import fingerprint_version, plain, search_version
 from lowtide.probes.kernels.definition import CHAIN, GEOMETRY, GOLDEN, Geometry, RangeTable, finish, key, mix
 
 pytestmark = pytest.mark.nightly

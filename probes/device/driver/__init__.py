@@ -7,6 +7,9 @@ from typing import Protocol
 
 import msgspec
 
+from lowtide.probes.device.torch_allocator import has_context
+from lowtide.probes.originals import initialized_torch, os
+
 
 class DriverError(RuntimeError):
     """A driver library that cannot be used; the message says why."""
@@ -54,7 +57,6 @@ class Driver(Protocol):
 
 def find_driver() -> Driver:
     """Return the first of NVML, amdsmi and none that works here; never raises."""
-    from lowtide.probes.device.driver import NoDriver
     from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
     from lowtide.probes.device.driver.nvml import NvmlDriver
 
@@ -94,3 +96,49 @@ class NoDriver:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+CUDA = ("CUDA_VISIBLE_DEVICES",)
+HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def visible_card(environment: Mapping[str, str], names: tuple[str, ...], device_index: int) -> int | str | None:
+    """The card that will get number `device_index`: its own index or its (perhaps abbreviated) UUID; None if hidden.
+
+    As CUDA reads the variable: a list ends at the first entry that is neither a card's number nor an identifier.
+    """
+    listed = next((environment[name] for name in names if name in environment), None)
+    if listed is None:
+        return device_index
+    cards: list[int | str] = []
+    for entry in listed.split(","):
+        card = entry.strip()
+        if card.isdigit():
+            cards.append(int(card))
+        elif card.startswith(("GPU-", "MIG-")):
+            cards.append(card)
+        else:
+            break
+    return cards[device_index] if 0 <= device_index < len(cards) else None
+
+
+def own_bytes(listed: Mapping[int, int | None], library: str, device_index: int) -> tuple[int | None, str]:
+    """Bytes that this process holds on a card, or None with the reason why that is not known.
+
+    A process that is not listed holds nothing, unless torch says that it has a context there: then it is listed under
+    another number (a PID namespace of its own).
+
+    Args:
+        listed: bytes by process identifier; None where the driver lists one without its memory.
+        library: what was asked, as a message calls it.
+        device_index: of the card, as torch numbers it.
+    """
+    pid = os.getpid()
+    if pid not in listed:
+        torch = initialized_torch()
+        if torch is not None and has_context(torch, device_index):
+            return None, f"{library} does not list process {pid}, which has a context: another PID namespace?"
+        return 0, ""
+    if listed[pid] is None:
+        return None, f"{library} lists this process without its memory (a permission, or a driver model without it)"
+    return listed[pid], ""

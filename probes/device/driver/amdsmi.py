@@ -9,9 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from lowtide.probes.device.driver import DriverError, DriverReading
-from lowtide.probes.device.driver.process_list import own_bytes
-from lowtide.probes.device.driver.visible import HIP, visible_card
+from lowtide.probes.device.driver import HIP, DriverError, DriverReading, own_bytes, visible_card
 from lowtide.probes.originals import initialized_torch
 
 

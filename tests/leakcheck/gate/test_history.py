@@ -21,7 +21,7 @@ from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.cli.history import trend_lines
+from lowtide.leakcheck.cli.reports import trend_lines
 from lowtide.leakcheck.gate.history import (
     METADATA,
     NEWEST,

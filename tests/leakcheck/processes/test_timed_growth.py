@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.cli.growth_report import with_known
+from lowtide.leakcheck.cli.execute import with_known
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
 from lowtide.leakcheck.processes.messages import Seen
 from lowtide.leakcheck.processes.timed_growth import LookedGrowth, Start, grown_above
