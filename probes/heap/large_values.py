@@ -87,8 +87,7 @@ def read_values(wanted: Collection[int] = ()) -> tuple[ContainerLengths, dict[in
         found = _Found(wanted)
         if native.values_of_all is not None and lists_can_be_read():
             held, types, values, count = native.values_of_all((*_sizes(), *_counts()), deque, LEAST, _MANY)
-            owners = np.frombuffer(held, np.int64)
-            found.note(owners & ~1, np.frombuffer(types, np.int64), owners & 1 > 0, values)
+            found.note(np.frombuffer(held, np.int64) & ~1, np.frombuffer(types, np.int64), values)
             values.clear()
         else:
             count = _find_among(all_objects(), found)
@@ -134,13 +133,12 @@ class _Found:
         np.maximum.at(lengths, places[of_types], sizes[of_types])
         return ids, kinds[first], np.where(ids & OF_VALUES, lengths // UNIT, lengths)
 
-    def note(self, owners: Ints, types: Ints, are_containers: Any, values: list[Any]) -> None:
+    def note(self, owners: Ints, types: Ints, values: list[Any]) -> None:
         """Note what counts of some objects, or what is in one that is its own owner.
 
         Args:
             owners: the owner of each, by identity; it may be gone by now.
             types: its type.
-            are_containers: whether it is a container.
             values: what counts.
         """
         ids = identities(values)
@@ -151,8 +149,7 @@ class _Found:
             own = [values[place] for place in places.tolist()] if self._wants else []
             large, of_owners = sizes >= least, types[places]
             self._add(owners[places] + of, of_owners, large, sizes, own)
-            # A container does not give way to another one.
-            self._add(of_owners + of + OF_TYPE, of_owners, large & ~are_containers[places], sizes, own)
+            self._add(of_owners + of + OF_TYPE, of_owners, large, sizes, own)
             own.clear()
 
     def _add(self, names: Ints, types: Ints, chosen: Any, sizes: Ints, values: list[Any]) -> None:
@@ -169,11 +166,10 @@ class _Found:
         kinds, ids = types_of(held), identities(objects)
         own = types_of(ids)
         is_value = np.isin(kinds, [id(kind) for _, measures, _ in self._measures for kind in measures])
-        containers = are_containers(own)
-        have_many = np.flatnonzero((counts >= _MANY) & ~containers & ~np.isin(own, [id(tuple), id(frozenset)]))
+        have_many = np.flatnonzero((counts >= _MANY) & ~are_containers(own) & ~np.isin(own, [id(tuple), id(frozenset)]))
         places = np.concatenate([np.repeat(np.arange(len(ids)), counts)[is_value], have_many])
         values = objects_at(np.concatenate([held[is_value], ids[have_many]]))
-        self.note(ids[places], own[places], containers[places], values)
+        self.note(ids[places], own[places], values)
         values.clear()
         more = np.unique(held[np.isin(kinds, [id(dict), id(tuple)])])
         more = np.setdiff1d(more[~are_tracked(more)], self._seen)
