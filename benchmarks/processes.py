@@ -18,7 +18,8 @@ from typing import Any
 
 import machine
 
-from lowtide.probes.processes.outside_view import read_process, read_tree
+from lowtide.probes.host.process_files import descendants_of
+from lowtide.probes.processes.outside_view import read_process, read_processes
 from lowtide.probes.processes.shared_memory_files import read_shared_memory
 
 PROCESSES = 8
@@ -68,13 +69,14 @@ def main() -> None:
         top = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert top.stdout is not None
         top.stdout.readline()
-        views = read_tree(top.pid)
+        family = {top.pid, *descendants_of(top.pid)}
+        views = read_processes(family)
         assert len(views) == PROCESSES
         results = {
             "processes": len(views),
             "maps_of_one": len(Path(f"/proc/{top.pid}/maps").read_text().splitlines()),
             "private_bytes_of_one": views[0].private,
-            "tree": times(lambda: read_tree(top.pid), args.repeats),
+            "tree": times(lambda: read_processes(family), args.repeats),
             "one_after_the_other": times(lambda: [read_process(view.pid) for view in views], args.repeats),
             "shared_memory": times(lambda: unused_file(read_shared_memory), args.repeats),
             "lowtide_ps": times(

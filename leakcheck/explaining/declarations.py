@@ -13,7 +13,7 @@ from importlib.machinery import SOURCE_SUFFIXES
 from types import ModuleType
 from typing import Literal
 
-from lowtide.probes.objects.foreign import attribute, is_a, mro_of, type_name
+from lowtide.probes.objects.foreign import attribute, is_a, module_of_class, mro_of, type_name
 from lowtide.probes.originals import contents
 
 Binding = Literal["none", "other", "absent", "unknown"]
@@ -152,7 +152,7 @@ def source_of(where: object) -> str:
     if is_a(where, ModuleType):
         return _text(where) or ""
     bases: list[type] = list(mro_of(where)) if is_a(where, type) else []
-    names = dict.fromkeys(str(attribute_of_class(base, "__module__")) for base in bases if base is not object)
+    names = dict.fromkeys(module_of_class(base) for base in bases if base is not object)
     return "\n".join(_text(sys.modules[name]) or "" for name in names if name in sys.modules)
 
 
@@ -254,15 +254,10 @@ def _definitions(cls: type) -> Iterator[ast.ClassDef | None]:
     for base in mro_of(cls):
         if base is object:
             continue
-        module = sys.modules.get(str(attribute_of_class(base, "__module__")))
+        module = sys.modules.get(module_of_class(base))
         tree = None if module is None else _tree(module)
-        name = type_name(base).removeprefix(f"{attribute_of_class(base, '__module__')}.")
+        name = type_name(base).removeprefix(f"{module_of_class(base)}.")
         yield None if tree is None else _named(tree, name)
-
-
-def attribute_of_class(cls: type, name: str) -> object:
-    """Return an entry of a class's own namespace."""
-    return type.__dict__["__dict__"].__get__(cls).get(name)
 
 
 def _named(tree: ast.Module, qualname: str) -> ast.ClassDef | None:

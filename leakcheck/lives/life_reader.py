@@ -53,12 +53,11 @@ class LifeReading(Reading, frozen=True, kw_only=True):
     counters: Counters
 
 
-def setting_left(change: SettingChange, stage: str, *, remedies: bool) -> Finding:
+def setting_left(change: SettingChange, *, remedies: bool) -> Finding:
     """Report a process-wide setting that lives have changed.
 
     Args:
         change: since the first of them began.
-        stage: after which this is.
         remedies: whether to put it back, to show that this ends it.
     """
     rule, cause = rule_of("globals"), rule_of("globals").life
@@ -67,7 +66,7 @@ def setting_left(change: SettingChange, stage: str, *, remedies: bool) -> Findin
         rule.resource,
         cause=cause.cause,
         device="",
-        stage=stage,
+        stage="shutdown",
         suspects=(change.setting, cause.cause),
         statement=Statement(unit=rule.unit, amount=describe_change(change), came=", and not restored"),
         holder=change.setting,

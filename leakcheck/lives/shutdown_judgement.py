@@ -305,7 +305,7 @@ class ShutdownJudgement:
                 tried = self._with_what_went_too(tried)
             self._record.findings.append(tried)
         self._record.findings += [
-            setting_left(change, "shutdown", remedies=self._is_last) for change in self._reader.changed_settings()
+            setting_left(change, remedies=self._is_last) for change in self._reader.changed_settings()
         ]
 
     def _with_what_went_too(self, groups: Finding) -> Finding:

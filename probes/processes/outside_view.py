@@ -19,7 +19,6 @@ from lowtide.probes.host.process_files import (
     all_pids,
     command_line,
     count_descriptors,
-    descendants_of,
     environment,
     name_of,
     open_files,
@@ -149,18 +148,6 @@ def is_left_by_an_engine(pid: int) -> bool:
     variables = environment(pid) or {}
     role = _role(process, name_of(pid), command_line(pid).strip(), variables)
     return bool(role.engine or MARK in variables) and is_orphan(process, role)
-
-
-def read_tree(pid: int, driver: Driver | None = None, *, patience: float = PATIENCE_S) -> tuple[ProcessView, ...]:
-    """A process and all that descend from it, each read in a thread of its own; sorted by their beginning.
-
-    Args:
-        pid: the process at the top.
-        driver: reports what they hold on cards; None leaves that out.
-        patience: seconds after which one that cannot be read is reported with what is known without it.
-    """
-    by_card = {} if driver is None else by_process(read_card_holders(driver))
-    return read_processes({pid, *descendants_of(pid)}, by_card, patience=patience)
 
 
 def read_processes(

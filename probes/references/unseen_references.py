@@ -42,7 +42,7 @@ def readers(*, thorough: bool = False) -> dict[int, Reader]:
         (getattr(numpy, "flatiter", None), _base),
         (getattr(numpy, "nditer", None), _operands),
         (getattr(getattr(torch, "_C", None), "Future", None), _result_and_callbacks if thorough else _result),
-        (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, _tensors_of_script),
+        (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, tensors_of_script),
     ]
     return {id(cls): read for cls, read in by_type if cls is not None}
 
@@ -71,7 +71,7 @@ def edge_of(holder: Any, held: object, containers: Containers | None = None) -> 
         containers: knows where arrays of objects have their items.
     """
     read = reader_of(type(holder), thorough=True)
-    if read is _tensors_of_script:
+    if read is tensors_of_script:
         return next((edge for edge, tensor in _named_tensors_of_script(holder) if tensor is held), None)
     if read is _of_array:
         if _array_member("base", holder) is held:
@@ -192,11 +192,7 @@ def tensors_of_script(module: Any) -> list[Any]:
 
 def is_script(cls: type) -> bool:
     """Return whether instances of a type are TorchScript modules."""
-    return reader_of(cls, thorough=True) is _tensors_of_script
-
-
-def _tensors_of_script(module: Any) -> list[object]:
-    return [tensor for _, tensor in _named_tensors_of_script(module)]
+    return reader_of(cls, thorough=True) is tensors_of_script
 
 
 def _named_tensors_of_script(module: Any) -> Iterator[tuple[str, object]]:

@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host import process_files
 from lowtide.probes.processes import outside_view
-from lowtide.probes.processes.outside_view import read_process, read_processes, read_tree
+from lowtide.probes.processes.outside_view import by_process, read_process, read_processes
 from tests.probes.left_processes import TITLE, holder
 from tests.probes.test_driver import FakeNvml
 from tests.waiting import HANG_S, wait_until
@@ -84,10 +85,10 @@ def test_a_child_of_an_engine_is_an_orphan_in_a_session_of_its_own_too(
     assert not outside_view.is_orphan(process, role)
 
 
-def test_a_tree_is_read_with_all_that_descend(child: subprocess.Popen[str]) -> None:
+def test_several_are_read_side_by_side(child: subprocess.Popen[str]) -> None:
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAITS!r}]).wait()"
     with started(code) as top:
-        views = read_tree(top.pid)
+        views = read_processes({top.pid, *process_files.descendants_of(top.pid)})
         top.kill()
         assert [view.parent for view in views] == [os.getpid(), top.pid]
         assert views[0].created <= views[1].created
@@ -98,7 +99,7 @@ def test_a_tree_is_read_with_all_that_descend(child: subprocess.Popen[str]) -> N
 def test_a_stopped_process_is_read_and_says_that_it_is_stopped(child: subprocess.Popen[str]) -> None:
     child.send_signal(signal.SIGSTOP)
     wait_until(lambda: getattr(process_files.stat(child.pid), "state", "") == "T")
-    (view,) = read_tree(child.pid)
+    (view,) = read_processes([child.pid])
     assert view.status == "stopped"
     assert view.memory is not None
     assert view.memory.private > MIB
@@ -127,7 +128,7 @@ def test_bytes_on_cards_are_those_of_the_driver(child: subprocess.Popen[str], mo
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = FakeNvml()
     nvml.compute = {0: [(child.pid, 700 * MIB), (os.getpid(), 1)], 1: [(child.pid, None)]}
-    (view,) = read_tree(child.pid, NvmlDriver(nvml))
+    (view,) = read_processes([child.pid], by_process(read_card_holders(NvmlDriver(nvml))))
     assert view.cards == {"cuda:0": 700 * MIB, "cuda:1": None}
 
 
@@ -197,4 +198,4 @@ def test_a_process_that_the_kernel_does_not_let_be_read_holds_up_nobody(
 
 def test_a_process_that_is_not_there_is_nobody() -> None:
     assert read_process(2**22 + 1) is None
-    assert read_tree(2**22 + 1) == ()
+    assert read_processes([2**22 + 1]) == ()

@@ -70,7 +70,7 @@ class State(LifeReader):
         self.start()
 
     def findings(self, *, remedies: bool) -> list[Finding]:
-        return [setting_left(change, "shutdown", remedies=remedies) for change in self.changed_settings()]
+        return [setting_left(change, remedies=remedies) for change in self.changed_settings()]
 
 
 @contextmanager
