@@ -50,20 +50,6 @@ _NO_CARDS: ByCard = MappingProxyType({})
 _NOBODY: Mapping[int, ByCard] = MappingProxyType({})
 
 
-class SmapsRollup(msgspec.Struct, frozen=True):
-    """What `smaps_rollup` says of one process, in bytes.
-
-    Attributes:
-        private: what only it maps, swapped out or not: what comes back when it ends.
-        shared: what is in physical memory and others map, too.
-        swapped: the part of `private` that is swapped out.
-    """
-
-    private: int
-    shared: int
-    swapped: int
-
-
 class ProcessView(msgspec.Struct, frozen=True):
     """One process from outside.
 
@@ -96,7 +82,7 @@ class ProcessView(msgspec.Struct, frozen=True):
     is_orphan: bool
     cards: ByCard
     resident: int
-    memory: SmapsRollup | None
+    memory: Rollup | None
     descriptors: int | None
     shared_memory: Mapping[str, int] | None
     not_measured: Mapping[str, str] = msgspec.field(default_factory=lambda: MappingProxyType({}))
@@ -190,7 +176,7 @@ def _read(process: ProcessStat, cards: ByCard) -> ProcessView:
         command=command,
         role=role,
         cards=cards,
-        memory=_host_memory(kinds),
+        memory=kinds,
         descriptors=descriptors,
         shared_memory=None if mapped is None else MappingProxyType(mapped),
         not_measured={
@@ -230,7 +216,7 @@ def _view(
     command: str = "",
     role: Role | None = None,
     cards: ByCard = _NO_CARDS,
-    memory: SmapsRollup | None = None,
+    memory: Rollup | None = None,
     descriptors: int | None = None,
     shared_memory: Mapping[str, int] | None = None,
     not_measured: Mapping[str, str] | None = None,
@@ -253,10 +239,6 @@ def _view(
         shared_memory=shared_memory,
         not_measured=MappingProxyType(dict(not_measured or {})),
     )
-
-
-def _host_memory(kinds: Rollup | None) -> SmapsRollup | None:
-    return None if kinds is None else SmapsRollup(kinds.private, kinds.shared, kinds.swapped)
 
 
 def _user(pid: int) -> str:
