@@ -38,6 +38,7 @@ from lowtide.leakcheck.explaining.library_objects import (
 )
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
+from lowtide.leakcheck.findings.kept_bytes import kept_by
 from lowtide.leakcheck.findings.running_threads import by_work, most_work, with_work
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
@@ -45,7 +46,6 @@ from lowtide.leakcheck.judging.storages import Key
 from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
-from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.roots import frames_of, is_library
 from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins, with_handles
 from lowtide.probes.host.process_files import numbered_descriptors
@@ -61,7 +61,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.objects.opened_in_c import files_at
-from lowtide.probes.originals import gc, loaded, os, threading
+from lowtide.probes.originals import gc, os, threading
 from lowtide.probes.references.edges import UNNAMED
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
@@ -260,7 +260,7 @@ _MADE = {
 _SHOWN_PLACES = 3
 
 _MOST_REACHED = 100_000
-"""Objects that are looked at for arrays behind a finding."""
+"""Objects behind a finding that are looked at for what they keep."""
 
 _ROOTS = (
     ("torch's default hook for saved tensors", "torch._C._autograd._top_saved_tensors_default_hooks(True)"),
@@ -1048,11 +1048,11 @@ def _join(parts: Sequence[_Part], one: _Part, other: _Part) -> None:
 
 
 def _join_host_memory(parts: Sequence[_Part], walk: SharedWalk | None) -> None:
-    """Join host memory that lies in arrays behind what another finding is about with that."""
+    """Join host memory that lies behind what another finding is about with that."""
     of_host = [part for part in parts if isinstance(part.leak, ItemLeak) and part.leak.key == "host-memory"]
     if not of_host:
         return
-    behind = [_bytes_behind(_objects_of(part.leak, walk)) for part in parts]
+    behind = [kept_by([tuple(_objects_of(part.leak, walk))], most=_MOST_REACHED).bytes for part in parts]
     largest = max(range(len(parts)), key=behind.__getitem__)
     # Less than all of it leaves room for another leak, which nothing may hide.
     if behind[largest] >= _EXPLAINED * sum(part.leak.finding.bytes for part in of_host):
@@ -1069,22 +1069,3 @@ def _objects_of(leak: Leak, walk: SharedWalk | None) -> list[Any]:
     if leak.key == "threads":
         return [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
     return [entry for item in leak.cached.values() for entry in item.entries]
-
-
-def _bytes_behind(objects: Sequence[Any]) -> int:
-    """Return the bytes of numpy's arrays and plain bytes that objects keep; tensors are counted elsewhere."""
-    if not objects:
-        return 0
-    reached, _ = reach(objects, max_objects=_MOST_REACHED)
-    known = {id(item): item for item in reached}
-    # The collector does not track an array, nor for long what holds nothing but arrays.
-    held = [item for item in gc.get_referents(*reached) if not gc.is_tracked(item)]
-    while held:
-        known.update((id(item), item) for item in held)
-        held = [item for item in gc.get_referents(*held) if not gc.is_tracked(item) and id(item) not in known]
-    array: Any = getattr(loaded("numpy"), "ndarray", None)
-    size = sum(len(item) for item in known.values() if type(item) is bytes or type(item) is bytearray)
-    if array is None:
-        return size
-    own = [item for item in known.values() if is_a(item, array) and array.base.__get__(item) is None]
-    return size + sum(int(array.nbytes.__get__(item)) for item in own)

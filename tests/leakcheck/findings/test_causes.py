@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -359,15 +359,15 @@ def test_without_process_groups_descriptors_stay_as_they_are() -> None:
 
 
 @contextmanager
-def holding(size: int) -> Iterator[str]:
-    """A thread that holds an array of that many bytes, as the counters name it."""
+def holding(held: object) -> Iterator[str]:
+    """A thread that holds something, as the counters name it."""
     started, release = threading.Event(), threading.Event()
 
     def work(array: object) -> None:
         started.set()
         release.wait(HANG_S)
 
-    thread = threading.Thread(target=work, args=(np.ones(size, np.uint8),), name="holding")
+    thread = threading.Thread(target=work, args=(held,), name="holding")
     thread.start()
     started.wait(HANG_S)
     try:
@@ -385,8 +385,11 @@ def holding(size: int) -> Iterator[str]:
         (50_000, [["threads"], ["host-memory"]]),
     ],
 )
-def test_host_memory_that_lies_behind_another_finding_is_part_of_that(size: int, resources: list[list[str]]) -> None:
-    with holding(size) as name:
+@pytest.mark.parametrize("make", [lambda size: np.ones(size, np.uint8), lambda size: {"a": [["x" * size]]}])
+def test_host_memory_that_lies_behind_another_finding_is_part_of_that(
+    make: Callable[[int], object], size: int, resources: list[list[str]]
+) -> None:
+    with holding(make(size)) as name:
         assert reported(leak("threads", name), leak("host-memory", size=100_000)) == resources
 
 
