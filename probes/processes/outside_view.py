@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import psutil
@@ -63,8 +64,8 @@ class ProcessView(msgspec.Struct, frozen=True):
         status: `running`, `sleeping`, `stopped`, `zombie`, …
         role: its part in an engine, and its rank.
         is_orphan: whether the process that started it has ended, so that nobody waits for it.
-        cards: bytes by device as `cuda:0`; None where the driver lists it without its memory.
         resident: bytes in physical memory, shared or not; everybody may read this.
+        cards: bytes by device as `cuda:0`; None where the driver lists it without its memory.
         memory: bytes by kind; None where they may not be read.
         descriptors: how many it has open; None where that may not be read.
         shared_memory: bytes that it maps of each file in /dev/shm, by name; None where that may not be read.
@@ -80,11 +81,11 @@ class ProcessView(msgspec.Struct, frozen=True):
     status: str
     role: Role
     is_orphan: bool
-    cards: ByCard
     resident: int
-    memory: Rollup | None
-    descriptors: int | None
-    shared_memory: Mapping[str, int] | None
+    cards: ByCard = _NO_CARDS
+    memory: Rollup | None = None
+    descriptors: int | None = None
+    shared_memory: Mapping[str, int] | None = None
     not_measured: Mapping[str, str] = msgspec.field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -210,17 +211,9 @@ def _unanswered(pid: int, cards: ByCard, patience: float) -> ProcessView | None:
 
 
 def _view(
-    process: ProcessStat,
-    *,
-    name: str = "",
-    command: str = "",
-    role: Role | None = None,
-    cards: ByCard = _NO_CARDS,
-    memory: Rollup | None = None,
-    descriptors: int | None = None,
-    shared_memory: Mapping[str, int] | None = None,
-    not_measured: Mapping[str, str] | None = None,
+    process: ProcessStat, *, name: str = "", command: str = "", role: Role | None = None, **facts: Any
 ) -> ProcessView:
+    """Return what everybody may know of a process, with further facts."""
     role = role or read_role(process.command)
     return ProcessView(
         pid=process.pid,
@@ -232,12 +225,8 @@ def _view(
         status=_STATES.get(process.state, process.state),
         role=role,
         is_orphan=is_orphan(process, role),
-        cards=cards,
         resident=sizes(process.pid)[0],
-        memory=memory,
-        descriptors=descriptors,
-        shared_memory=shared_memory,
-        not_measured=MappingProxyType(dict(not_measured or {})),
+        **facts,
     )
 
 
