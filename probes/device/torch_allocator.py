@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -304,7 +305,7 @@ def parse_pools(
         exported: addresses of what CUDA IPC has exported.
     """
     addresses = sorted(claimed)
-    sums: dict[tuple[int, int], list[int]] = {}
+    sums: dict[tuple[int, int], Counter[str]] = {}
     empty_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
     exported_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment in segments:
@@ -312,29 +313,45 @@ def parse_pools(
             continue
         first, second = segment.get("segment_pool_id", (0, 0))
         pool_id = int(first), int(second)
-        held = sums.setdefault(pool_id, [0, 0, 0, 0, 0, 0])
-        held[0] += segment["total_size"]
-        if all(block["state"] == "inactive" for block in segment["blocks"]):
-            held[3] += segment["total_size"]
+        held = sums.setdefault(pool_id, Counter())
+        held["reserved"] += segment["total_size"]
+        in_use = [block for block in segment["blocks"] if block["state"] != "inactive"]
+        if not in_use:
+            held["empty"] += segment["total_size"]
             empty_at.setdefault(pool_id, []).append((segment["address"], segment["total_size"]))
-        for block in segment["blocks"]:
-            if block["state"] == "inactive":
-                continue
-            held[1] += block["size"]
-            if block["address"] in exported and not is_claimed(block, addresses):
+        for block in in_use:
+            kind = _unexplained(block, addresses, workspace_sizes, exported)
+            held["allocated"] += block["size"]
+            held[kind] += block["size"]
+            if kind == "exported":
                 exported_at.setdefault(pool_id, []).append((block["address"], block["size"]))
-            elif is_workspace(block, addresses, workspace_sizes):
-                held[2] += block["size"]
-            elif block["state"] == "active_allocated" and not is_claimed(block, addresses):
-                held[4] += block["size"]
-            elif is_pending(block):
-                held[5] += block["size"]
-    found = []
-    for pool_id, (reserved, allocated, workspaces, empty, unclaimed, pending) in sorted(sums.items()):
-        places = tuple(sorted(empty_at.get(pool_id, ())))
-        amounts = (reserved, allocated, workspaces, empty, unclaimed, pending)
-        found.append(PoolSegments(pool_id, *amounts, places, tuple(sorted(exported_at.get(pool_id, ())))))
-    return tuple(found)
+    return tuple(
+        PoolSegments(
+            pool_id,
+            reserved=held["reserved"],
+            allocated=held["allocated"],
+            workspaces=held["workspaces"],
+            empty=held["empty"],
+            unclaimed=held["native"],
+            pending=held["pending"],
+            empty_at=tuple(sorted(empty_at.get(pool_id, ()))),
+            exported_at=tuple(sorted(exported_at.get(pool_id, ()))),
+        )
+        for pool_id, held in sorted(sums.items())
+    )
+
+
+def _unexplained(
+    block: Block, addresses: Sequence[int], workspace_sizes: Collection[int], exported: Collection[int]
+) -> str:
+    """Return what a block in use is in which no live storage begins, by its name in `UnexplainedBlocks`; else empty."""
+    if is_pending(block):
+        return "pending"
+    if block["state"] != "active_allocated" or is_claimed(block, addresses):
+        return ""
+    if block["address"] in exported:
+        return "exported"
+    return "workspaces" if is_workspace(block, addresses, workspace_sizes) else "native"
 
 
 class UnexplainedBlocks(NamedTuple):
@@ -367,12 +384,9 @@ def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlock
         if segment["device"] != index:
             continue
         for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and not is_claimed(block, addresses):
-                kind = found.workspaces if is_workspace(block, addresses, sizes) else found.native
-                kind = found.exported if block["address"] in exported else kind
-                kind[block["address"]] = block["size"]
-            elif is_pending(block):
-                found.pending[block["address"]] = block["size"]
+            kind = _unexplained(block, addresses, sizes, exported)
+            if kind:
+                getattr(found, kind)[block["address"]] = block["size"]
     return found
 
 
