@@ -320,7 +320,7 @@ def parse_pools(
             held["empty"] += segment["total_size"]
             empty_at.setdefault(pool_id, []).append((segment["address"], segment["total_size"]))
         for block in in_use:
-            kind = _unexplained(block, addresses, workspace_sizes, exported)
+            kind = unexplained(block, addresses, workspace_sizes, exported)
             held["allocated"] += block["size"]
             held[kind] += block["size"]
             if kind == "exported":
@@ -341,17 +341,28 @@ def parse_pools(
     )
 
 
-def _unexplained(
-    block: Block, addresses: Sequence[int], workspace_sizes: Collection[int], exported: Collection[int]
+def unexplained(
+    block: Block, addresses: Sequence[int], workspace_sizes: Collection[int], exported: Collection[int] = ()
 ) -> str:
-    """Return what a block in use is in which no live storage begins, by its name in `UnexplainedBlocks`; else empty."""
-    if is_pending(block):
-        return "pending"
-    if block["state"] != "active_allocated" or is_claimed(block, addresses):
+    """Return what a block in use is in which no live storage begins, by its name in `UnexplainedBlocks`; else empty.
+
+    Args:
+        block: with `address`, `size`, `requested_size` and `state`.
+        addresses: of the live storages, sorted.
+        workspace_sizes: sizes in bytes that a BLAS workspace may have.
+        exported: addresses of what CUDA IPC has exported.
+    """
+    if block["state"] != "active_allocated":
+        # Its name differs: `active_pending_free` in snapshots, `active_awaiting_free` in torch's documentation.
+        return "pending" if str(block["state"]).startswith("active_") else ""
+    nearest = bisect_left(addresses, block["address"])
+    if nearest < len(addresses) and addresses[nearest] < block["address"] + block["size"]:
         return ""
     if block["address"] in exported:
         return "exported"
-    return "workspaces" if is_workspace(block, addresses, workspace_sizes) else "native"
+    # What was asked for, not what was given: a block may be larger by less than a split is worth.
+    is_workspace = block.get("requested_size", block["size"]) in workspace_sizes
+    return "workspaces" if is_workspace else "native"
 
 
 class UnexplainedBlocks(NamedTuple):
@@ -384,7 +395,7 @@ def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlock
         if segment["device"] != index:
             continue
         for block in segment["blocks"]:
-            kind = _unexplained(block, addresses, sizes, exported)
+            kind = unexplained(block, addresses, sizes, exported)
             if kind:
                 getattr(found, kind)[block["address"]] = block["size"]
     return found
@@ -533,33 +544,6 @@ def free_beside(index: int, groups: Sequence[Collection[int]]) -> list[int]:
         if place is not None:
             found[place] += sum(block["size"] for block in segment["blocks"] if block["state"] == "inactive")
     return found
-
-
-def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collection[int]) -> bool:
-    """Return whether a block is a BLAS workspace: in use, of exactly that size, with no storage in it.
-
-    Args:
-        block: with `address`, `size`, `requested_size` and `state`.
-        addresses: of the live storages, sorted.
-        workspace_sizes: sizes in bytes that a workspace may have.
-    """
-    # What was asked for, not what was given: a block may be larger by less than a split is worth.
-    if block["state"] != "active_allocated" or block.get("requested_size", block["size"]) not in workspace_sizes:
-        return False
-    return not is_claimed(block, addresses)
-
-
-def is_pending(block: Block) -> bool:
-    """Return whether a block was freed while a stream still worked on it."""
-    # Its name differs: `active_pending_free` in snapshots, `active_awaiting_free` in torch's documentation.
-    return str(block["state"]).startswith("active_") and block["state"] != "active_allocated"
-
-
-def is_claimed(block: Block, addresses: Sequence[int]) -> bool:
-    """Return whether a live storage begins in the block; `addresses` are those of the live storages, sorted."""
-    start = block["address"]
-    nearest = bisect_left(addresses, start)
-    return nearest < len(addresses) and addresses[nearest] < start + block["size"]
 
 
 def parse_pinned(stats: Mapping[str, Any]) -> PinnedReading:

@@ -22,13 +22,12 @@ from lowtide.probes.device.torch_allocator import (
     blas_lt_workspace_bytes,
     blas_workspace_bytes,
     free_beside,
-    is_pending,
-    is_workspace,
     parse_pinned,
     parse_pools,
     read_allocators,
     read_pinned,
     stranded_segments,
+    unexplained,
     unexplained_blocks,
 )
 from lowtide.probes.memory.ranges import common, total, without
@@ -115,26 +114,26 @@ def test_a_device_without_segments_has_no_pools() -> None:
 
 
 def test_a_block_of_the_workspaces_size_that_no_storage_claims_is_a_workspace() -> None:
-    assert is_workspace(block(1000, 64), [999, 1064], [64])
+    assert unexplained(block(1000, 64), [999, 1064], [64]) == "workspaces"
 
 
 @pytest.mark.parametrize("address", [1000, 1001, 1063])
 def test_a_block_in_which_a_storage_lies_is_no_workspace(address: int) -> None:
-    assert not is_workspace(block(1000, 64), [1, address, 5000], [64])
+    assert unexplained(block(1000, 64), [1, address, 5000], [64]) != "workspaces"
 
 
 def test_a_block_of_another_size_is_no_workspace() -> None:
-    assert not is_workspace(block(1000, 65), [], [64])
+    assert unexplained(block(1000, 65), [], [64]) != "workspaces"
 
 
 def test_what_was_asked_for_counts_not_what_was_given() -> None:
-    assert is_workspace(block(1000, 512, requested=500), [], [500])
-    assert not is_workspace(block(1000, 512, requested=500), [], [512])
+    assert unexplained(block(1000, 512, requested=500), [], [500]) == "workspaces"
+    assert unexplained(block(1000, 512, requested=500), [], [512]) != "workspaces"
 
 
 @pytest.mark.parametrize("state", ["inactive", "active_awaiting_free"])
 def test_a_block_that_is_being_given_back_is_no_workspace(state: str) -> None:
-    assert not is_workspace(block(1000, 64, state), [], [64])
+    assert unexplained(block(1000, 64, state), [], [64]) != "workspaces"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,7 @@ def test_a_block_that_is_being_given_back_is_no_workspace(state: str) -> None:
     [("active_pending_free", True), ("active_awaiting_free", True), ("active_allocated", False), ("inactive", False)],
 )
 def test_a_block_is_pending_by_either_of_its_names(state: str, expected: bool) -> None:
-    assert is_pending(block(1000, 64, state)) is expected
+    assert (unexplained(block(1000, 64, state), [], []) == "pending") is expected
 
 
 @pytest.mark.parametrize(
