@@ -1,4 +1,4 @@
-"""What a step computes between its matrix products: one kernel each where Triton and a card are there, torch elsewhere.
+"""What a step computes beside attention: one kernel each where Triton and a card are there, torch elsewhere.
 
 Both round at the same places, which are those of transformers: tokens are compared with its.
 """
@@ -9,6 +9,7 @@ import math
 from importlib.util import find_spec
 
 import torch
+from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
 from lowtide.engine.config import Allocator, ModelConfig, RopeConfig
@@ -71,6 +72,24 @@ _HAS_TRITON = find_spec("triton") is not None
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Return whether Triton's kernels compute on a tensor: it is on a card, and Triton is installed."""
     return _HAS_TRITON and tensor.is_cuda
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T + b, [..., out].
+
+    One row is a pass over the weights: on a card a kernel reads them once, at more of the bandwidth than cuBLAS, whose
+    tiles are made for several rows.
+
+    Args:
+        x: [..., in]; contiguous, as the next two.
+        weight: [out, in].
+        bias: [out].
+    """
+    if x.numel() == x.shape[-1] and has_kernels(x):
+        from lowtide.engine.model_executor import triton_kernels
+
+        return triton_kernels.multiply_row(x, weight, bias)
+    return torch_linear(x, weight, bias)
 
 
 def add_rms_norm(

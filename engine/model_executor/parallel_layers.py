@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import embedding, pad
 
 from lowtide.engine.config import Allocator
+from lowtide.engine.model_executor.fused_ops import linear
 
 _COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROW_PARALLEL = ("o_proj", "down_proj")

@@ -14,6 +14,8 @@ import triton.language as tl
 _COLUMNS = 128
 # Outputs of the gate that one program computes.
 _FEATURES = 1024
+# Weights of one output that one program multiplies together.
+_WEIGHTS = 2048
 # Keys that one program looks at together.
 _KEYS = 32
 # Rows and columns of the smallest matrices that tensor cores multiply.
@@ -49,6 +51,48 @@ def _gather_rows(table_ptrs, table_strides, table_sizes, rows, out, width, COLUM
     row = table + tl.load(rows + index) * tl.load(table_strides)
     blocks = tl.load(row + columns, mask=columns < tl.load(table_sizes), other=0)
     tl.store(out + index * width + columns, blocks, mask=columns < width)
+
+
+def multiply_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `fused_ops.linear`; x is one row."""
+    product = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _multiply_row[(weight.shape[0],)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        product,
+        WIDTH=weight.shape[1],
+        WEIGHTS=_WEIGHTS,
+        BIASED=bias is not None,
+        WIDE=_wide(x.dtype),
+        num_warps=8,
+    )
+    return product
+
+
+@triton.jit
+def _multiply_row(
+    x,
+    weight,
+    bias,
+    product,
+    WIDTH: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WEIGHTS)
+    sums = tl.zeros((WEIGHTS,), WIDE)
+    for first in range(0, WIDTH, WEIGHTS):
+        real = first + columns < WIDTH
+        # Each weight is read once: it should not drive what is read again out of the cache.
+        weights = tl.load(weight + row * WIDTH + first + columns, mask=real, other=0.0, eviction_policy="evict_first")
+        sums += weights.to(WIDE) * tl.load(x + first + columns, mask=real, other=0.0).to(WIDE)
+    total = tl.sum(sums, axis=0)
+    if BIASED:
+        total += tl.load(bias + row).to(WIDE)
+    tl.store(product + row, total.to(product.dtype.element_ty))
 
 
 def add_rms_norm(

@@ -60,6 +60,18 @@ def assert_close(of_kernels: Any, of_torch: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(of_kernels, of_torch, rtol=tolerance, atol=tolerance)
 
 
+def check_row(dtype: torch.dtype) -> None:
+    """One row by the kernel, with a bias and without; several rows are torch's."""
+    weight, bias = torch.randn(7, 2500, dtype=dtype) / 50, torch.randn(7, dtype=dtype)
+    for x, added in ((torch.randn(1, 2500, dtype=dtype), bias), (torch.randn(1, 2500, dtype=dtype), None)):
+        exact = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
+        with patch.object(fused_ops, "has_kernels", lambda tensor: True):
+            assert_close(fused_ops.linear(x, weight, added), exact.to(dtype), dtype)
+    rows = torch.randn(2, 2500, dtype=dtype)
+    with patch.object(triton_kernels, "multiply_row", lambda *_: None):
+        assert_close(*by_kernels_and_torch(lambda: fused_ops.linear(rows, weight, bias)), dtype)
+
+
 def check_norm(dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 3, 80, dtype=dtype)
     weight = torch.randn(80, dtype=dtype)
@@ -185,6 +197,8 @@ def check_compile() -> None:
         "HALF": 10,
         "FEATURES": 1024,
         "ADDS": True,
+        "WEIGHTS": 2048,
+        "BIASED": True,
     }
     sizes |= {"BLOCK_SIZE": 5, "KEYS": 32, "SPLITS": 16, "WIDE": triton.language.float32}
     known = {
@@ -197,7 +211,15 @@ def check_compile() -> None:
     }
     known |= dict.fromkeys(("table_ptrs", "table_strides", "rows", "slots", "seq_lens"), "*i64")
     known |= dict.fromkeys(("partial", "maxima", "sums"), "*fp32")
-    for name in ("_gather_rows", "_add_rms_norm", "_rotate_and_cache", "_silu_and_mul", "_attend", "_join"):
+    for name in (
+        "_gather_rows",
+        "_multiply_row",
+        "_add_rms_norm",
+        "_rotate_and_cache",
+        "_silu_and_mul",
+        "_attend",
+        "_join",
+    ):
         kernel = getattr(triton_kernels, name)
         signature = {each: "constexpr" if each in sizes else known.get(each, "*bf16") for each in kernel.arg_names}
         constants = {(at,): sizes[each] for at, each in enumerate(kernel.arg_names) if each in sizes}
@@ -214,6 +236,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     check_gather()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        check_row(dtype)
         check_norm(dtype)
         check_rotation(dtype)
         check_silu(dtype)
