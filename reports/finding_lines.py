@@ -34,7 +34,7 @@ _LONGEST_MESSAGE = 1000
 
 _MARKS = {"innocent": "expected to stay", "holding": "should be gone"}
 _TRENDS = {
-    "growth": "growth (grew every time)",
+    "growth": "growth (kept growing)",
     "residue": "residue (once, and no more)",
     "bounded": "bounded (replaced or limited)",
 }

@@ -418,9 +418,8 @@ class EngineProcesses:
             return mappings_of(pid, {os.getpid(), *self.tree.descendants()})
         before = private_bytes(pid) or 0
         if finding.resource == "tensors":
-            # Those of most turns.
             left = self.ask(pid, messages.ExplainLeft(stage=finding.stage)) if pid else None
-            facts = growing_holder(left or (), finding.device, finding.stage)
+            facts = growing_holder(left or (), finding)
         elif finding.resource in COUNTED:
             facts = self._things.named(finding)
         else:

@@ -332,13 +332,15 @@ def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) ->
 
 def _of_turns(stage: str, key: LevelKey, process: ProcessName, steps: KeptSteps) -> Finding:
     quantity, total = QUANTITIES[key.resource], sum(steps.added)
-    more = f"in {len(steps.added)} of {len(steps.sizes)} that followed another one"
+    adding, count = len(steps.added), len(steps.sizes)
+    more = f"in {adding} of {count} that followed another one"
+    each = f"each {stage}" if 2 * adding >= count else f"one {stage} in {round(count / adding)}"
     if quantity.things:
-        said = f"{quantity.amount(steps.usual)} more with each {stage}, {total} {more}"
+        said = f"{quantity.amount(steps.usual)} more with {each}, {total} {more}"
         return risen(key, total, said, stage, turn=stage, process=process)
     what = {HOST: "host memory that is under no tensor grows", SHARED: f"{quantity.what} grows"}
     grows = what.get(key, f"tensors on {key.device} grow")
-    said = f"{grows} by {format_bytes(steps.usual)} with each {stage}, {format_bytes(total)} {more}"
+    said = f"{grows} by {format_bytes(steps.usual)} with {each}, {format_bytes(total)} {more}"
     advice = {} if key == HOST else {"advice": _ADVICE[stage]}
     return risen(key, total, said, stage, turn=stage, process=process, count=len(steps.added), **advice)
 
@@ -393,19 +395,20 @@ Left = Sequence[tuple[Finding, Mapping[int, int]]]
 """Each holder of tensors that inferences have made, with their bytes by the inference's number, from 1."""
 
 
-def growing_holder(left: Left, device: str, stage: str = "infer") -> HolderFacts | None:
-    """Return who keeps most of what each turn leaves on a device; None where nobody keeps some of most of them.
+def growing_holder(left: Left, grown: Finding) -> HolderFacts | None:
+    """Return who keeps what turns leave, as a finding says; None where nobody keeps some of half of those that do.
 
     The first turn of a stage fills what is filled once.
     """
     last = max((turn for _, by_turn in left for turn in by_turn), default=0)
+    adding = min(grown.count, last - 1)
     kept = [
         (sum(later.values()), finding)
         for finding, by_turn in left
         for later in [{turn: size for turn, size in by_turn.items() if turn > 1}]
-        if finding.device == device and finding.holder and later and 2 * len(later) >= last - 1
+        if finding.device == grown.device and finding.holder and later and 2 * len(later) >= adding
     ]
-    return _facts_of(max(kept, key=lambda each: each[0])[1], stage) if kept else None
+    return _facts_of(max(kept, key=lambda each: each[0])[1], grown.stage) if kept else None
 
 
 def _facts_of(finding: Finding, stage: str) -> HolderFacts:

@@ -83,7 +83,7 @@ def test_all_that_is_known_is_reported_in_order() -> None:
         "-> .CACHE  (dict)  retains 32.0 MiB",
         "allocated in forward, model.py:12",
         "8.0 MiB of it is held by others too",
-        "trend: growth (grew every time)",
+        "trend: growth (kept growing)",
         "remedy: CACHE.clear() gives back 24.0 MiB of 32.0 MiB",
         "tried: gc.collect() gives nothing back",
         "tried: gc.unfreeze() gives back 1.0 MiB",
@@ -114,7 +114,7 @@ def test_a_hop_is_a_line_with_its_edge_type_mark_and_what_it_retains(fields: dic
 @pytest.mark.parametrize(
     ("trend", "text"),
     [
-        ("growth", "trend: growth (grew every time)"),
+        ("growth", "trend: growth (kept growing)"),
         ("residue", "trend: residue (once, and no more)"),
         ("bounded", "trend: bounded (replaced or limited)"),
     ],

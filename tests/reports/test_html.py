@@ -242,7 +242,7 @@ def test_every_field_of_a_finding_is_shown() -> None:
         "device cuda:5",
         "since stage wake(7)",
         "verdict reachable",
-        "trend growth (grew every time)",
+        "trend growth (kept growing)",
         "shared 16.0 MiB of it is held by others too",
         "tried gc.collect() gives nothing back changed by trying the cache is empty",
         "held by supports_kw",

@@ -138,7 +138,7 @@ def test_a_leak_is_a_failure_named_by_resource_and_cause() -> None:
         "  -> .supports_kw  (functools._lru_cache_wrapper)  should be gone, retains 96 B",
         "  allocated in forward, model.py:12",
         "  16 B of it is held by others too",
-        "  trend: growth (grew every time)",
+        "  trend: growth (kept growing)",
         "  remedy: supports_kw.cache_clear() gives back 111 B of 112 B",
         "  tried: gc.collect() gives nothing back",
         "  changed by trying: the cache is empty",

@@ -409,7 +409,7 @@ def test_the_verdict_is_drawn_into_the_trend(browser: Any, tmp_path: Path) -> No
         opened.tab.context.close()
     # The colour of what is bad, which nothing else in the picture has: `--bad` as the canvas has it, ABGR.
     assert [0xFF1E26B3 in colours for colours, _ in drawn] == [True, False]
-    assert "tensors: growth (grew every time), 48.0 MiB, held by engine.cache.POOL[0]" in drawn[0][1]
+    assert "tensors: growth (kept growing), 48.0 MiB, held by engine.cache.POOL[0]" in drawn[0][1]
     assert drawn[1][1] == ""
 
 

@@ -73,7 +73,7 @@ def test_a_verdict_belongs_to_the_series_that_it_is_about(resource: str, series:
     (trend,) = draw_trends(subject(leak, stages=tuple(life)))
     (judged,) = trend.judged
     assert (judged.series, judged.trend) == (series, "growth")
-    assert judged.text.startswith(f"{resource}: growth (grew every time), 3.0 MiB")
+    assert judged.text.startswith(f"{resource}: growth (kept growing), 3.0 MiB")
 
 
 def test_a_verdict_about_another_process_is_drawn_there() -> None:

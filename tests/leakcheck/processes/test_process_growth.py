@@ -201,6 +201,12 @@ def test_tensors_that_each_inference_leaves_are_growth_however_small() -> None:
     assert finding.message == f"{WORKER.text}: {told}"
 
 
+def test_of_growth_with_few_inferences_it_is_said_how_few() -> None:
+    (finding,) = grown_tensors(*({"cpu": MIB + 2048 * (turn // 3)} for turn in range(16))).findings()
+    told = "tensors on cpu grow by 2.0 KiB with one infer in 3, 10.0 KiB in 5 of 15 that followed another one"
+    assert finding.message == f"{WORKER.text}: {told}"
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -267,13 +273,20 @@ FIRST_ALONE, CACHE_OF_ONE, EACH, LARGER = (
 def test_to_blame_is_who_keeps_some_of_most_inferences(
     left: list[tuple[Finding, dict[int, int]]], named: str | None
 ) -> None:
-    facts = growing_holder(left, "cpu")
+    facts = growing_holder(left, holder("", *range(2, 7))[0])
+    assert (None if facts is None else facts.note.holder) == named
+
+
+@pytest.mark.parametrize(("adding", "named"), [(5, "images"), (40, None)])
+def test_of_turns_that_seldom_add_to_blame_is_who_keeps_what_these_do(adding: int, named: str | None) -> None:
+    left = [holder("images", 2, 11, 20, 29, 47), holder("cache", 48, size=1 << 20)]
+    facts = growing_holder(left, holder("", *range(adding))[0])
     assert (None if facts is None else facts.note.holder) == named
 
 
 def test_growth_that_two_holders_keep_has_two_fingerprints() -> None:
     (finding,) = grown_tensors(*({"cpu": turn} for turn in range(1, 6))).findings()
-    facts = [growing_holder([each], "cpu") for each in (EACH, LARGER)]
+    facts = [growing_holder([each], finding) for each in (EACH, LARGER)]
     named = [held_by(finding, each) for each in facts if each is not None]
     assert [each.holder for each in named] == ["KEPT", "engine.kept"]
     assert len({finding.fingerprint, *(each.fingerprint for each in named)}) == 3
