@@ -13,7 +13,9 @@ What lowtide itself puts in a library's place passes for what was there (`StandI
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc as gc_module
 import importlib
 import sys as sys_module
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from importlib.machinery import ModuleSpec
 from inspect import isclass, unwrap
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+from lowtide.probes import native
 
 if TYPE_CHECKING:
     import gc as gc
@@ -57,8 +61,37 @@ def _is_kept(name: str, value: object) -> bool:
     return not name.endswith("hook") and (callable(value) or name.isupper())
 
 
+_definition_of: Any = ctypes.pythonapi.PyModule_GetDef
+_definition_of.argtypes = [ctypes.py_object]
+_definition_of.restype = ctypes.c_void_p
+
+
+@functools.wraps(gc_module.get_referents)
+def _get_referents(*items: Any) -> list[Any]:
+    """Return what the collector is shown of some objects; of a module that is written in C its namespace alone.
+
+    `gc.get_referents` gives out whatever a module's state shows the collector, and CPython 3.12's `_asyncio` shows it a
+    list of dead objects that wait to be used again.  Each of them that is given out lives and dies once more, and then
+    follows itself in that list: the next walk over the module, and the next garbage collection, never end
+    (`Modules/_asynciomodule.c`, `fi_freelist`).  What a program keeps in such a module it keeps in its namespace.
+    """
+    if native.referents is not None:
+        return native.referents(*items)
+    return _FIRST_REFERENTS(*map(_without_state, items))
+
+
+_FIRST_REFERENTS = gc_module.get_referents
+
+
+def _without_state(item: Any) -> object:
+    is_in_c = issubclass(type(item), ModuleType) and _definition_of(ctypes.py_object(item))
+    return (_NAMESPACE.__get__(item),) if is_in_c else item
+
+
 _NAMES = ("gc", "logging", "os", "resource", "signal", "sys", "tempfile", "threading", "time", "weakref")
 _KEPT = {name: Kept(importlib.import_module(name)) for name in (*_NAMES, "builtins", "io")}
+
+vars(_KEPT["gc"])["get_referents"] = _get_referents
 
 if not TYPE_CHECKING:
     globals().update({name: _KEPT[name] for name in _NAMES})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType
 
 import numpy.typing as npt
 
@@ -11,7 +11,7 @@ from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN, ForwardSea
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.roots import CHECKER, FIRST, LAST, LATER, Root, RootKind, running_frames
 from lowtide.probes.objects.address_table import Indices, each_once
-from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, type_name, without_state
+from lowtide.probes.objects.foreign import LRU_CACHE, described, is_callable, type_name
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.cxx_holders import held_as
@@ -203,7 +203,7 @@ class Search:
 def _all_held_by(item: object) -> list[object]:
     """Return what an object refers to, as the collector is shown it and as it is not."""
     reader = reader_of(type(item))
-    shown = gc.get_referents(without_state(item) if is_a(item, ModuleType) else item)
+    shown = gc.get_referents(item)
     return shown if reader is None else [*shown, *reader(item)]
 
 

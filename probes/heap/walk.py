@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import FrameType, ModuleType
-from typing import Any, ClassVar
+from types import FrameType
+from typing import ClassVar
 
 import numpy.typing as npt
 
@@ -18,7 +18,7 @@ from lowtide.probes import native
 from lowtide.probes.heap.roots import Root, is_checkers
 from lowtide.probes.memory.capsules import keeps_exported
 from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.foreign import flags_of, mro_of, without_state
+from lowtide.probes.objects.foreign import flags_of, mro_of
 from lowtide.probes.objects.identities import (
     Identities,
     are_tracked,
@@ -99,7 +99,7 @@ class Walk(ABC):
         if reader is not None:
             self._readers[id(cls)] = reader
         manner = HAS_READER if reader is not None else 0
-        if id(ModuleType) in bases or cls is FrameType:
+        if cls is FrameType:
             manner |= HAS_STAND_IN
         # What is not tracked refers to nothing that is. But dicts and tuples of nothing that is tracked are not tracked
         # either, nor is, once it is made, what C calls a struct sequence (such as what `torch.max` returns).
@@ -289,15 +289,13 @@ def walk_from(roots: list[Root]) -> Walk:
     return NumpyWalk(roots) if native.Walk is None else NativeWalk(roots)
 
 
-def _stand_in(item: Any) -> object:
-    """Return what to ask the collector in place of a module or frame.
+def _stand_in(frame: FrameType) -> object:
+    """Return what to ask the collector in place of a frame: of the checker's only who called it.
 
-    Of a frame of the checker's only who called it: its variables hold what it looks at, but an exception or a frame of
-    the program's may be kept by which it was called, and with that the program's own frames behind it.
+    Its variables hold what it looks at, but an exception or a frame of the program's may be kept by which it was
+    called, and with that the program's own frames behind it.
     """
-    if type(item) is not FrameType:
-        return without_state(item)
-    return (item.f_back,) if is_checkers(item) else item
+    return (frame.f_back,) if is_checkers(frame) else frame
 
 
 def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:

@@ -12,6 +12,7 @@ except ImportError:
     heap = None  # type: ignore[assignment]
 
 Walk: Any = None if heap is None else heap.Walk
+referents: Callable[..., list[Any]] | None = getattr(heap, "referents", None)
 followers_among: Callable[[object, bytes, int], list[Any]] | None = None if heap is None else heap.followers_among
 old_among: Callable[[bytes], list[Any]] | None = getattr(heap, "old_among", None)
 marks_of: Callable[[tuple[dict[str, Any], ...]], bytes] | None = getattr(heap, "marks_of", None)

@@ -192,6 +192,7 @@ typedef struct {
     int manner;
     PyTypeObject *type;
     int64_t objects; /* of it, where they are counted */
+    int is_module;
 } Kind;
 
 typedef struct {
@@ -208,11 +209,37 @@ typedef struct {
     int is_reading;
 } Walk;
 
+/* Notes how instances of a type show what they refer to; those without the collector's flag show nothing. */
+static int
+note_traversal(Kind *kind, PyTypeObject *type)
+{
+    if (!(PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC))
+        return 0;
+    kind->traverse = (traverseproc)PyType_GetSlot(type, Py_tp_traverse);
+    kind->is_gc = (inquiry)PyType_GetSlot(type, Py_tp_is_gc);
+    kind->is_module = PyType_IsSubtype(type, &PyModule_Type);
+    return 1;
+}
+
+/* Gives what an object shows the collector. Of a module that is written in C its namespace alone: the state of CPython
+ * 3.12's `_asyncio` shows dead objects that wait to be used again (`fi_freelist`). Whoever owned one of them for a moment
+ * would have it die twice, and then follow itself in that list: the next walk, and the next collection, never end.
+ */
+static int
+visit_shown(const Kind *kind, PyObject *item, visitproc visit, void *reading)
+{
+    if (kind->traverse == NULL || (kind->is_gc != NULL && !kind->is_gc(item)))
+        return 0;
+    if (kind->is_module && PyModule_GetDef(item) != NULL)
+        return visit(PyModule_GetDict(item), reading);
+    return kind->traverse(item, visit, reading);
+}
+
 /* What a reading asks its caller. */
 typedef struct {
     PyObject *objects;   /* list: the object of each node */
     PyObject *classify;  /* type -> int: its manner; called once for each type */
-    PyObject *stand_in;  /* module or frame -> object to be asked instead */
+    PyObject *stand_in;  /* frame -> object to be asked instead */
     PyObject *more;      /* object -> list: what it refers to that the collector does not see */
     int dicts_share;     /* whether a dict may have values that it does not show */
 } Asked;
@@ -226,15 +253,12 @@ kind_place(Walk *walk, PyTypeObject *type, const Asked *asked)
     PyObject *answer = PyObject_CallFunctionObjArgs(asked->classify, (PyObject *)type, NULL);
     if (answer == NULL)
         return FAILED;
-    Kind kind = {NULL, NULL, (int)PyLong_AsLong(answer), type, 0};
+    Kind kind = {.manner = (int)PyLong_AsLong(answer), .type = type};
     Py_DECREF(answer);
     if (PyErr_Occurred())
         return FAILED;
-    if (PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) {
+    if (note_traversal(&kind, type))
         kind.manner |= MAY_BE_TRACKED;
-        kind.traverse = (traverseproc)PyType_GetSlot(type, Py_tp_traverse);
-        kind.is_gc = (inquiry)PyType_GetSlot(type, Py_tp_is_gc);
-    }
     place = (int32_t)walk->manners.count;
     if (array_push(&walk->manners, &kind) < 0 || table_add(&walk->kinds, type, place) < 0) {
         PyErr_NoMemory();
@@ -338,9 +362,7 @@ note_shown(Walk *walk, PyObject *item, int32_t place, const Asked *asked)
 {
     const Kind *kind = kind_at(walk, place);
     size_t before = walk->referents.count;
-    if (kind->traverse == NULL || (kind->is_gc != NULL && !kind->is_gc(item)))
-        return 0;
-    if (kind->traverse(item, note_referent, walk) != 0)
+    if (visit_shown(kind, item, note_referent, walk) != 0)
         return no_memory();
     if (asked->dicts_share && walk->referents.count == before && PyDict_CheckExact(item)) {
         PyObject *value;
@@ -586,6 +608,30 @@ static PyType_Slot walk_slots[] = {
 
 static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk), 0, Py_TPFLAGS_DEFAULT, walk_slots};
 
+/* Referents ------------------------------------------------------------------------------------------------------ */
+
+static int
+note_in_array(PyObject *item, void *array)
+{
+    return push_wide(array, &item, sizeof(item));
+}
+
+static PyObject *
+referents(PyObject *Py_UNUSED(module), PyObject *items)
+{
+    Array met = {.width = sizeof(PyObject *)};
+    int failed = 0;
+    for (Py_ssize_t at = 0; at < PyTuple_Size(items) && !failed; at++) {
+        PyObject *item = PyTuple_GetItem(items, at);
+        Kind kind = {0};
+        note_traversal(&kind, Py_TYPE(item));
+        failed = visit_shown(&kind, item, note_in_array, &met);
+    }
+    PyObject *found = failed ? PyErr_NoMemory() : list_of(&met);
+    free(met.items);
+    return found;
+}
+
 /* Lengths -------------------------------------------------------------------------------------------------------- */
 
 /* What a type is, as in container_lengths.py. */
@@ -662,11 +708,8 @@ noted_kind(Walk *walk, PyTypeObject *type, PyTypeObject *deque)
     int32_t place = table_find(&walk->kinds, type);
     if (place != UNKNOWN)
         return place;
-    Kind kind = {NULL, NULL, manner_of(type, deque), type, 0};
-    if (PyType_GetFlags(type) & Py_TPFLAGS_HAVE_GC) {
-        kind.traverse = (traverseproc)PyType_GetSlot(type, Py_tp_traverse);
-        kind.is_gc = (inquiry)PyType_GetSlot(type, Py_tp_is_gc);
-    }
+    Kind kind = {.manner = manner_of(type, deque), .type = type};
+    note_traversal(&kind, type);
     place = (int32_t)walk->manners.count;
     if (array_push(&walk->manners, &kind) < 0 || table_add(&walk->kinds, type, place) < 0)
         return no_memory();
@@ -1515,6 +1558,8 @@ numbers_in(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 }
 
 static PyMethodDef functions[] = {
+    {"referents", referents, METH_VARARGS,
+     "Return what the collector is shown of some objects, as `gc.get_referents`; of a module in C its namespace alone."},
     {"marks_of", marks_of, METH_O,
      "Return a number (uint64) for each dictionary of a tuple, which is another one once a value in it is another."},
     {"lengths_of_all", lengths_of_all, METH_VARARGS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import ctypes
 import functools
 import sys
 from collections import OrderedDict
@@ -261,22 +260,6 @@ def thread_key(thread: threading.Thread) -> str:
     return f"{thread_name(thread)} ({thread_ident(thread) or None})"
 
 
-_definition_of: Any = ctypes.pythonapi.PyModule_GetDef
-_definition_of.argtypes = [ctypes.py_object]
-_definition_of.restype = ctypes.c_void_p
-
-
 def is_kind_of_module(kind: type) -> bool:
     """Return whether instances of a class are modules; run none of its code."""
     return any(base is ModuleType for base in mro_of(kind))
-
-
-def without_state(module: Any) -> object:
-    """What to ask the collector in place of a module: itself, or for one that is written in C its namespace alone.
-
-    `gc.get_referents` gives out whatever a module's state shows the collector, and CPython 3.12's `_asyncio` shows it a
-    list of dead objects that wait to be used again.  Each of them that is given out lives and dies once more, and then
-    follows itself in that list: the next walk over the module, and the next garbage collection, never end
-    (`Modules/_asynciomodule.c`, `fi_freelist`).  What a program keeps in such a module it keeps in its namespace.
-    """
-    return (dict_of_module(module),) if _definition_of(ctypes.py_object(module)) else module

@@ -234,7 +234,6 @@ def _add_what_is_reached(found: list[object]) -> None:
     a third of a second and ten.
     """
     # Not at the top: see `Census`.
-    from lowtide.probes.objects.foreign import is_kind_of_module, without_state
     from lowtide.probes.objects.identities import Tracked, identities, objects_at, places_of, types_of
     from lowtide.probes.original_numpy import np
 
@@ -245,16 +244,11 @@ def _add_what_is_reached(found: list[object]) -> None:
         found.extend(objects_at(table.add_new(identities(met), tracked.among)))
 
     add(list(_roots()))
-    of_modules = [ModuleType, *map(type, list(sys.modules.values()))]
-    module_kinds = np.array(sorted({id(kind) for kind in of_modules if is_kind_of_module(kind)}), np.int64)
     seen = [np.zeros(0, np.int64)]
     done = 0
     while done < len(found):
         chunk = found[done : done + _CHUNK]
-        kinds = types_of(identities(chunk))
-        seen.append(kinds)
-        for place in np.flatnonzero(np.isin(kinds, module_kinds)).tolist():
-            chunk[place] = without_state(chunk[place])
+        seen.append(types_of(identities(chunk)))
         done += len(chunk)
         referents = gc.get_referents(*chunk)
         chunk.clear()

@@ -1,31 +1,54 @@
-"""Modules written in C: walks ask for their namespaces alone; CPython 3.12's `_asyncio` breaks if asked for more."""
+"""Modules written in C are asked for their namespaces alone; CPython 3.12's `_asyncio` breaks if asked for more."""
 
 from __future__ import annotations
 
 import _asyncio
 import asyncio
-import gc
+import gc as builtin_gc
 import subprocess
 import sys
 import types
 
 import pytest
 
+from lowtide.probes import native
 from lowtide.probes.heap.holders import trace
-from lowtide.probes.objects.foreign import is_kind_of_module, without_state
+from lowtide.probes.objects.foreign import is_kind_of_module
 from lowtide.probes.objects.listed import all_objects
+from lowtide.probes.originals import gc
 
 
-def test_of_a_module_in_c_its_namespace_stands_for_it() -> None:
-    asked = without_state(_asyncio)
-    assert gc.get_referents(asked) == [vars(_asyncio)]
-    assert without_state(sys) == (vars(sys),)
+class Slotted:
+    __slots__ = ("held",)
 
 
-def test_a_module_in_python_is_asked_itself() -> None:
-    made = types.ModuleType("made")
-    assert without_state(asyncio) is asyncio
-    assert without_state(made) is made
+class OfProgram(types.ModuleType):
+    held = None
+
+
+@pytest.fixture(params=["C", "Python"])
+def _asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Python":
+        monkeypatch.setattr(native, "referents", None)
+    elif native.referents is None:
+        pytest.skip("built without the extension")
+
+
+@pytest.mark.usefixtures("_asked")
+def test_of_a_module_in_c_its_namespace_is_shown() -> None:
+    assert gc.get_referents(_asyncio, sys) == [vars(_asyncio), vars(sys)]
+
+
+@pytest.mark.usefixtures("_asked")
+def test_all_else_is_shown_as_the_collector_sees_it() -> None:
+    slotted = Slotted()
+    slotted.held = slotted
+    running = (number for number in [1])
+    asked = [[slotted, 1], {"key": slotted}, slotted, 5, "text", (), running, Slotted, len, None]
+    assert gc.get_referents() == []
+    for item in (*asked, asyncio, types.ModuleType("made"), OfProgram("made")):
+        assert [*map(id, gc.get_referents(item))] == [*map(id, builtin_gc.get_referents(item))]
+    assert [*map(id, gc.get_referents(*asked))] == [*map(id, builtin_gc.get_referents(*asked))]
 
 
 class Lazy(types.ModuleType):
@@ -40,8 +63,11 @@ def test_kinds_of_modules(kind: type, expected: bool) -> None:
 
 
 WALKS = """
-import asyncio, gc
+import asyncio, gc, sys
+from lowtide.leakcheck.processes.own_tensors import look
+from lowtide.probes import native
 from lowtide.probes.heap.holders import trace
+from lowtide.probes.heap.large_values import read_values
 from lowtide.probes.objects.listed import all_objects
 
 class Kept: pass
@@ -54,19 +80,25 @@ async def main():
         asyncio.get_running_loop().call_soon(future.set_result, None)
         await future
 
+if "slow" in sys.argv:
+    native.referents = native.values_of_all = native.lengths_of_all = None
 gc.freeze()
 for _ in range(4):
     asyncio.run(main())
     with trace([KEPT]) as found:
         assert found.path(0) is not None
     all_objects()
+    read_values()
+    look(lists=True)
     gc.collect()
 print("ended")
 """
 
 
-def test_walks_end_after_futures_were_awaited() -> None:
-    done = subprocess.run([sys.executable, "-c", WALKS], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("how", ["fast", "slow"])
+def test_walks_end_after_futures_were_awaited(how: str) -> None:
+    command = [sys.executable, "-c", WALKS, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout == "ended\n", done.stderr
 
 

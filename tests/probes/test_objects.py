@@ -175,13 +175,13 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
 
 
 AS_A_PLAIN_WALK = """
-import collections, functools, gc, sys, types
+import collections, functools, sys, types
 from types import FrameType, ModuleType
 sys.path.insert(0, sys.argv[1])
 import numpy
 from lowtide.probes.objects import identities
-from lowtide.probes.objects.foreign import is_kind_of_module, without_state
 from lowtide.probes.objects.listed import Census, _roots, all_objects
+from lowtide.probes.originals import gc
 if sys.argv[2] == "slow":
     identities._LAID_OUT = False
 
@@ -218,8 +218,6 @@ def plainly():
             continue
         seen.add(id(item))
         found.append(item)
-        if is_kind_of_module(type(item)):
-            item = without_state(item)
         waiting += gc.get_referents(item)
     return [item for item in found if type(item) is not FrameType]
 

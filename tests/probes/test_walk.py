@@ -215,9 +215,9 @@ class TestEach:
         def fails(_: object) -> object:
             raise OSError("cannot be read")
 
-        monkeypatch.setattr(walk, "without_state", fails)
+        monkeypatch.setattr(walk, "is_checkers", fails)
         with pytest.raises(OSError, match="cannot be read"):
-            walked(kind, [sys])
+            walked(kind, [[sys._getframe()]])
         monkeypatch.setattr(walk, "mro_of", fails)
         with pytest.raises(OSError, match="cannot be read"):
             walked(kind, [[]])
