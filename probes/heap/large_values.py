@@ -148,6 +148,8 @@ class _Found:
             sizes = _measured(values, ids, kinds, places, measures)
             own = [values[place] for place in places.tolist()] if self._wants else []
             large, of_owners = sizes >= least, types[places]
+            # A `BytesIO` shows its bytes (Python 3.12 and later), and is measured itself.
+            large &= ~((of == OF_VALUES) & np.isin(of_owners, [*map(id, measures)]))
             self._add(owners[places] + of, of_owners, large, sizes, own)
             self._add(of_owners + of + OF_TYPE, of_owners, large, sizes, own)
             own.clear()
@@ -217,10 +219,13 @@ def size_of_value(value: Any) -> int:
     return _sizes()[type(value)](value)
 
 
-def _written(text: io.StringIO) -> int:
-    """Return how much was written to a text in memory: its own size is that of an empty one."""
+def _written(file: io.StringIO | io.BytesIO) -> int:
+    """Return how much was written to a file in memory: its own size is that of an empty one.
+
+    Of a `BytesIO` only while somebody else refers to its bytes, as who measures them does.
+    """
     try:
-        return io.StringIO.tell(text)
+        return type(file).tell(file)
     except ValueError:  # closed
         return 0
 
@@ -236,7 +241,7 @@ def _sizes() -> dict[type, Callable[[Any], int]]:
         bytes: bytes.__len__,
         bytearray: bytearray.__len__,
         array.array: lambda item: len(item) * item.itemsize,
-        io.BytesIO: io.BytesIO.__sizeof__,
+        io.BytesIO: lambda item: max(io.BytesIO.__sizeof__(item), _written(item)),
         io.StringIO: _written,
     }
     ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
