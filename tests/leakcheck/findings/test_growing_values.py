@@ -340,16 +340,10 @@ def take_in_an_object_of_c(held: Held, number: int) -> None:
     xml.etree.ElementTree.SubElement(held.value, "one", {"text": "x" * (2000 + number)})
 
 
-def lengthen_in_one_of_some_lists(held: Held, number: int) -> None:
-    held.value = held.value or [[] for _ in range(5)]
-    held.value[number % 5] = ["x" * SIZE * number]
-
-
 RECORDS = {
     lengthen_in_a_context: "context variable 'said' grows by ",
     lengthen_in_a_tuple: f"{name_of(lengthen_in_a_tuple)}[0] grows by ",
     lengthen_in_a_record: f"{name_of(lengthen_in_a_record)}.text grows by ",
-    lengthen_in_one_of_some_lists: f"{name_of(lengthen_in_one_of_some_lists)}[0][0] grows by ",
     take_in_a_record: f"{name_of(take_in_a_record)}.things takes 1 item (",
     take_in_an_array: f"{name_of(take_in_an_array)} takes 1 item (",
     take_in_an_object_of_c: f"{name_of(take_in_an_object_of_c)} takes 1 item (",
