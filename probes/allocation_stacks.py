@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from operator import attrgetter
 from pathlib import PurePath
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.allocation_history import CardHistory, PeakBlock, blocks_at_peak, parse_stacks
 from lowtide.probes.device.torch_allocator import Segment, all_segments
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.originals import initialized_torch, loaded, sys, time
+from lowtide.probes.originals import initialized_torch, loaded, sys, time, torch_with_cuda
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 OWN_FOLDERS = tuple(
@@ -86,7 +86,7 @@ class AllocationStacks:
 
     def start(self) -> None:
         """Begin to record, as far as torch is loaded; legal twice, and to be called again when it may be by now."""
-        torch = _loaded_torch()
+        torch = torch_with_cuda()
         if torch is None:
             return
         if self._history is not None:
@@ -100,7 +100,7 @@ class AllocationStacks:
 
         The CPU's mode is taken off the calling thread; on another one it stays, and does nothing any more.
         """
-        torch = _loaded_torch()
+        torch = torch_with_cuda()
         if torch is None:
             return
         if self._history is not None:
@@ -137,7 +137,7 @@ class AllocationStacks:
 
     def start_peak(self) -> None:
         """From here to `take_peak` follow when most is allocated."""
-        torch = _loaded_torch()
+        torch = torch_with_cuda()
         if torch is not None and self._history is not None:
             self._history.start_events(torch)
         if self._recorder is not None:
@@ -155,7 +155,7 @@ class AllocationStacks:
             devices: `cpu`, `cuda:0`.
             counts: see `blocks_at_peak`; what was allocated on the CPU in a pause does not count in any case.
         """
-        torch = _loaded_torch()
+        torch = torch_with_cuda()
         found: dict[str, list[PeakBlock]] = {}
         for device in devices:
             index = device.partition(":")[2]
@@ -447,12 +447,6 @@ def _dispatch(
     result = func(*args, **kwargs)
     recorder.note(func, before, result, sys._getframe(1))
     return result
-
-
-def _loaded_torch() -> ModuleType | None:
-    """Return the torch module if it is loaded, and not just half way."""
-    torch = loaded("torch")
-    return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
 
 
 def _without_machinery(stack: Iterable[StackFrame]) -> tuple[StackFrame, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import Segment, full_snapshot
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.probes.originals import StandIns, loaded
+from lowtide.probes.originals import StandIns, torch_with_cuda
 
 _RECORD = "_record_memory_history"
 
@@ -112,7 +112,7 @@ class CardHistory:
 
     def _initialized(self) -> None:
         """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
-        torch = loaded("torch")
+        torch = torch_with_cuda()
         if self._wanted and torch is not None:
             self._switch_on(torch)
 

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import (
 )
 
 from lowtide.probes import allocation_stacks as module
+from lowtide.probes import originals
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.allocation_history import MOST_EVENTS, history_of_program, parse_peak, parse_stacks
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function, telling_frames
@@ -905,6 +906,7 @@ def test_without_torch_nothing_happens_until_it_is_there() -> None:
 
 
 def test_half_way_through_its_import_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(originals, "_OF_TORCH", [])
     monkeypatch.setattr(torch.__spec__, "_initializing", True, raising=False)
     recording = AllocationStacks(cpu=True)
     recording.start()
