@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc as gc_module
 import importlib
 import sys as sys_module
 from collections.abc import Callable
@@ -66,7 +65,6 @@ _definition_of.argtypes = [ctypes.py_object]
 _definition_of.restype = ctypes.c_void_p
 
 
-@functools.wraps(gc_module.get_referents)
 def _get_referents(*items: Any) -> list[Any]:
     """Return what the collector is shown of some objects; of a module that is written in C its namespace alone.
 
@@ -77,10 +75,7 @@ def _get_referents(*items: Any) -> list[Any]:
     """
     if native.referents is not None:
         return native.referents(*items)
-    return _FIRST_REFERENTS(*map(_without_state, items))
-
-
-_FIRST_REFERENTS = gc_module.get_referents
+    return _first_referents(*map(_without_state, items))
 
 
 def _without_state(item: Any) -> object:
@@ -91,7 +86,8 @@ def _without_state(item: Any) -> object:
 _NAMES = ("gc", "logging", "os", "resource", "signal", "sys", "tempfile", "threading", "time", "weakref")
 _KEPT = {name: Kept(importlib.import_module(name)) for name in (*_NAMES, "builtins", "io")}
 
-vars(_KEPT["gc"])["get_referents"] = _get_referents
+_first_referents: Callable[..., list[Any]] = _KEPT["gc"].get_referents
+vars(_KEPT["gc"])["get_referents"] = functools.update_wrapper(_get_referents, _first_referents)
 
 if not TYPE_CHECKING:
     globals().update({name: _KEPT[name] for name in _NAMES})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 from lowtide.engine import EngineConfig, EngineError, LLMEngine, SamplingParams
 from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.leakcheck.resources.processes import ProcessGroups
-from lowtide.probes.host.readings import read_host
+from lowtide.probes.host.process_files import numbered_descriptors
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(kv_cache_bytes=1 << 20, process_group=True)
@@ -33,14 +34,14 @@ def program_s_own() -> Iterator[str]:
 
 def test_it_is_the_default_group_where_there_is_none_and_goes_with_all_it_has() -> None:
     ProcessGroup(CPU).destroy()  # what gloo keeps for good comes with its first use
-    before = sorted(read_host().descriptors)
+    before = numbered_descriptors(os.getpid())
     group = ProcessGroup(CPU)
     assert len(process_groups()) == 1
     assert distributed.is_initialized()
     group.destroy()
     assert process_groups() == []
     assert not distributed.is_initialized()
-    assert sorted(read_host().descriptors) == before
+    assert numbered_descriptors(os.getpid()) == before
     group.destroy()
 
 
