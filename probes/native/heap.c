@@ -230,8 +230,11 @@ visit_shown(const Kind *kind, PyObject *item, visitproc visit, void *reading)
 {
     if (kind->traverse == NULL || (kind->is_gc != NULL && !kind->is_gc(item)))
         return 0;
-    if (kind->is_module && PyModule_GetDef(item) != NULL)
-        return visit(PyModule_GetDict(item), reading);
+    if (kind->is_module && PyModule_GetDef(item) != NULL) {
+        /* (None is left where the collector has cleared it.) */
+        PyObject *namespace = PyModule_GetDict(item);
+        return namespace == NULL ? 0 : visit(namespace, reading);
+    }
     return kind->traverse(item, visit, reading);
 }
 
