@@ -107,7 +107,7 @@ def read_host() -> HostReading:
         rss=status["VmRSS"],
         anonymous=status["RssAnon"],
         file_backed=status["RssFile"] + status["RssShmem"],
-        threads=sum(1 for _ in living_threads()),
+        threads=len(living_threads()),
         native_threads=len(os.listdir("/proc/self/task")),
         children=_children(),
         # The listing itself has one.
