@@ -36,6 +36,7 @@ from lowtide.probes.heap.roots import CHECKER, is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.described import owner_of_call
 from lowtide.probes.objects.foreign import (
     is_a,
     module_of_class,
@@ -226,7 +227,7 @@ def is_worth_a_look(course: Course, item: Any, *, tensors: bool, at_a_glance: bo
     if type(item) is deque and item.maxlen is not None:
         return False
     entries = _over_its_course(course, item, _SAMPLE)
-    if all(issubclass(type(part), weakref.ref) or _is_of_runner(type(part)) for *_, part in entries):
+    if all(issubclass(type(part), weakref.ref) or _is_runners(part) for *_, part in entries):
         return False
     # Of most that is not little a few entries show it, and not all that these keep has to be gone through.
     enough = min(_LEAST_A_TURN, _LEAST_IN_ALL / course.span) * course.span / course.items * len(entries)
@@ -243,6 +244,12 @@ def _is_enough(course: Course, each: int) -> bool:
 def _is_of_runner(cls: type) -> bool:
     """Return whether a class is of a test runner, or of this checker."""
     return f"{module_of_class(cls)}.".startswith(RUNNERS)
+
+
+def _is_runners(item: object) -> bool:
+    """Return whether something is an object of a test runner, or calls one, as what ends a fixture."""
+    owner: Any = owner_of_call(item)
+    return _is_of_runner(owner if is_a(owner, type) else type(owner))
 
 
 def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: bool = False) -> tuple[int, str]:
@@ -743,7 +750,8 @@ def _growing_chains(
 def _came(course: Course, cls: type, stretch: Stretch) -> _Came:
     objects = [item for item in all_instances(cls) if type(item) is cls]
     earlier = stretch.earlier.get(course.identity, np.zeros(0, np.int64))
-    new = list(itertools.compress(objects, ~np.isin(identities(objects), earlier)))
+    came = itertools.compress(objects, ~np.isin(identities(objects), earlier))
+    new = [item for item in came if not _is_runners(item)]
     return _Came(course, cls, {id(item): item for item in objects}, new, _spread(new, _TRIED))
 
 

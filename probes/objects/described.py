@@ -127,12 +127,17 @@ def is_librarys(item: object) -> bool:
 
     A method of a library's object is not: who set it made the object.
     """
+    owner = owner_of_call(item)
+    if type(owner) is FunctionType:
+        return is_library(code_of(owner).co_filename)
+    return is_tools(type(owner))
+
+
+def owner_of_call(item: object) -> object:
+    """Return the function that a call of partials comes to, or whose method that is; else the item itself."""
     while type(item) is functools.partial:
         item = item.func
-    if type(item) is FunctionType:
-        return is_library(code_of(item).co_filename)
-    owner = item.__self__ if type(item) is MethodType else item
-    return is_tools(type(owner))
+    return item.__self__ if type(item) is MethodType else item
 
 
 def is_tools(cls: type) -> bool:

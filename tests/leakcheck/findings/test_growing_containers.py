@@ -8,6 +8,7 @@ import atexit
 import codecs
 import collections
 import ctypes
+import functools
 import gc
 import io
 import linecache
@@ -19,10 +20,11 @@ from contextvars import ContextVar, copy_context
 from typing import Any, TypeAlias
 from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 from lowtide.leakcheck.findings import growing_objects, turn_growth
-from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap
+from lowtide.leakcheck.findings.growing_objects import Stretch, growth_in_heap, ids_of, is_worth_a_look
 from lowtide.leakcheck.findings.turn_growth import SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.growth.containers import Course
 from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
@@ -149,6 +151,31 @@ def test_who_asks_what_grows_holds_none_of_it() -> None:
     there = {id(notes.born): notes.born}
     courses = [Course(id(notes.born), id(list), [0, TURNS], [0, TURNS])]
     assert growth_in_heap(courses, there, Stretch("steps", by_frames=True)) == {}
+
+
+class FixtureDef:
+    """As pytest's, whose list of what ends a fixture takes a partial of a method with each test that uses it."""
+
+    __module__ = "_pytest.fixtures"
+
+    def finish(self, request: object) -> None:
+        """Take the fixture down."""
+
+
+@pytest.mark.parametrize(("ends", "is_looked_at"), [(Block.end, True), (FixtureDef().finish, False)])
+def test_what_calls_a_test_runner_is_the_runners_own_and_costs_no_walk(
+    ends: Callable[..., None], is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = ids_of([functools.partial])
+    traced = list[int]()
+    trace = growing_objects.trace
+    monkeypatch.setattr(growing_objects, "trace", lambda items, **how: traced.append(len(items)) or trace(items, **how))
+    kept = [functools.partial(ends, request=Block(number)) for number in range(TURNS)]
+    course = Course(id(kept), id(list), [0, TURNS // 2, TURNS], [0, TURNS // 2, TURNS])
+    assert is_worth_a_look(course, kept, tensors=False) == is_looked_at
+    of_type = msgspec.structs.replace(course, identity=id(functools.partial), kind=id(type))
+    growth_in_heap([of_type], {id(functools.partial): functools.partial}, Stretch("tests", earlier=earlier))
+    assert bool(traced) == is_looked_at
 
 
 def test_variables_of_a_context_that_each_turn_makes_are_told_and_those_it_sets_anew_are_not() -> None:
