@@ -365,7 +365,7 @@ class _CpuRecorder:
             return 0
 
     def _fresh_addresses(self, before: set[int], result: object) -> dict[int, Any]:
-        """The addresses of the CPU's storages in a result that are not among those from before, with a tensor each."""
+        """Return the addresses of the CPU's storages in a result that were not there before, with a tensor each."""
         fresh = {}
         for tensor in self._tensors(result):
             # What another type says of itself may be made up, or run its own code.
@@ -400,12 +400,12 @@ class _CpuRecorder:
 
 
 def _modes(torch: Any) -> int:
-    """Number of dispatch modes of the calling thread."""
+    """Return the number of dispatch modes of the calling thread."""
     return int(torch._C._len_torch_dispatch_stack())
 
 
 def _make_mode(torch: Any, dispatch: Any, recorder: _CpuRecorder) -> Any:
-    """An instance of a mode that runs every op through `_dispatch`; not entered."""
+    """Return an instance of a mode that runs every op through `_dispatch`; not entered."""
     base = dispatch.TorchDispatchMode
     keep_from_compiler(torch, _dispatch.__code__)
 
@@ -450,7 +450,7 @@ def _dispatch(
 
 
 def _without_machinery(stack: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
-    """The stack without the checker's frames, and without those through which a dispatch mode has sent the op."""
+    """Return the stack without the checker's frames, and those through which a dispatch mode has sent the op."""
     return tuple(
         frame for frame in stack if not frame.file.startswith(OWN_FOLDERS) and not frame.file.endswith(_DISPATCH_FILES)
     )

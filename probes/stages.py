@@ -48,10 +48,10 @@ class StageListener(Protocol):
     """Hears of every stage, in the thread that runs it."""
 
     def stage_entered(self, stage: EnteredStage) -> None:
-        """Called before the body of `stage` runs; an exception from here keeps the body from running."""
+        """Hear of `stage` before its body runs; an exception from here keeps the body from running."""
 
     def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
-        """Called after the body of `stage`, with the exception that ended it or None."""
+        """Hear of `stage` after its body, with the exception that ended it or None."""
 
 
 # A context variable, not a `threading.local`: it is as separate per thread (a new thread starts with an empty path),
@@ -82,7 +82,7 @@ _SILENCE = _Silence()
 
 
 def stage(name: str) -> AbstractContextManager[None]:
-    """Marks a span of the engine's life: `with` it around the code that is the stage; stages nest.
+    """Mark a span of the engine's life: `with` it around the code that is the stage; stages nest.
 
     Costs under a microsecond when nobody listens and no profiler is on. Under torch's profiler the stage shows as
     `lowtide:<path>` in its events (and as an NVTX range under `emit_nvtx`), under Nsight as an NVTX range. The path
@@ -263,7 +263,7 @@ class PreservedSource(Protocol):
     """An engine, or a part of one, with tensors whose contents must survive a sleep."""
 
     def preserved_tensors(self) -> Mapping[str, torch.Tensor]:
-        """These tensors by name. Asked right before a sleep and after a wake, when all of them have pages."""
+        """Return these tensors by name. Asked right before a sleep and after a wake, when all of them have pages."""
 
     def graph_addresses(self) -> Mapping[str, tuple[int, int]]:
         """Address and length in bytes of what captured graphs read, by name, as it was at their capture."""

@@ -156,7 +156,7 @@ class Checker:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """An xdist worker is done: take what it judged outside of tests."""
+        """Take what an xdist worker that is done judged outside of tests."""
         output = getattr(node, "workeroutput", None) or {}
         self._spent.add(output.get("lowtide_spent", (0.0, 0.0)))
         self._results.add_output(output)
@@ -365,7 +365,7 @@ class Checker:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """A fixture of a wider scope owns what its setup makes, whether it succeeds or not."""
+        """Yield a fixture of a wider scope owns what its setup makes, whether it succeeds or not."""
         if fixturedef.scope == "function" or not self._session.is_open:
             return (yield)
         owner = FixtureOwner(fixturedef, request)
@@ -391,7 +391,7 @@ class Checker:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage of a test, with threads, descriptors and levels attributed to it as well."""
+        """Attribute threads, descriptors and levels, too, to a stage of a test."""
         self._session.watch.full_phase(self._session.watch.stage_now)
         with contextlib.ExitStack() as stack:
             if self._records is not None:
@@ -404,7 +404,7 @@ class Checker:
 
     @contextlib.contextmanager
     def stage_of(self, engine: object, name: str) -> Iterator[None]:
-        """A stage of an engine's, which is looked at for what it keeps of each inference."""
+        """Look at a stage of an engine's for what it keeps of each inference."""
         self._session.has_stages = True
         with self._session.guarded():
             self._session.engines.before(name, engine)

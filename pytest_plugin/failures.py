@@ -67,8 +67,10 @@ def fail_report(item: pytest.Item, report: Any, headline: str, text: str) -> Non
 
 
 def shown(item: pytest.Item, headline: str, texts: Sequence[str]) -> ReprExceptionInfo:
-    """What is shown of a failure, as pytest renders an exception: so the summary's line has the headline, also from a
-    worker, and each text can be replaced by what is known at the end of the session.
+    """Return what is shown of a failure, as pytest renders an exception.
+
+    So the summary's line has the headline, also from a worker, and each text can be replaced by what is known at the
+    end of the session.
     """
     path, line, _ = item.location
     return ReprExceptionInfo(

@@ -24,7 +24,7 @@ class Leakcheck:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What appears in the block, appeared in stage `name`."""
+        """Attribute what appears in the block to stage `name`."""
         with contextlib.ExitStack() as stack:
             if self._checker is not None:
                 stack.enter_context(self._checker.stage(name))

@@ -98,7 +98,7 @@ def excuse_of(node: pytest.Item | pytest.Collector) -> str | None:
 
 
 def fixture_name(fixture: pytest.FixtureDef[Any]) -> str:
-    """`module fixture 'engine'`, or `setup_module of tests.test_it`."""
+    """Return `module fixture 'engine'`, or `setup_module of tests.test_it`."""
     wrapped = _WRAPPED.fullmatch(fixture.argname)
     if wrapped is not None:
         return f"{wrapped[1]} of {wrapped[2]}"
@@ -210,7 +210,7 @@ class WiderFixtures:
         self._ended: list[FixtureOwner] = []
 
     def add(self, fixture: pytest.FixtureDef[Any], owner: FixtureOwner) -> None:
-        """It is set up, or has failed to be."""
+        """Note that it is set up, or has failed to be."""
         self._owners[id(fixture)] = owner
 
     def end(self, fixture: pytest.FixtureDef[Any]) -> None:
@@ -236,7 +236,7 @@ class WiderFixtures:
 
 
 def _place(fixture: pytest.FixtureDef[Any]) -> str:
-    """The file that defines it, from the rootdir; of a plugin's, and of the root's conftest.py, the name only."""
+    """Return the file that defines it, from the rootdir; the name alone of a plugin's and of the root's conftest.py."""
     code = getattr(inspect.unwrap(fixture.func), "__code__", None)
     return fixture.baseid or ("a plugin" if code is None else PurePath(code.co_filename).name)
 
@@ -248,7 +248,7 @@ def _finalizers(fixture: pytest.FixtureDef[Any]) -> list[Callable[[], object]]:
 
 
 def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
-    """What pytest would drop by itself a little later: at the next test, or never while the session lasts.
+    """Drop what pytest would drop by itself a little later: at the next test, or never while the session lasts.
 
     Args:
         item: the test.
@@ -386,7 +386,7 @@ def _is_everybodys(item: object) -> bool:
 
 
 def _empty(attributes: dict[str, Any], finalizers_class: str) -> None:
-    """A finalizer finds what it needs: unittest's its own attributes, one of the program's whatever there is."""
+    """Give a finalizer what it needs: unittest's its own attributes, one of the program's whatever there is."""
     if not finalizers_class:
         attributes.clear()
     elif finalizers_class.partition(".")[0] == "unittest":
@@ -400,7 +400,7 @@ def _finalizers_class(cls: type) -> str:
 
 
 def errors_of_parameters(item: pytest.Item) -> Iterator[BaseException]:
-    """What was raised within a `pytest.raises` that is a parameter's value, and so there for the whole session."""
+    """Yield what was raised within a `pytest.raises` that is a parameter's value, and so there for the session."""
     callspec = getattr(item, "callspec", None)
     for value in () if callspec is None else callspec.params.values():
         if module_of_class(type(value)).startswith("_pytest."):
@@ -424,7 +424,7 @@ def clear_tracebacks(errors: Iterable[BaseException]) -> None:
 
 
 def _clear_callers(trace: TracebackType) -> None:
-    """The frames that are over and that a traceback's own frames were called from, as far as they are not in it.
+    """Clear the frames that are over and that a traceback's own frames were called from, as far as they are not in it.
 
     Where an exception was caught half-way (unittest catches it in the method that runs the test), the frame that caught
     it is still there, as the caller of one that is in the traceback.
@@ -465,7 +465,7 @@ def _running_frames() -> set[int]:
 
 
 def _frames(innermost: FrameType) -> Iterator[FrameType]:
-    """A frame, and those that it was called from."""
+    """Yield a frame, and those that it was called from."""
     frame: FrameType | None = innermost
     while frame is not None:
         yield frame
@@ -473,7 +473,7 @@ def _frames(innermost: FrameType) -> Iterator[FrameType]:
 
 
 def release_warnings() -> None:
-    """The objects that recorded warnings are about: a ResourceWarning about an engine holds the engine.
+    """Drop the objects that recorded warnings are about: a ResourceWarning about an engine holds the engine.
 
     The recorder is a list whose `append` stands in for showing the warning, as `warnings.catch_warnings(record=True)`
     arranges it. What it says of each warning stays: that is shown at the end.

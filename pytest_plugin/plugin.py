@@ -72,7 +72,7 @@ _SETTINGS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options, and the same as settings in the configuration file."""
+    """Add the options, and the same as settings in the configuration file."""
     group = parser.getgroup("leakcheck", "memory leaks (lowtide)")
     group.addoption("--leakcheck", action="store_true", default=None, help="judge what every test leaves behind")
     for name, value, text in _SETTINGS:

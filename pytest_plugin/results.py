@@ -62,7 +62,7 @@ class CheckedLeaks:
         self._found = []
 
     def add(self, verdict: Verdict) -> None:
-        """A check failed with this verdict."""
+        """Note that a check failed with this verdict."""
         self._found = [known for known in self._found if not known.is_in(verdict)]
         for finding in verdict.findings:
             things = verdict.things.get(finding.fingerprint, frozenset())
@@ -256,7 +256,7 @@ def _with_remedy(finding: Finding, proven: Mapping[str, Finding]) -> Finding:
 
 
 def retell(stats: Mapping[str, Iterable[Any]], texts: Mapping[str, str]) -> None:
-    """Replaces texts in the reports that the terminal has still to show.
+    """Replace texts in the reports that the terminal has still to show.
 
     Args:
         stats: the terminal reporter's reports, by outcome.
@@ -370,13 +370,13 @@ class Results:
         retell(reporter.stats, texts)
 
     def as_output(self) -> dict[str, object]:
-        """What an xdist worker sends of them, for `add_output`: what was judged outside of tests, and what it used."""
+        """Return what an xdist worker sends of them, for `add_output`: what it judged outside of tests, and used."""
         machine = this_machine()
         seen = {"torch": machine.torch, "devices": list(machine.devices)}
         return {"lowtide": _encode(self.subjects), "lowtide_used": sorted(self._used), "lowtide_machine": seen}
 
     def add_output(self, output: Mapping[str, Any]) -> None:
-        """What a worker sent."""
+        """Add what a worker sent."""
         self._used |= set(output.get("lowtide_used", ()))
         seen = output.get("lowtide_machine", {})
         if seen.get("torch"):

@@ -43,7 +43,7 @@ class Spent:
 
     @contextlib.contextmanager
     def on_judging(self) -> Iterator[None]:
-        """The block judges."""
+        """Count the block's time as judging."""
         started = self.begin_judging()
         try:
             yield
@@ -61,7 +61,7 @@ class Spent:
 
     @contextlib.contextmanager
     def on_remedies(self) -> Iterator[None]:
-        """The block tries remedies."""
+        """Count the block's time as remedies."""
         started = self._start()
         try:
             yield
@@ -69,7 +69,7 @@ class Spent:
             self.remedies += self._stop(started)
 
     def add(self, others: Sequence[float]) -> None:
-        """What another process of the same session has spent: judging, remedies."""
+        """Add what another process of the same session has spent: judging, remedies."""
         judging, remedies = others
         self.judging += judging
         self.remedies += remedies
@@ -168,7 +168,7 @@ class SessionWatch:
         self.is_open = False
 
     def guarded(self, errors: tuple[type[BaseException], ...] = (Exception,)) -> _Guard:
-        """A reading that fails must not keep a test from being set up or torn down; its verdict says so.
+        """Return a reading that fails must not keep a test from being set up or torn down; its verdict says so.
 
         Args:
             errors: what may end the reading, and nothing more.
@@ -185,7 +185,7 @@ class SessionWatch:
 
     @contextlib.contextmanager
     def owned_by(self, owner: Owner) -> Iterator[None]:
-        """What appears in the block is the owner's."""
+        """Attribute what appears in the block to the owner."""
         entered = False
         with self.guarded():
             self.watch.enter(owner)
@@ -198,7 +198,7 @@ class SessionWatch:
                     self.watch.leave()
 
     def stage_entered(self, stage: EnteredStage) -> None:
-        """An engine says where it is in its life."""
+        """Hear where an engine is in its life."""
         if stage.thread == _MAIN_THREAD:
             self.has_stages = True
             self._stages.append(self.watch.stage_now)
@@ -309,7 +309,7 @@ class StageRecords:
 
     @contextlib.contextmanager
     def record(self, name: str, spent: Spent) -> Iterator[None]:
-        """The block is one stage; the readings on both sides count as judging."""
+        """Take the block for one stage; the readings on both sides count as judging."""
         if len(self.stages) >= MOST_STAGES:
             self.left_out += 1
             yield

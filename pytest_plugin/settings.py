@@ -136,7 +136,7 @@ def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], def
 
 
 def _own_table(root: Path) -> dict[str, Any]:
-    """What `[tool.lowtide]` in the root's pyproject.toml sets; `suppressions` there are entries, and no setting."""
+    """Return what `[tool.lowtide]` in the root's pyproject.toml sets; `suppressions` there are no setting."""
     try:
         document = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):

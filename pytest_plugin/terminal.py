@@ -77,7 +77,7 @@ def summary(
     problems: Sequence[str],
     spent: Spent,
 ) -> None:
-    """The section at the end of the run; `problems` are those of the suppressions."""
+    """Write the section at the end of the run; `problems` are those of the suppressions."""
     skipped = [subject for subject in subjects if subject.outcome in ("skipped", "unsupported")]
     leaking = [subject for subject in subjects if subject.outcome == "leak"]
     if not subjects:
@@ -128,7 +128,7 @@ def summary(
 
 
 def last_lines(reporter: pytest.TerminalReporter | None, awaited: Sequence[str], unwritten: str) -> None:
-    """What is said below pytest's last line.
+    """Write what is said below pytest's last line.
 
     Args:
         reporter: pytest's; None where it has none.

@@ -57,11 +57,11 @@ class TestTurns:
         self._growth.close()
 
     def plan(self, items: Sequence[pytest.Item]) -> None:
-        """These are the tests of the session; a worker of xdist runs some of them."""
+        """Count the tests of the session; a worker of xdist runs some of them."""
         self._of_modules, self._all = Counter(map(_module_of, items)), len(items)
 
     def ends(self, item: pytest.Item, nextitem: pytest.Item | None, *, judged: bool) -> None:
-        """A test is about to be torn down: all that wider fixtures hold is there.
+        """End a turn: a test is about to be torn down, and all that wider fixtures hold is there.
 
         Args:
             item: the test.
@@ -99,7 +99,7 @@ class TestTurns:
     def judged(
         self, verdict: Verdict, ended: Sequence[FixtureOwner], held: int | None
     ) -> Iterator[tuple[str, Sequence[Finding]]]:
-        """A test was judged: give what was found to grow, by the subject that it belongs to.
+        """Yield a test was judged: give what was found to grow, by the subject that it belongs to.
 
         Args:
             verdict: of the test, and of the fixtures that ended with it.

@@ -195,7 +195,7 @@ def trend_text(finding: Finding) -> str:
 
 
 def growth_cells(grown: TypeGrowth) -> tuple[str, str, str, str, str]:
-    """A row under `GROWTH_HEAD`."""
+    """Return a row under `GROWTH_HEAD`."""
     more = grown.after - grown.before
     return grown.type, str(grown.before), str(grown.after), f"{more:+d}", f"{grown.since} → {grown.until}"
 
@@ -239,7 +239,7 @@ def _before_path(finding: Finding) -> Iterator[str]:
 
 
 def _path_lines(path: Sequence[Hop], most: int, rest: str) -> Iterator[DetailLine]:
-    """A line per hop that is shown, and one for each gap between them."""
+    """Yield a line per hop that is shown, and one for each gap between them."""
     shown = _telling(path, most)
     following = 0
     for turn in [*shown, len(path)]:
@@ -262,7 +262,7 @@ def _hop_line(hop: Hop) -> DetailLine:
 
 
 def hop_lines(path: Sequence[Hop]) -> Iterator[DetailLine]:
-    """A line for each hop of a whole path."""
+    """Yield a line for each hop of a whole path."""
     yield from map(_hop_line, path)
 
 

@@ -21,7 +21,7 @@ _LONGEST = 1000
 
 
 def render_annotations(report: Report, root: Path | None = None) -> str:
-    """A workflow command per finding that counts, the largest first, and one per subject that could not be judged.
+    """Return a workflow command per finding that counts, the largest first, and per subject that could not be judged.
 
     Args:
         report: the report.

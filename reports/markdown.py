@@ -163,7 +163,7 @@ def _seen_in(cause: Cause) -> str:
 
 
 def _details(leaks: Sequence[Cause]) -> Iterator[str]:
-    """A list for each of the largest leaks of which more is known than its row says."""
+    """Yield a list for each of the largest leaks of which more is known than its row says."""
     detailed = [leak for leak in leaks if _has_details(leak.first.finding)]
     if detailed:
         yield "### Who holds it"

@@ -21,7 +21,7 @@ _WORST_FIRST = ("leak", "error", "unsupported", "clean", "skipped")
 
 
 def judged_as(outcome: Outcome, not_measured: Sequence[NotMeasured]) -> tuple[Outcome, str]:
-    """The outcome of a subject in which nothing went wrong, and its reason: never clean where an engine was not seen.
+    """Return the outcome of a subject in which nothing went wrong, and its reason: clean only if all engines were seen.
 
     Args:
         outcome: as far as this process knows it.

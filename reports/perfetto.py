@@ -24,7 +24,7 @@ _STAGES = 1
 
 
 def render_trace(report: Report) -> str:
-    """The subjects that have stages or findings, as processes of a trace, followed by the engine's other processes.
+    """Return the subjects with stages or findings, as processes of a trace, and then the engine's other processes.
 
     A stage is a slice, each line of a ledger a counter in bytes, and a finding an instant in the stage since which it
     is there.
@@ -100,7 +100,7 @@ def _slice(process: int, began: float, took: float, stage: Stage) -> _Event:
 
 
 def _counters(process: int, time: float, ledgers: tuple[Ledger, ...]) -> Iterator[_Event]:
-    """A group of counters for each device: its lines, and what is unexplained; and its sum by itself; in bytes."""
+    """Yield a group of counters for each device: its lines, what is unexplained, and its sum by itself; in bytes."""
     for ledger in ledgers:
         sizes: dict[str, int | None] = {}
         for line in ledger.lines:

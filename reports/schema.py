@@ -22,7 +22,7 @@ from lowtide.reports.sizes import format_amount
 
 
 def json_bytes(value: Any) -> bytes:
-    """A value that msgspec knows as JSON; lone surrogates in its texts as `\\udc80`, in characters."""
+    """Return a value that msgspec knows as JSON; lone surrogates in its texts as `\\udc80`, in characters."""
     return encoded(msgspec.json.encode, value)
 
 
@@ -427,7 +427,7 @@ class Report(_Record, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
 
     def raise_for_leaks(self) -> None:
-        """Does nothing if everything came back.
+        """Do nothing if everything came back.
 
         Raises:
             LeaksFoundError: something did not, or could not be judged.

@@ -49,6 +49,6 @@ def parse_bytes(size: object) -> int:
 
 
 def first_of(names: Sequence[str], most: int | None) -> str:
-    """`a, b and 3 more`: the first of some names, `most` at the most; all of them for None."""
+    """Return `a, b and 3 more`: the first of some names, `most` at the most; all of them for None."""
     more = 0 if most is None else max(0, len(names) - most)
     return ", ".join(names[:most]) + (f" and {more} more" if more else "")

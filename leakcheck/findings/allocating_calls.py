@@ -329,7 +329,7 @@ class CallRecorder:
             self._known = RecordedTurns(0, why=str(error))
 
     def turn(self) -> bool:
-        """A turn has ended; return whether recording has ended with it, as enough is known."""
+        """Return a turn has ended; return whether recording has ended with it, as enough is known."""
         if self._running is None:
             return False
         self._turns += 1

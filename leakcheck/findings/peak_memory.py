@@ -144,7 +144,7 @@ class PeakWatch:
         self._stacks.pause_peak(paused=True)
 
     def left(self) -> None:
-        """What is there now, and was not when it was entered, does not count."""
+        """Leave out what is there now, and was not when it was entered."""
         self._entered -= 1
         if not self._entered:
             self._open()

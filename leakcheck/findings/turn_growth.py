@@ -406,7 +406,7 @@ class TurnGrowth:
             levels.leave_out_next()
 
     def break_off(self) -> None:
-        """What has come since the last reading, and comes until the next one, is not judged."""
+        """Leave out what has come since the last reading, and comes until the next one."""
         self._containers.break_off()
         self._values.break_off()
         self._plain_earlier = {}
@@ -414,7 +414,7 @@ class TurnGrowth:
         self.forget_levels()
 
     def forget_levels(self) -> None:
-        """What host memory has grown by until now is known."""
+        """Forget what host memory has grown by until now: it is known."""
         self._levels.clear()
         self._waiting.clear()
 

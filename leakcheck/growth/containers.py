@@ -270,11 +270,11 @@ class ContainerCourses:
         return 2 * len(self._courses) if kind is list else 3 * len(self._replaced) if kind is tuple else 0
 
     def drop(self, identity: int) -> None:
-        """What a container has taken is known, or of no interest: its course begins anew."""
+        """Begin a container's course anew: what it has taken is known, or of no interest."""
         self._courses.pop(identity, None)
 
     def break_off(self) -> None:
-        """What comes until the next reading is not judged."""
+        """Leave out what comes until the next reading."""
         self._first, self._last, self._courses, self._rested = None, None, {}, 0
         self._slow, self._replaced = _NONE, ()
 

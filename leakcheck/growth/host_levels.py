@@ -88,7 +88,7 @@ class HostLevels:
         self._malloc.add(levels[1] - self._first[1])
 
     def leave_out_next(self) -> None:
-        """What the next turn adds is not the program's, as if it imported modules."""
+        """Leave out what the next turn adds: it is not the program's, as if it imported modules."""
         self._modules = 0
 
     def may_grow(self) -> bool:

@@ -200,7 +200,7 @@ class OtherProcesses:
             self._ended.note(process)
 
     def is_reported(self, pids: Iterable[int]) -> None:
-        """These processes are findings: what they and their children hold is not reported again."""
+        """Note that these processes are findings: what they and their children hold is not reported again."""
         known = set(pids)
         self.unmeasured.is_reported(known)
         self._reported_pids |= self._tree.with_descendants(known)
@@ -233,7 +233,7 @@ class OtherProcesses:
                 turns.append(self._turn)
 
     def break_off(self) -> None:
-        """What has grown since the last reading of containers, and grows until the next one, is not judged."""
+        """Leave out what has grown since the last reading of containers, and grows until the next one."""
         self._reads_anew = True
 
     def read_turn(self, turn: int, *, begins: bool) -> None:

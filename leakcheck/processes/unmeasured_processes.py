@@ -76,7 +76,7 @@ class UnmeasuredProcesses:
         self._memory.note(held)
 
     def is_reported(self, pids: Iterable[int]) -> None:
-        """These processes are findings: what they and their children hold is not reported again."""
+        """Note that these processes are findings: what they and their children hold is not reported again."""
         self._reported_pids.update(pids)
         if self._reported_pids:
             self._found = {pid: process for pid, process in self._found.items() if not self._is_of_reported(pid)}

@@ -227,7 +227,7 @@ class Stacks:
         self._last: dict[tuple[int, int, int], tuple[list[Any], _Number]] = {}
 
     def numbers(self, lists: Sequence[list[Any]]) -> list[int]:
-        """Number each stack; a list is replaced by its number, for memory and for the next one that refers to it."""
+        """Replace each stack that is a list by its number, for memory and for the next one that refers to it."""
         found = []
         last_of_kind = self._last
         for frames in lists:

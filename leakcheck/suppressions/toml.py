@@ -297,7 +297,7 @@ def _text_of(path: Path) -> str:
 
 
 def _addition(text: str, entries: str) -> str:
-    """New entries as they stand behind `text`: after an empty line, with its line ends."""
+    """Return new entries as they stand behind `text`: after an empty line, with its line ends."""
     end = "\r\n" if "\r\n" in text else "\n"
     gap = "" if not text or text.endswith(2 * end) else "\n"
     if text and not text.endswith("\n"):

@@ -111,7 +111,7 @@ class CardHistory:
         return ours
 
     def _initialized(self) -> None:
-        """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
+        """Start the history where torch asks, while it initialises CUDA: the allocator is there already."""
         torch = torch_with_cuda()
         if self._wanted and torch is not None:
             self._switch_on(torch)

@@ -365,7 +365,7 @@ def _reserved() -> list[Range]:
 
 
 def cards_with_contexts() -> list[int]:
-    """The numbers of the cards with a context, sorted; none where CUDA's driver is not loaded or not initialised.
+    """Return the numbers of the cards with a context, sorted; none where CUDA's driver is not loaded or initialised.
 
     The runtime, and with it cupy, numba and JAX, uses a card's primary context. One that a program made by itself is
     seen while it is current in this thread. Asking takes some microseconds.

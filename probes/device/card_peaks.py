@@ -26,7 +26,7 @@ class CardPeak(NamedTuple):
 
 
 def read_card_peaks() -> dict[str, CardPeak]:
-    """The bytes on each card with a context; empty before CUDA is in use, and of an allocator that does not count."""
+    """Return the bytes on each card with a context; none before CUDA is in use, or where its allocator counts none."""
     torch = initialized_torch()
     if torch is None:
         return {}

@@ -279,7 +279,7 @@ def any_exported() -> bool:
 
 
 def _exported() -> frozenset[int]:
-    """The addresses of what this process has exported by CUDA IPC, and has not freed; none before CUDA is in use."""
+    """Return the addresses of what this process has exported by CUDA IPC and not freed; none before CUDA is used."""
     if initialized_torch() is None:
         return frozenset()
     # numpy, which only who has a card needs.

@@ -132,7 +132,7 @@ class CollectionRecord:
         return map(bool, map(next, map(operator.getitem, map(operator.getitem, steps, phase), generation)))
 
     def _listed(self) -> tuple[_Step, ...]:
-        """What appends to the log the identities of the witness and of all that is young, and those of their types."""
+        """Return what appends to the log the identities of the witness and of all that is young, and of their types."""
         if _young_with_types is not None:
             return (map(self._log.append, map(_young_with_types, _only(self._witness))),)
         ids: deque[bytes] = deque(maxlen=1)
@@ -408,7 +408,7 @@ class Births:
         self._known_watched.update(map(id, young.watched))
 
     def begin(self, label: str, turn: int = 1) -> None:
-        """What is born from here on has this label.
+        """Give what is born from here on this label.
 
         A new object comes to the end of the youngest generation. So the place of one that is made here shows which of
         the others are older, until the next collection, before which all of them are recorded: nothing has to be looked
@@ -424,7 +424,7 @@ class Births:
         return change
 
     def begin_aside(self, label: str) -> None:
-        """What is born from here to `end_aside` has a label of its own; nothing is looked at for it; nests.
+        """Give what is born from here to `end_aside` a label of its own; nothing is looked at for it; nests.
 
         Args:
             label: what they are called.
@@ -541,7 +541,7 @@ class Births:
     def survivors(
         self, label: str | None = None, census: Census | None = None, last: SurvivorLook | None = None
     ) -> list[Newborn]:
-        """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
+        """Return what was born since the mark and is alive, the oldest first, uncollected garbage included.
 
         Args:
             label: only what was first seen under this label: where nothing of that has become old, which is so after
@@ -642,7 +642,7 @@ class Births:
                     found[id(tensor)] = tensor
 
     def born(self) -> Identities | None:
-        """The identities of all objects of any kind born since the mark; None if there were too many to remember.
+        """Return the identities of all objects born since the mark; None if there were too many to remember.
 
         (Some of them may be dead.)
         """
@@ -712,7 +712,7 @@ class Births:
 
 
 def _since(change: _Change, changes: list[_Change]) -> list[_Change]:
-    """A change and those behind it; empty where it is not among them."""
+    """Return a change and those behind it; empty where it is not among them."""
     for place in range(len(changes) - 1, -1, -1):
         if changes[place] is change:
             return changes[place:]

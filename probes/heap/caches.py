@@ -113,11 +113,11 @@ class CacheActivity:
         return _alive(self._caches)
 
     def mark(self) -> None:
-        """From here on."""
+        """Count what is asked for from here on."""
         self._misses = self._read()
 
     def take(self, wrappers: Iterable[Any]) -> None:
-        """What these were asked for until now counts as before the mark."""
+        """Count what these were asked for until now as before the mark."""
         places = [self._places[id(wrapper)] for wrapper in wrappers]
         self._misses[places] = misses_of([self._caches[place] for place in places])
 

@@ -275,7 +275,7 @@ class EdgeLabels:
             )
 
     def _dicts_of_instances(self, cls: type, nodes: Ints) -> None:
-        """The dict of an instance's attributes: it is that if an attribute leads where an entry of it does."""
+        """Name the dict of an instance's attributes: it is that if an attribute leads where an entry of it does."""
         if not _has_dict(cls) or any(base is type or base is ModuleType for base in mro_of(cls)):
             return
         is_local = any(base is threading.local for base in mro_of(cls))

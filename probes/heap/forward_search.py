@@ -125,7 +125,7 @@ class ForwardSearch:
         return np.array(met, np.int32), np.array(nodes, np.int32)
 
     def _each_once(self, nodes: Indices) -> Indices:
-        """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""
+        """Return the nodes once each, in their order; without a sort, whose cost grows faster than the heap."""
         places = np.arange(len(nodes), dtype=np.int32)
         # Written backwards, so that the first place of several stays.
         scratch = self._scratch

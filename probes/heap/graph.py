@@ -89,7 +89,7 @@ class Graph:
         self.turns = self._find_turns()
 
     def close(self) -> None:
-        """Drops every object."""
+        """Drop every object."""
         self.objects.clear()
         self.roots.clear()
 
@@ -252,7 +252,7 @@ class Graph:
         return np.array([place for place in places if _code_file(self.objects[place]) in files], np.int32)
 
     def _checkers_probes(self) -> Indices:
-        """The objects with which the checker reads the program: they hold what they compare, and keep it for nobody.
+        """Return the objects with which the checker reads the program: they hold what they compare, for nobody.
 
         A way to them leads from any function that they stand in for.
         """

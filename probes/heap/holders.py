@@ -41,7 +41,7 @@ def find_paths(
     inspect: Inspector | None = None,
     roots: Sequence[tuple[str, object]] = (),
 ) -> list[Path | None]:
-    """A shortest path from a root to each target, in the targets' order; None where Python's graph has none.
+    """Return a shortest path from a root to each target, in the targets' order; None where Python's graph has none.
 
     Arguments, roots and cost are those of `trace`.
     """
@@ -164,7 +164,7 @@ def trace(
     thorough: bool = False,
     walk: SharedWalk | None = None,
 ) -> Iterator[Traces]:
-    """Walks the heap once; in the block the shortest paths to the targets can be asked for.
+    """Walk the heap once; in the block the shortest paths to the targets can be asked for.
 
     Args:
         targets: the suspects. The sequence itself is never part of a path.
@@ -224,7 +224,7 @@ class Traces:
         self._sweeper: Sweeper | None = None
 
     def close(self) -> None:
-        """Drops every object."""
+        """Drop every object."""
         if self._heap is not None:
             self._namer.undo()
             self._heap = self._sweeper = None

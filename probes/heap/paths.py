@@ -155,7 +155,7 @@ def _fixture(definition: object) -> str:
 
 
 def _of_test_runner(items: Sequence[object], edges: Sequence[str]) -> str:
-    """A test's instance, a parameter of a test, a plugin; else the session or its configuration."""
+    """Return a test's instance, a parameter of a test, a plugin; else the session or its configuration."""
     item, edge = items[-1], edges[-1]
     owner = items[-2] if len(items) > 1 else MISSING
     if edge in ("._instance", ".obj.__self__") and _is_pytests(owner):
@@ -184,7 +184,7 @@ def _event_loop(items: Sequence[object], edges: Sequence[str]) -> str:
 
 
 def _finalizer(items: Sequence[object], edges: Sequence[str]) -> str:
-    """A callback of `weakref.finalize` that waits for its object to die."""
+    """Return a callback of `weakref.finalize` that waits for its object to die."""
     kind: Any = getattr(weakref.finalize, "_Info", None)
     if kind is None or type(items[-1]) is not kind:
         return ""
@@ -207,7 +207,7 @@ _RULES = (_logger, _fixture_value, _of_test_runner, _finalizer, _event_loop)
 
 
 def module_expression(name: str) -> str:
-    """A module of `sys.modules` as code: by its name where it can be imported by that, else by its entry."""
+    """Return a module of `sys.modules` as code: by its name where it can be imported by that, else by its entry."""
     parts = name.split(".")
     parents = (".".join(parts[:end]) for end in range(1, len(parts)))
     if all(map(str.isidentifier, parts)) and all(parent in sys.modules for parent in parents):

@@ -35,7 +35,7 @@ def reach(
     enters: Callable[[Any], bool] = lambda item: False,
     max_objects: int = 200_000,
 ) -> tuple[list[Any], bool]:
-    """The objects that can hold others and that `starts` reach, they included; whether there were over `max_objects`.
+    """Return the objects that `starts` reach and that can hold others; whether there were over `max_objects`.
 
     Args:
         starts: where to begin.

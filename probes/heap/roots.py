@@ -102,7 +102,7 @@ def threads_among(identities: Container[int]) -> list[Root]:
 
 
 def lists_of_threads() -> list[object]:
-    """The module that lists the running threads, and on the way from it that list: it keeps them, and nobody else."""
+    """Return the module that lists the running threads, and on the way from it that list: it alone keeps them."""
     module = loaded("threading")
     return [module, dict_of_module(module), threading._active]  # type: ignore[attr-defined]
 

@@ -227,7 +227,7 @@ def _first(arguments: object) -> str:
 
 
 def semaphores() -> list[type]:
-    """The classes of named semaphores: multiprocessing's, and those of what is derived from it (loky, multiprocess)."""
+    """Return the classes of named semaphores: multiprocessing's, and those derived from it (loky, multiprocess)."""
     modules = [module for name, module in list(sys.modules.items()) if name.endswith(".synchronize")]
     found: list[Any] = [attribute(module, "SemLock") for module in modules if issubclass(type(module), ModuleType)]
     return [kind for kind in found if issubclass(type(kind), type)]

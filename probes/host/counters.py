@@ -72,7 +72,7 @@ class SettingSource(Protocol):
     """Some settings that are read together."""
 
     def raw(self) -> object:
-        """What changes if one of them does, in microseconds: numbers, strings and identities, safe to compare."""
+        """Return what changes if one of them does, in microseconds: numbers, texts and identities, safe to compare."""
 
     def texts(self) -> dict[str, str]:
         """Each of them, by name; read when `raw` has changed only."""
@@ -263,7 +263,7 @@ class CounterReader:
         return Counters(items, amounts, values, _figure(self._status, b"Threads:"), unmeasured)
 
     def _read_descriptors(self) -> Items:
-        """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
+        """Return `number -> target` of each open descriptor; a target is read only where a number has another file."""
         # First of all: what is opened or closed from here on makes it another one.
         is_open = _files_open(self._open)
         if is_open == self._open:
@@ -360,7 +360,7 @@ def bytes_in_status(status: bytes, name: bytes) -> int:
 
 
 def _figure(status: bytes, name: bytes) -> int:
-    """A line's figure; 0 where this kernel does not have it (one without swap)."""
+    """Return a line's figure; 0 where this kernel does not have it (one without swap)."""
     _, found, rest = status.partition(b"\n" + name)
     return int(rest.split(maxsplit=1)[0]) if found else 0
 

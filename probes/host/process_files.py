@@ -165,7 +165,7 @@ def _bytes_in(fields: Mapping[str, str], name: str) -> int:
 
 
 def _status(path: str) -> dict[str, str]:
-    """The lines of a process's or thread's status, by their names; empty where it has ended or may not be read."""
+    """Return the lines of the status of a process or thread, by name; empty where it has ended or may not be read."""
     try:
         lines = [line.partition(":") for line in lines_of(path)]
     except OSError:

@@ -284,7 +284,7 @@ class TreeMemory:
         self._last_anonymous = anonymous_bytes() if held is None else held
 
     def read(self, ask: Callable[[], Driver] | None, *, floor: int) -> tuple[int, list[ProcessMemory]]:
-        """This process's own memory, and that of its descendants of which any is large or has a context.
+        """Return this process's own memory, and that of its descendants of which any is large or has a context.
 
         Args:
             ask: gives whom to ask which of them have memory on a card; None if nobody is to be asked.
@@ -391,7 +391,7 @@ def _marks() -> list[str]:
 
 
 def _ended_children() -> tuple[float, ...]:
-    """Moves whenever a child has ended that somebody waited for."""
+    """Return what moves whenever a child has ended that somebody waited for."""
     return tuple(resource.getrusage(resource.RUSAGE_CHILDREN))
 
 

@@ -119,7 +119,7 @@ def read_host() -> HostReading:
 
 
 def _status() -> tuple[dict[str, int], int]:
-    """The memory lines of /proc/self/status and the process's own memory, in bytes: one read, so that they add up."""
+    """Return the memory lines of /proc/self/status and the process's own memory, in bytes: one read, they add up."""
     try:
         status = read_status()
     except OSError as error:
@@ -248,7 +248,7 @@ def _resident_or_gone(part: Range) -> int:
 
 
 def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
-    """The names in /dev/shm that any of these processes maps or has open; what may not be read counts as none."""
+    """Return the names in /dev/shm that any of these processes maps or has open; what may not be read is none."""
     prefix = f"{_SHARED_MEMORY}/"
     found: set[str] = set()
     for pid in pids:

@@ -431,7 +431,7 @@ def _text(value: Any) -> str:
 
 
 def _underlying(value: Any) -> Any:
-    """The function of a class method, a static method, of a class method that was asked of its class, or a property."""
+    """Return the function of a class method (also one asked of its class), a static method or a property."""
     if type(value) is property:
         return value.fget
     return value.__func__ if type(value) in (classmethod, staticmethod, MethodType) else value
@@ -586,7 +586,7 @@ def _option(entry: Any) -> str:
 
 
 def _code_of(value: Any) -> str:
-    """A plain value as code; of two sets that are equal the same, though they were filled in another order."""
+    """Return a plain value as code; of two sets that are equal the same, though they were filled in another order."""
     if type(value) is set:
         return f"{{{', '.join(sorted(map(_code_of, value)))}}}" if value else "set()"
     if type(value) is list:

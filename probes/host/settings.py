@@ -109,7 +109,7 @@ checkers_own: set[str] = set()
 
 
 def interpreter_values() -> Values:
-    """What a runner, or a plugin of it, may set between two tests: the interpreter's settings, and what it calls."""
+    """Return what a runner, or a plugin of it, may set between two tests: the interpreter's settings, what it calls."""
     return Values(
         Value("gc.get_threshold()", gc.get_threshold, str),
         Value("gc.isenabled()", gc.isenabled),
@@ -267,7 +267,7 @@ def _part_of_options(name: str) -> Text:
 
 
 def _class(item: Any) -> str:
-    """A class, or what makes objects in place of one."""
+    """Say which class it is, or what makes objects in place of one."""
     is_installed = is_a(item, type) and is_installed_module(module_of_class(item)) and item is not logging.Logger
     return LIBRARYS + identified(item) if is_installed and item is not logging.LogRecord else described(item)
 

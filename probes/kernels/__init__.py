@@ -28,7 +28,7 @@ class _Version(Protocol):
 
 
 def fingerprint_version(device: torch.device) -> Fingerprints:
-    """What takes the fingerprints of tensors on `device`: Triton's or the plain version on a card, the host's own."""
+    """Return what takes the fingerprints of tensors on `device`: Triton's or the plain version, or the host's own."""
     return _version(device).fingerprints
 
 
@@ -53,7 +53,7 @@ def _version(device: torch.device) -> _Version:
 
 @contextlib.contextmanager
 def working_memory(device: torch.device) -> Iterator[None]:
-    """What torch allocates on a card inside goes back to the driver at the end.
+    """Give what torch allocates on a card inside back to the driver at the end.
 
     The default pool would keep the segment that a result of a few bytes made it reserve. Other allocators than torch's
     own have no pools: what they keep is theirs to give back.

@@ -124,7 +124,7 @@ def _search(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,  # noqa: N803
     ROUNDS: tl.constexpr,  # noqa: N803
 ):
-    """Counts the words of some sections that lie in the ranges, and lists the aligned ones as far as there is `room`.
+    """Count the words of some sections that lie in the ranges, and list the aligned ones as far as there is `room`.
 
     `data` has `words` 64-bit numbers and begins `skipped` bytes into its tensor, which is number `tensor`; `table`
     holds the starts, then the stops of the `ranges`, which a search in so many `levels` distinguishes. A row of `found`
@@ -262,7 +262,7 @@ def _launch_search(
     rows: torch.Tensor,
     geometry: Geometry,
 ) -> int:
-    """Searches a tensor; how many words it has.
+    """Search a tensor, and return how many words it has.
 
     Args:
         tensor: contiguous.

@@ -60,7 +60,7 @@ GEOMETRY = Geometry(lanes=512, rounds=16)
 
 
 def mix(value: int) -> int:
-    """A bijection of 64-bit numbers in which every bit of the result depends on every bit of the argument."""
+    """Return a bijection of 64-bit numbers in which every bit of the result depends on every bit of the argument."""
     value = (value ^ (value >> 30)) * MIX_FIRST & _MASK
     value = (value ^ (value >> 27)) * MIX_SECOND & _MASK
     return value ^ (value >> 31)
@@ -165,7 +165,7 @@ def check_readable(tensor: torch.Tensor) -> None:
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A readable tensor itself if its elements lie in memory in their logical order, else a copy in which they do."""
+    """Return a readable tensor whose elements lie in their logical order: itself if they do, else a copy."""
     if is_lazy_copy(tensor):
         return tensor.clone()  # asking for its address would make the copy that copy-on-write put off
     return tensor.resolve_conj().resolve_neg().contiguous()

@@ -78,7 +78,7 @@ class _Hasher:
             self._mix(first, self._states[:, : last - first], sums)
 
     def _words(self, piece: torch.Tensor, sections: int) -> torch.Tensor:
-        """The piece as words by section, round and lane; copied where it is not whole sections of aligned words."""
+        """Return the piece as words by section, round and lane; copied where it is not whole, aligned sections."""
         shape = (sections, self._geometry.rounds, self._geometry.lanes)
         if piece.numel() == sections * self._geometry.section and piece.storage_offset() % WORD == 0:
             return piece.view(torch.int64).view(shape)
@@ -203,7 +203,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_bytes(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies bytes to the front of `into`, on the CPU in steps of so few that torch starts no threads."""
+    """Copy bytes to the front of `into`, on the CPU in steps of so few that torch starts no threads."""
     step = 1 << 15 if source.device.type == "cpu" else max(1, source.numel())
     for start in range(0, source.numel(), step):
         part = source[start : start + step]

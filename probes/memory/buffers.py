@@ -158,7 +158,7 @@ def _add(found: dict[int, Buffer], census: Census, kinds: _Kinds, least: int) ->
 
 
 def _owner(ndarray: Any, view: Any) -> Any:
-    """What an array is a view of in the end; None if it is none. An array does not show the collector what that is."""
+    """Return what an array is a view of in the end; None if it is none. It does not show the collector what that is."""
     owner = None
     while is_a(view, ndarray):
         owner, view = view, ndarray.base.__get__(view)

@@ -8,7 +8,7 @@ Range = tuple[int, int]
 
 
 def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Joins ranges that overlap or touch; sorted by address, empty ones dropped. Lengths in bytes."""
+    """Join ranges that overlap or touch; sorted by address, empty ones dropped. Lengths in bytes."""
     merged: list[Range] = []
     for address, length in sorted(ranges):
         if length <= 0:

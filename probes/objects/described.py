@@ -95,7 +95,7 @@ def described(item: object) -> str:
 
 
 def constant_text(item: object) -> str:
-    """A constant as code; in hexadecimal digits where the interpreter refuses to write so many decimal ones."""
+    """Return a constant as code; in hexadecimal digits where the interpreter refuses to write so many decimal ones."""
     try:
         return repr(item)
     except ValueError:

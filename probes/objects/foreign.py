@@ -93,7 +93,7 @@ def namespace_of_class(cls: type) -> Any:
 
 
 def module_of_class(cls: type) -> str:
-    """The name of the module that a class says it is from, without asking its metaclass; empty if it says none."""
+    """Return the name of the module that a class says it is from, without asking its metaclass; empty if none."""
     module = _module_of(cls)
     return module if type(module) is str else ""
 
@@ -116,7 +116,7 @@ def instance_dict(item: object) -> dict[str, object] | None:
 
 
 def type_name(cls: type) -> str:
-    """Module and qualified name of a class, without asking its metaclass; `builtins.` is left out."""
+    """Return module and qualified name of a class, without asking its metaclass; `builtins.` is left out."""
     module = module_of_class(cls)
     name: str = qualname_of(cls)
     return name if module in ("", "builtins") else f"{module}.{name}"
@@ -165,7 +165,7 @@ def _has_plain_hash(key: object) -> bool:
 
 
 def described(item: Any) -> str:
-    """What an object is, in a few words: `method engine.Engine.close`, `functools.partial of function f`, `list`."""
+    """Say what an object is: `method engine.Engine.close`, `functools.partial of function f`, `list`."""
     kind = type(item)
     if kind is MethodType:
         function = item.__func__
@@ -197,7 +197,7 @@ def is_definition(item: object) -> bool:
 
 
 def place_of_definition(item: object) -> tuple[str, str] | None:
-    """The module and the qualified name by which a class or function is found there; None where it is not: another
+    """Return the module and qualified name by which a class or function is found there; None where it is not: another
     function has made it.
     """
     if is_a(item, type):

@@ -240,7 +240,7 @@ def identities(objects: list[Any]) -> Ints:
 
 
 def places_of(ids: Ints) -> Places:
-    """A table of the places of some objects, to which more may be added.
+    """Return a table of the places of some objects, to which more may be added.
 
     Args:
         ids: the identities of the first of them, which the caller keeps alive as all others.

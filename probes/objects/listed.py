@@ -167,7 +167,7 @@ class Census:
 
     @classmethod
     def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type]) -> Census:
-        """That of objects whose types are known.
+        """Return the census of objects whose types are known.
 
         Args:
             objects: the objects.

@@ -217,7 +217,7 @@ class Agents:
         return self._began
 
     def _marks(self) -> Iterator[tuple[int, str]]:
-        """The processes that say in the folder that they have an agent, forks of this one too, and where they do."""
+        """Yield the processes that say in the folder that they have an agent, forks of this one too, and where."""
         for file in () if self.folder is None else os.listdir(self.folder):
             number, dot, kind = file.partition(".")
             if dot + kind in (_agent().MARKER, _FORK) and number.isdecimal():
@@ -332,7 +332,7 @@ class Agents:
             raise AgentError(f"the agent of pid {pid} could not start: {error}")
 
     def environment(self) -> dict[str, str]:
-        """The variables that put agents into processes which do not inherit the environment, as Ray's `runtime_env`."""
+        """Return the variables that put agents into processes without the environment, as Ray's `runtime_env`."""
         return agent_environment() if self.folder is not None else {}
 
     def elsewhere(self, family: Collection[int]) -> list[int]:
@@ -360,7 +360,7 @@ class Agents:
 
 
 def agent_environment() -> dict[str, str]:
-    """The variables that put agents into processes which do not inherit the environment; empty where none are put.
+    """Return the variables that put agents into processes without the environment; empty where none are put.
 
     As in `ray.init(runtime_env={"env_vars": lowtide.agent_environment()})` for a cluster that was there before.
     """
@@ -457,7 +457,7 @@ def _short_temporary_folder() -> str | None:
 
 
 def processes_with_agents() -> set[int]:
-    """The living processes of this user that put agents into those they start: themselves, not what they started."""
+    """Return the living processes of this user that put agents into those they start; not what they started."""
     return {pid for folder in _folders() if _has_made(pid := _owner(folder), folder)}
 
 
@@ -516,7 +516,7 @@ def remove_folders_of_the_dead() -> None:
 
 
 def _where_numbers_hold() -> str:
-    """This host since its start, and the processes that are seen here: another container has the same numbers.
+    """Return this host since its start, and the processes that are seen here: another container has the same numbers.
 
     Empty where that is not known.
     """

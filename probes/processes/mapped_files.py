@@ -107,7 +107,7 @@ class SharedMapping(msgspec.Struct, frozen=True):
 
 
 def mapped_shared_memory(pid: int) -> tuple[SharedMapping, ...] | None:
-    """The shared memory that a process maps, which another one may have made; None where that may not be read."""
+    """Return the shared memory that a process maps, which another may have made; None where it may not be read."""
     found: dict[FileId, SharedMapping] = {}
     try:
         for each in read_mappings(pid, "s "):

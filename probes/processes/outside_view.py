@@ -347,7 +347,7 @@ def _left_processes() -> list[int]:
 
 
 def _children_of_init() -> Iterator[int]:
-    """Processes that the system has started, and orphans."""
+    """Yield processes that the system has started, and orphans."""
     for process in _all():
         parent = stat(process.parent)
         if parent is not None and (parent.pid == 1 or parent.command in REAPERS):

@@ -127,7 +127,7 @@ class TreeTraces:
         self._roots: set[int] = set()
 
     def start(self) -> None:
-        """What is there now was left before."""
+        """Take what is there now for left before."""
         self._began = time.time() - _CLOCK_S
         self._shared_before = frozenset(_names_in(self._shared_folder))
         self._files_before = frozenset(_names_in(self._folder))
@@ -211,7 +211,7 @@ class TreeTraces:
         return note or "it counts in another container's numbers, or the process used no memory there"
 
     def shared_memory(self) -> tuple[tuple[SharedMemoryFile, ...], tuple[Undecided, ...], str]:
-        """The entries of /dev/shm that the tree has left; those of which it cannot be seen; why none can be read."""
+        """Return what the tree has left in /dev/shm; entries of which that cannot be seen; why none can be read."""
         reading: SharedMemoryReading = read_shared_memory(self._shared_folder)
         dead = [file for file in reading.dead if self._may_be_ours(file)]
         if dead:
@@ -264,11 +264,11 @@ class TreeTraces:
         return {pid for pid in self.pids if not self._lives(pid)}
 
     def note_root(self, pid: int) -> None:
-        """A process of the tree that may end before it is looked at."""
+        """Note a process of the tree that may end before it is looked at."""
         self._roots.add(pid)
 
     def system_v(self) -> tuple[list[SystemVObject], list[tuple[SystemVObject, str]], list[tuple[SystemVObject, str]]]:
-        """New objects of System V that no process has attached, of this user.
+        """Return new objects of System V that no process has attached, of this user.
 
         Returns:
             Those that processes of the tree have made or used; those of which nobody knows the maker, with the reason;
@@ -343,7 +343,7 @@ def _is_socket(path: Path) -> bool:
 
 
 def _sockets_below(paths: Iterator[Path]) -> Iterator[Path]:
-    """The sockets among some paths and in the folders below them, which may be large: only so deep, and so many."""
+    """Yield the sockets among some paths and in the folders below, which may be large: only so deep, so many."""
     waiting, looked = [(path, 0) for path in paths], 0
     while waiting and looked < _MOST_ENTRIES:
         path, depth = waiting.pop()
@@ -363,7 +363,7 @@ def sockets_of_agents(pid: int) -> set[str]:
 
 
 def _system_v() -> list[SystemVObject]:
-    """This user's shared memory, semaphores and queues (proc_sysvipc(5)); empty on a kernel without them."""
+    """Return this user's shared memory, semaphores and queues (proc_sysvipc(5)); empty on a kernel without them."""
     found = []
     for kind, identifier, size in (("shm", "shmid", "size"), ("sem", "semid", ""), ("msg", "msqid", "cbytes")):
         try:

@@ -84,7 +84,7 @@ def held_as(addresses: Collection[int]) -> dict[int, str]:
 
 
 def callbacks_of(future: Any) -> list[object]:
-    """The functions that a torch future calls when it is done, known only to C++; empty if they cannot be read."""
+    """Return the functions that a torch future calls when it is done, known only to C++; none if unreadable."""
     with _opened() as memory:
         return [] if memory is None else list(memory.callbacks_of(future))
 
@@ -190,7 +190,7 @@ class _Memory:
         return int(words[0]) if len(words) else 0
 
     def _block(self, address: int) -> Ints:
-        """The words of an object in the C library's heap, whose size lies before it; none where that says nothing."""
+        """Return the words of an object in the C library's heap, whose size lies before it; none where it says none."""
         for before in (0, _COUNTS):
             begin = address - before
             header = self._words(begin - _WORD, 1)
@@ -211,7 +211,7 @@ class _Memory:
         return not 4 * _WORD <= size <= _LARGEST_BLOCK or member < size // _WORD - 1
 
     def _class_by_table(self, table: int) -> str:
-        """The mangled name of the class whose table of virtual functions lies at an address; empty if none does."""
+        """Return the mangled name of the class whose virtual functions lie at an address; empty if none do."""
         if table not in self._names:
             self._names[table] = self._read_name(table)
         return self._names[table]

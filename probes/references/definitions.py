@@ -26,14 +26,14 @@ _HAMT = frozenset({"hamt", "hamt_bitmap_node", "hamt_array_node", "hamt_collisio
 
 
 def of_module(way: Rest) -> Edge | None:
-    """A global of a module, past its namespace."""
+    """Name a global of a module, past its namespace."""
     if not is_a(way[0], ModuleType) or way[1] is not dict_of_module(way[0]):
         return None
     return namespace_entry(way, "module-global", ".__dict__")
 
 
 def of_class(way: Rest) -> Edge | None:
-    """An attribute of a class, past its namespace; its bases."""
+    """Name an attribute of a class, past its namespace; its bases."""
     cls = way[0]
     if not is_a(cls, type):
         return None
@@ -46,12 +46,12 @@ def of_class(way: Rest) -> Edge | None:
 
 
 def of_type(way: Rest) -> Edge | None:
-    """Return the class of an instance."""
+    """Name the class of an instance."""
     return Edge(".__class__", "other") if way[1] is type(way[0]) else None
 
 
 def of_function(way: Rest) -> Edge | None:
-    """A cell, a default or a global of a function."""
+    """Name a cell, a default or a global of a function."""
     function, held = way[0], way[1]
     if type(function) is not FunctionType:
         return None
@@ -70,7 +70,7 @@ def of_function(way: Rest) -> Edge | None:
 
 
 def of_cache(way: Rest) -> Edge | None:
-    """A `functools.lru_cache`: a bounded one shows its keys and results itself, an unbounded one the dict of them."""
+    """Name a `functools.lru_cache`: a bounded one shows its keys and results itself, another the dict of them."""
     cache: Any = way[0]
     held = way[1]
     if type(way[0]) is not LRU_CACHE or held is vars(cache):
@@ -106,7 +106,7 @@ def _cache_entry(way: Rest, entries: dict[Any, object], held: object, references
 
 
 def of_context(way: Rest) -> Edge | None:
-    """A copied context: its variables, past the tree in which it keeps them."""
+    """Name a copied context: its variables, past the tree in which it keeps them."""
     if type(way[0]) is not Context:
         return None
     references = next((place for place, item in enumerate(way) if place and type_name(type(item)) not in _HAMT), 0)
@@ -124,14 +124,14 @@ def _names_in_context(context: Context) -> dict[int, str]:
 
 
 def of_thread_local(way: Rest) -> Edge | None:
-    """A `threading.local`: past its dict of the threads and the thread's own dict."""
+    """Name a `threading.local`: past its dict of the threads and the thread's own dict."""
     if len(way) < 4 or not is_a(way[0], threading.local) or type(way[1]) is not dict or type(way[2]) is not dict:
         return None
     return namespace_entry(way.after(1), "thread", "")._replace(references=3)
 
 
 def of_unseen(way: Rest) -> Edge | None:
-    """A reference that the collector is not shown: an array's base, what a memory view is of."""
+    """Name a reference that the collector is not shown: an array's base, what a memory view is of."""
     if type(way[0]) is memoryview and len(way) > 2 and type_name(type(way[1])) == "managedbuffer":
         return Edge(".obj", "other", 2)
     if keeps_exported(type(way[0])):
@@ -143,7 +143,7 @@ def of_unseen(way: Rest) -> Edge | None:
 
 
 def of_future(way: Rest) -> Edge | None:
-    """A future or task of asyncio that is written in C."""
+    """Name a future or task of asyncio that is written in C."""
     module: Any = loaded("_asyncio")
     if module is None:
         return None
@@ -173,7 +173,7 @@ def _callback(way: Rest, callbacks: Sequence[tuple[object, object]]) -> Edge | N
 
 
 def of_queue(way: Rest) -> Edge | None:
-    """A `queue.SimpleQueue`, which shows its items to nobody: past the list in which it keeps them."""
+    """Name a `queue.SimpleQueue`, which shows its items to nobody: past the list in which it keeps them."""
     if not any(type_name(base) == "_queue.SimpleQueue" for base in mro_of(type(way[0]))):
         return None
     if sys.version_info >= (3, 13):

@@ -97,7 +97,7 @@ _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
 
 
 def of_instance_dict(way: Rest) -> Edge | None:
-    """An attribute, past the instance's `__dict__`: it is that dict if the attribute leads where the entry leads."""
+    """Return an attribute, past the instance's `__dict__`: that dict if the attribute leads where its entry does."""
     if len(way) > 2 and type(way[1]) is dict:
         for key in way.keys(1):
             if type(key) is str and (attribute(way[0], key) is way[2] or _is_cached_property(type(way[0]), key)):
@@ -106,7 +106,7 @@ def of_instance_dict(way: Rest) -> Edge | None:
 
 
 def of_hidden_attribute(way: Rest) -> Edge | None:
-    """An entry of the instance's `__dict__` whose name the class has for a property or the like, which hides it."""
+    """Return an entry of the instance's `__dict__` whose name the class has for a property or the like."""
     if len(way) > 2 and type(way[1]) is dict:
         for key in way.keys(1):
             if type(key) is str and any(key in namespace_of(base) for base in mro_of(type(way[0]))):
@@ -115,7 +115,7 @@ def of_hidden_attribute(way: Rest) -> Edge | None:
 
 
 def of_attributes(way: Rest) -> Edge | None:
-    """The instance's `__dict__` itself: an attribute leads where an entry of it does."""
+    """Return the instance's `__dict__` itself: an attribute leads where an entry of it does."""
     if len(way) != 2 or type(way[1]) is not dict:
         return None
     entries = itertools.islice(dict.items(way[1]), _ENTRIES)
@@ -136,7 +136,7 @@ def of_inline_attribute(way: Rest) -> Edge | None:
 
 
 def of_nn_module(way: Rest) -> Edge | None:
-    """A parameter, buffer or part of a `torch.nn.Module`, past the dict in which it registers them."""
+    """Return a parameter, buffer or part of a `torch.nn.Module`, past the dict in which it registers them."""
     torch: Any = loaded("torch")
     kind = getattr(getattr(torch, "nn", None), "Module", None)
     if kind is None or not is_a(way[0], kind):
@@ -169,7 +169,7 @@ def _is_cached_property(cls: type, name: str) -> bool:
 
 
 def of_member(way: Rest) -> Edge | None:
-    """A slot, or an attribute of a type written in C that is nothing but a pointer in its struct."""
+    """Return a slot, or an attribute of a type written in C that is nothing but a pointer in its struct."""
     holder, held = way[0], way[1]
     for base in mro_of(type(holder)):
         for name, member in namespace_of(base).items():
@@ -186,7 +186,7 @@ def of_member(way: Rest) -> Edge | None:
 
 
 def of_tensor(way: Rest) -> Edge | None:
-    """A tensor's autograd node, where Python has seen it, and the hooks that were registered on the tensor."""
+    """Return a tensor's autograd node, where Python has seen it, and the hooks that were registered on the tensor."""
     base = next((base for base in mro_of(type(way[0])) if type_name(base) == "torch._C.TensorBase"), None)
     if base is None:
         return None
@@ -239,13 +239,13 @@ class EdgeNamer:
         return self._names.of(cls) or (sorted(names_in_class(cls)) if has_values_inside(cls) else [])
 
     def undo(self) -> None:
-        """Empties the dicts that reading variables left in frames; only once nothing else holds those dicts."""
+        """Empty the dicts that reading variables left in frames; only once nothing else holds those dicts."""
         for frame in self._read:
             frame_locals(frame)
         self._containers = Containers()
 
     def edge(self, objects: Sequence[Any], start: int = 0) -> Edge:
-        """What leads from one object of a path to the next, or past that where it only carries the one behind it.
+        """Return what leads from one object of a path to the next, or past that where it only carries the one behind.
 
         Args:
             objects: the path's.
@@ -269,7 +269,7 @@ class EdgeNamer:
         return None
 
     def _of_generator(self, way: Rest) -> Edge | None:
-        """A suspended generator or coroutine: one of its variables, or the one that it waits for."""
+        """Return a suspended generator or coroutine: one of its variables, or the one that it waits for."""
         prefix = GENERATORS.get(id(type(way[0])))
         if prefix is None:
             return None
@@ -295,7 +295,7 @@ class EdgeNamer:
         return variables_of(frame)
 
     def _of_attribute(self, way: Rest) -> Edge:
-        """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet."""
+        """Return an attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet."""
         holder, held = way[0], way[1]
         for name in self.names_inside(type(holder)):
             if attribute(holder, name) is held:
@@ -328,7 +328,7 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def _of_callers(way: Rest) -> Edge:
-    """The way from a frame to one of its callers; how many lie between them says nothing, and changes with Python."""
+    """Return the way from a frame to one of its callers; how many lie between says nothing."""
     references = 1
     while len(way) > references + 1 and way[references].f_back is way[references + 1]:
         references += 1
@@ -336,7 +336,7 @@ def _of_callers(way: Rest) -> Edge:
 
 
 def variables_of(frame: FrameType) -> list[tuple[str, object]]:
-    """The function's local variables and their values; none for a module or class body, whose variables are a dict."""
+    """Return the function's local variables and their values; none for the body of a module or class."""
     if not frame.f_code.co_flags & CO_OPTIMIZED:
         return []
     return list(frame.f_locals.items())

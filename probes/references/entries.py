@@ -145,7 +145,7 @@ class Rest(Sequence[Any]):
 
 
 def of_container(way: Rest) -> Edge | None:
-    """An entry of a dict, list, tuple, deque or set, also of a subclass."""
+    """Return an entry of a dict, list, tuple, deque or set, also of a subclass."""
     holder, held = way[0], way[1]
     for base in mro_of(type(holder)):
         if base is dict:
@@ -163,7 +163,7 @@ def of_container(way: Rest) -> Edge | None:
 
 
 def of_proxy(way: Rest) -> Edge | None:
-    """A read-only view of a dict, such as a class's `__dict__`: past the dict."""
+    """Return a read-only view of a dict, such as a class's `__dict__`: past the dict."""
     if type(way[0]) is not MappingProxyType or len(way) == 2:
         return None
     edge = of_container(way.after(1))
@@ -171,7 +171,7 @@ def of_proxy(way: Rest) -> Edge | None:
 
 
 def attribute_text(name: str) -> str:
-    """An attribute as code, also where its name cannot stand behind a dot."""
+    """Return an attribute as code, also where its name cannot stand behind a dot."""
     return f".{name}" if is_name(name) else f".__dict__[{name!r}]"
 
 
@@ -191,13 +191,13 @@ def namespace_entry(way: Rest, kind: Kind, alone: str) -> Edge:
 
 
 def item_text(way: Rest) -> str:
-    """An entry of a container as code; `[…]` where it is not found."""
+    """Return an entry of a container as code; `[…]` where it is not found."""
     edge = of_container(way)
     return "[…]" if edge is None else edge.text
 
 
 def key_text(key: object, deepest: int = _DEEPEST_KEY) -> str:
-    """A key as code; only its type where writing it would run foreign code, or takes tuples in more than so many."""
+    """Return a key as code; its type alone where writing it would run foreign code, or is nested too deep."""
     if any(type(key) is plain for plain in (str, bytes, int, float, bool, type(None))):
         text = constant_text(key)
         return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}…"
@@ -212,5 +212,5 @@ def key_text(key: object, deepest: int = _DEEPEST_KEY) -> str:
 
 
 def definition_text(cls: Any) -> str:
-    """A class by its name."""
+    """Return a class by its name."""
     return f"class {type_name(cls)}"

@@ -144,7 +144,7 @@ def _at_fork_of_logging() -> tuple[object, ...]:
 
 
 def _callbacks(file: int, array: int, count: int) -> list[list[object]] | None:
-    """Function and arguments of each entry of an array of exit functions; None if it is no such array."""
+    """Return function and arguments of each entry of an array of exit functions; None if it is no such array."""
     entries = _read(file, array, count * _WORD)
     if len(entries) < count:
         return None

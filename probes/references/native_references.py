@@ -143,7 +143,7 @@ def _references(
 
 
 def _count(objects: Sequence[object], node: int) -> int:
-    """References to an object, without those that it takes to ask."""
+    """Count the references to an object, without those that it takes to ask."""
     # No variable here holds it: that would be one more reference.
     count = _asked(objects[node])
     return 0 if count >= _IMMORTAL or is_a(objects[node], type) else count - _OWN

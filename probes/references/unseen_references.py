@@ -63,7 +63,7 @@ def first_reader(known: Mapping[int, Reader], bases: Iterable[int]) -> Reader | 
 
 
 def edge_of(holder: Any, held: object, containers: Containers | None = None) -> str | None:
-    """What leads from an object to another one that it does not show the collector, as code; None if nothing does.
+    """Return what leads from an object to another that it hides from the collector, as code; None if nothing does.
 
     Args:
         holder: the object.
@@ -108,7 +108,7 @@ def is_view_of(holder: Any, held: object) -> bool:
 
 
 def _array_member(name: str, array: Any) -> Any:
-    """An attribute of an array as numpy itself has it: a subclass may have another one of that name."""
+    """Return an attribute of an array as numpy itself has it: a subclass may have another one of that name."""
     return loaded("numpy").ndarray.__dict__[name].__get__(array)
 
 
@@ -222,7 +222,7 @@ _HOLDING_TENSORS = frozenset({"Tensor", "List[Tensor]", "Dict[str, Tensor]", "Op
 
 
 def _tensors_within(value: Any, edge: str) -> Iterator[tuple[str, object]]:
-    """The tensors in what C++ gives of an attribute: itself, or in lists, tuples and dicts made for the asking."""
+    """Yield the tensors in what C++ gives of an attribute: itself, or in lists, tuples and dicts made for it."""
     if is_a(value, loaded("torch").Tensor):
         yield edge, value
     elif type(value) is dict:

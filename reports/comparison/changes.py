@@ -150,7 +150,7 @@ def verdict_of(changes: Sequence[LeakChange]) -> str:
 
 
 def render_for_terminal(changes: Sequence[LeakChange]) -> RenderableType:
-    """A line for each change, and the verdict."""
+    """Return a line for each change, and the verdict."""
     lines: list[RenderableType] = []
     for change in changes:
         first = [
@@ -179,7 +179,7 @@ def render_as_markdown(changes: Sequence[LeakChange]) -> str:
 
 
 def render_as_page(changes: Sequence[LeakChange], before: str, after: str) -> str:
-    """A page of its own.
+    """Return a page of its own.
 
     Args:
         changes: what changed.

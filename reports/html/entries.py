@@ -62,7 +62,7 @@ def _short(text: str) -> str:
 
 
 def chunks(written: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Some values, `CHUNK` at a time."""
+    """Yield some values, `CHUNK` at a time."""
     for first in range(0, len(written), CHUNK):
         yield written[first : first + CHUNK]
 
@@ -70,7 +70,7 @@ def chunks(written: Sequence[Any]) -> Iterator[Sequence[Any]]:
 def filterable(
     numbered: Sequence[tuple[int, Subject]], write: Callable[[Subject, Finding | None, str], str]
 ) -> dict[str, Any]:
-    """The data of a filter: under `index` the entries, under `entries-0` and so on the parts of the page that they are.
+    """Return the data of a filter: under `index` the entries, under `entries-0` and so on the parts of the page.
 
     Args:
         numbered: the subjects, with the numbers that their anchors have.

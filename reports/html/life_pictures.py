@@ -119,7 +119,7 @@ def _parts(ledger: Ledger) -> dict[str, int | None]:
 
 
 def _of_other_processes(others: Sequence[Sequence[ProcessStage]]) -> Iterable[View]:
-    """A view for each process and device; those that each life has anew are one, by their name and rank."""
+    """Return a view for each process and device; those that each life has anew are one, by their name and rank."""
     names = dict.fromkeys(lasting_name(each.process) for side in others for each in side)
     for name in names:
         readings = [next((each for each in side if lasting_name(each.process) == name), None) for side in others]

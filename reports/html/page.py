@@ -111,7 +111,7 @@ class Node(msgspec.Struct):
 
 
 def allocation_tree(report: Report) -> Node | None:
-    """What did not come back by the stack that allocated it, the outermost frame on top; None if no stack is known."""
+    """Return what did not come back by the stack that allocated it, the outermost frame on top; None if unknown."""
     return _grown(
         ([f"{frame.function} ({frame.file}:{frame.line})" for frame in reversed(finding.allocated_at)], finding.bytes)
         for finding in distinct(report)
@@ -127,7 +127,7 @@ def holder_tree(report: Report) -> Node | None:
 
 
 def distinct(report: Report) -> Iterator[Finding]:
-    """What did not come back and is no suppression's: of one cause that was seen several times the largest one."""
+    """Yield what did not come back and is no suppression's; the largest one of a cause that was seen several times."""
     for cause in causes_of(report.subjects):
         if cause.first.finding.suppressed_by is None and cause.first.finding.resource != "peak":
             yield cause.by_largest().first.finding

@@ -47,17 +47,17 @@ def _script(name: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Some data as JSON."""
+    """Return some data as JSON."""
     return json_bytes(value).decode()
 
 
 def as_stored(value: Any) -> str:
-    """Some data as text that ends no element and executes nothing: zlib's compressed JSON, in base64."""
+    """Return some data as text that ends no element and executes nothing: zlib's compressed JSON, in base64."""
     return base64.b64encode(zlib.compress(json_bytes(value), _LEVEL)).decode()
 
 
 def security_policy(run: Iterable[str], *, connects: bool = False) -> str:
-    """A Content-Security-Policy under which some scripts run and nothing else, and nothing is loaded from anywhere.
+    """Return a Content-Security-Policy under which some scripts run, and nothing else, and nothing is loaded.
 
     Args:
         run: the scripts, as they stand in the page.

@@ -73,7 +73,7 @@ class TrendPlot(msgspec.Struct, frozen=True):
 
 
 def draw_trends(subject: Subject) -> list[TrendPlot]:
-    """A trend for each stage that a subject went through `FEWEST` times and in which some figure moved.
+    """Return a trend for each stage that a subject went through `FEWEST` times and in which some figure moved.
 
     The stages about which something was found come first, and then the last ones of a life.
     """

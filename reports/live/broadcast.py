@@ -94,7 +94,7 @@ class Broadcast:
             half.replace(self._folder / LIFE)
 
     def close(self) -> None:
-        """The life has ended."""
+        """End the broadcast with the life."""
         with suppress(OSError):
             (self._folder / LIFE).unlink(missing_ok=True)
 

@@ -122,7 +122,7 @@ def why_unreadable(data: bytes, error: UnreadableError, own: str) -> str:
 
 
 def refuse_deep_parts(findings: Iterable[_HasParts]) -> None:
-    """Does nothing if findings have parts as runs write them.
+    """Do nothing if findings have parts as runs write them.
 
     Raises:
         UnreadableError: there are parts of parts of parts, deeper than anything that is made.

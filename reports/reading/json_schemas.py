@@ -26,7 +26,7 @@ def schema_of(kind: Any, title: str) -> dict[str, Any]:
 
 
 def _with_clean_texts(schema: Any) -> Any:
-    """A schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
+    """Return a schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
     if isinstance(schema, dict):
         return {key: _clean(key, value) for key, value in schema.items()}
     return schema

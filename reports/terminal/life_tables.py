@@ -149,7 +149,7 @@ def ledgers_by_device(stages: Sequence[Stage]) -> Iterable[tuple[list[str], list
 
 
 def _ledger_of(device: str, readings: Readings) -> Ledger:
-    """A device's ledger; one in which nothing is known where a reading has none, as before a card came up."""
+    """Return a device's ledger; one in which nothing is known where a reading has none, as before a card came up."""
     unknown = Ledger(device=device, source="none", total=None, lines=(), unexplained=None)
     return next((ledger for ledger in readings.ledgers if ledger.device == device), unknown)
 

@@ -127,7 +127,7 @@ def is_long(report: Report) -> bool:
 
 
 def render_worst(report: Report, rest: str, *, wide: bool = False) -> RenderableType:
-    """A part of a long report, without its verdict: the worst findings, and of a single life its last stages.
+    """Return a part of a long report, without its verdict: the worst findings, and of a single life its last stages.
 
     Args:
         report: what is shown.
@@ -275,7 +275,7 @@ def _detail_parts(line: DetailLine) -> Parts:
 
 
 def growth_table(growth: Sequence[TypeGrowth]) -> Table:
-    """A row per type of which there are more objects than before."""
+    """Return a row per type of which there are more objects than before."""
     more = len(growth) - _MOST_TYPES
     caption = f"… {more} more are in the report" if more > 0 else None
     table = Table(

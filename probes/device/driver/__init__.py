@@ -103,7 +103,7 @@ HIP = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def visible_card(environment: Mapping[str, str], names: tuple[str, ...], device_index: int) -> int | str | None:
-    """The card that will get number `device_index`: its own index or its (perhaps abbreviated) UUID; None if hidden.
+    """Return the card that will get number `device_index`: its own index or its (abbreviated) UUID; None if hidden.
 
     As CUDA reads the variable: a list ends at the first entry that is neither a card's number nor an identifier.
     """

@@ -88,7 +88,7 @@ class AmdsmiDriver:
         return found
 
     def _handle(self, device_index: int) -> Any:
-        """The card behind torch's index: by its place on the bus, else by what the visible-devices variables say."""
+        """Return the card behind torch's index: by its place on the bus, else by the visible-devices variables."""
         amdsmi = self._amdsmi
         handles = list(amdsmi.amdsmi_get_processor_handles())
         torch = initialized_torch()
@@ -125,7 +125,7 @@ class AmdsmiDriver:
 
 
 def _load() -> Any:
-    """Imports amdsmi, which without its C library prints to stdout and raises a KeyError."""
+    """Import amdsmi, which without its C library prints to stdout and raises a KeyError."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             return importlib.import_module("amdsmi")

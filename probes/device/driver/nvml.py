@@ -97,7 +97,7 @@ class NvmlDriver:
         }
 
     def _handle(self, device_index: int) -> Any:
-        """The card behind torch's index, which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make another than NVML's."""
+        """Return the card behind torch's index, which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER may change."""
         torch = initialized_torch()
         if torch is not None:
             try:
