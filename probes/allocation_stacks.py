@@ -136,7 +136,7 @@ class AllocationStacks:
         return {address: cut[stack] for address, stack in found.items() if cut[stack]}
 
     def start_peak(self) -> None:
-        """From here to `take_peak` follow when most is allocated."""
+        """Follow from here to `take_peak` when most is allocated."""
         torch = torch_with_cuda()
         if torch is not None and self._history is not None:
             self._history.start_events(torch)

@@ -66,7 +66,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     file_residency: Resident = msgspec.field(default_factory=lambda: Resident(0, 0))
 
     def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
-        """Bytes mapped by announced arenas, of one tag or all, on one device or all."""
+        """Return the bytes mapped by announced arenas, of one tag or all, on one device or all."""
         return sum(
             pool.mapped
             for pool in self.pools
@@ -86,7 +86,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return bytes_held(self.caches)
 
     def driver_bytes(self, device: str) -> int | None:
-        """Bytes that the driver says this process holds on `device`; None if it was not asked or does not report it."""
+        """Return the bytes that the driver says this process holds on `device`; None if not asked or not reported."""
         return next((reading.process_bytes for reading in self.drivers if reading.device == device), None)
 
     def allocator(self, device: str) -> AllocatorReading | None:
@@ -94,12 +94,12 @@ class Snapshot(msgspec.Struct, frozen=True):
         return next((reading for reading in self.allocators if reading.device == device), None)
 
     def allocated(self, device: str) -> int | None:
-        """Bytes that torch's allocator handed out on `device`: 0 without a context, None if it cannot be read."""
+        """Return the bytes that torch's allocator handed out on `device`: 0 without a context, None if unknown."""
         reading = self.allocator(device)
         return 0 if reading is None else reading.allocated
 
     def reserved(self, device: str) -> int | None:
-        """Bytes that torch's allocator took from the driver: 0 without a context, None if it cannot be read."""
+        """Return the bytes that torch's allocator took from the driver: 0 without a context, None if unknown."""
         reading = self.allocator(device)
         return 0 if reading is None else reading.reserved
 

@@ -109,7 +109,7 @@ class Checker:
         return terminal.header(self.settings, shares_card=self.shares_card)
 
     def pytest_sessionstart(self) -> None:
-        """From here on the program's modules may start processes, and what is judged is kept."""
+        """Begin to keep what is judged, and to see what processes the program's modules start."""
         self._session.start_agents(self._config)
         self._results.begin()
 
@@ -123,7 +123,7 @@ class Checker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """After the last teardown: what `-x` left to it is judged here, and the report written."""
+        """Judge what `-x` left until after the last teardown, and write the report."""
         self._turns.close()
         if self._session.is_open:
             leftovers = self._fixtures.take_ended()
@@ -163,14 +163,14 @@ class Checker:
         self._results.retell(proven_from_json(output.get("lowtide_proven", "[]")))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """One line per leak."""
+        """Write one line per leak."""
         results = self._results
         settings = replace(self.settings, report=None) if results.unwritten else self.settings
         terminal.summary(terminalreporter, tries_as_one(results.subjects), settings, results.problems, self._spent)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Nothing of the watch stays behind, whatever ended the session; what keeps Python from ending is named."""
+        """Leave nothing of the watch behind, whatever ended the session; name what keeps Python from ending."""
         self._session.close()
         if not self._is_worker:
             terminal.last_lines(
@@ -379,7 +379,7 @@ class Checker:
             fixturedef.addfinalizer(functools.partial(self._ending, owner))
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Its scope has ended: it is judged once the teardown is over."""
+        """Note that its scope has ended: it is judged once the teardown is over."""
         if fixturedef.scope != "function":
             with self._session.guarded():
                 self._deferred.note(f"when {fixture_name(fixturedef)} ended")

@@ -109,7 +109,7 @@ def run_by_another(item: pytest.Item, nextitem: pytest.Item | None, run: Callabl
 
 @contextlib.contextmanager
 def _handed_on_to(run: Callable[[], None], item: pytest.Item, package: str) -> Iterator[None]:
-    """In the block, `run` runs what a plugin hands on to pytest, unless its package has noted something at the test.
+    """Run in the block what a plugin hands on to pytest by `run`, unless its package has noted something at the test.
 
     `flaky` hands on every test, and notes at those that it runs again how often: `_flaky_max_runs`.
     """
@@ -137,7 +137,7 @@ def _noted(item: pytest.Item) -> dict[str, int]:
 def run_test(
     item: Any, nextitem: pytest.Item | None, judge: Callable[[], Sequence[Subject]], *, may_stop: bool, fails: bool
 ) -> None:
-    """As `_pytest.runner.runtestprotocol`, with the reports of a passed call and of the teardown held back.
+    """Do as `_pytest.runner.runtestprotocol`, with the reports of a passed call and of the teardown held back.
 
     Args:
         item: the test.

@@ -106,7 +106,7 @@ def fixture_name(fixture: pytest.FixtureDef[Any]) -> str:
 
 
 def has_own_setup(item: pytest.Item) -> bool:
-    """Whether code of the project may run in a test's setup: in a fixture for it alone, and of no installed plugin."""
+    """Return whether code of the project may run in a test's setup: in a fixture for it alone, and of no plugin."""
     info = getattr(item, "_fixtureinfo", None)
     if info is None:
         return True
@@ -214,7 +214,7 @@ class WiderFixtures:
         self._owners[id(fixture)] = owner
 
     def end(self, fixture: pytest.FixtureDef[Any]) -> None:
-        """Its scope has ended."""
+        """Note that its scope has ended."""
         owner = self._owners.pop(id(fixture), None)
         if owner is not None:
             self._ended.append(owner)
@@ -349,7 +349,7 @@ def empty_instance(held: Callable[[], object]) -> None:
 
 
 def _own_references(instance: object) -> int:
-    """How many references to an instance come from what it alone has: its method that it gave to an engine of its own.
+    """Count the references to an instance from what it alone has: its method that it gave to an engine of its own.
 
     As the collector finds garbage: what has no more references than the objects here have to it is the instance's own,
     unless what is not leads to it. Only the nearest objects are asked; what they do not explain is somebody else's.

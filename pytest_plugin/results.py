@@ -46,7 +46,7 @@ class _Checked(msgspec.Struct, frozen=True, eq=False):
     storages: StorageWatch
 
     def is_in(self, verdict: Verdict) -> bool:
-        """Whether a later verdict is about the same leak: about the same things, those that are gone excepted."""
+        """Return whether a later verdict is about the same leak: about the same things, but for those that are gone."""
         gone = {("storage", *key) for key in self.storages.gone()}
         return any((self.things - gone) & things for things in verdict.things.values())
 
@@ -204,7 +204,7 @@ class DeferredProofs:
 
 
 def proven_as_json(proven: Sequence[Proven]) -> str:
-    """For an xdist worker's output."""
+    """Return what was proven as text for an xdist worker's output."""
     return json_bytes(proven).decode()
 
 
@@ -324,7 +324,7 @@ class Results:
         return msgspec.structs.replace(subject, not_measured=(*subject.not_measured, missing)) if why else subject
 
     def begin(self) -> None:
-        """From here on what is judged is in the report's folder, if one is wanted, whatever ends the session."""
+        """Put what is judged from here on into the report's folder, if one is wanted, whatever ends the session."""
         if self._settings.report is not None and not hasattr(self._config, "workerinput"):
             self._unfinished = UnfinishedReport(self._settings.report, Begun(report=self._report([]), part="test"))
 
@@ -434,7 +434,7 @@ class KeptHeaps:
             remove_old(self._report)
 
     def file(self, name: str) -> HeapFile | None:
-        """Where that of a test is kept; None where no more are."""
+        """Return where that of a test is kept; None where no more are."""
         if self._report is None or not self._left:
             return None
         return HeapFile.beside(str(self._report), name, lowtide.__version__)

@@ -147,7 +147,7 @@ class SessionWatch:
         self._stages: list[str] = []
 
     def start_agents(self, config: pytest.Config) -> None:
-        """Before test modules are imported, which may start processes.
+        """Start agents before test modules are imported, which may start processes.
 
         Args:
             config: pytest's. xdist's controller runs no tests, and would put agents into the workers that it starts.
@@ -156,7 +156,7 @@ class SessionWatch:
             self.watch.others.start()
 
     def open(self) -> None:
-        """Before the first test."""
+        """Open the watch before the first test."""
         self.watch.open()
         self.imports.install()
         self.is_open = True
@@ -282,7 +282,7 @@ def insist_on_a_card() -> None:
 
 
 def _warm_up(settings: Settings) -> Literal["now", "first-use", "off"]:
-    """When a card is used for the first time: a run that insists on one has it from the beginning."""
+    """Return when a card is used for the first time: a run that insists on one has it from the beginning."""
     if not settings.warmup or settings.device == "cpu":
         return "off"
     return "now" if settings.device == "cuda" else "first-use"

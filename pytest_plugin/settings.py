@@ -72,7 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
     native: bool = False
 
     def as_texts(self) -> dict[str, str]:
-        """Each setting by its name, as a report has it."""
+        """Return each setting by its name, as a report has it."""
         return {name: str(getattr(self, name)) for name in self.__struct_fields__}
 
 

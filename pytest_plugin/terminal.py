@@ -163,7 +163,7 @@ def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
 
 
 def _other_processes(subjects: Sequence[Subject]) -> Iterator[str]:
-    """In one line for each advice: in how many tests other processes held memory that was not seen."""
+    """Yield in one line for each advice: in how many tests other processes held memory that was not seen."""
     advice: dict[str, list[tuple[str, NotMeasured]]] = {}
     for subject in subjects:
         for missing in subject.not_measured:
@@ -193,7 +193,7 @@ def _ended_processes(subjects: Sequence[Subject]) -> Iterator[str]:
 
 
 def line(subject: Subject, finding: Finding) -> str:
-    """One leak on one line: test, resource, bytes, holder."""
+    """Return one leak on one line: test, resource, bytes, holder."""
     said = f"{subject.id} {finding.resource}/{finding.cause} {amount(finding)} {holder_text(finding)}"
     return one_line(said.rstrip())
 

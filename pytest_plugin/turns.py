@@ -53,7 +53,7 @@ class TestTurns:
         self._host: list[tuple[str, Finding, tuple[int, int]]] = []
 
     def close(self) -> None:
-        """No test follows."""
+        """Close what follows the tests: no other comes."""
         self._growth.close()
 
     def plan(self, items: Sequence[pytest.Item]) -> None:
@@ -156,7 +156,7 @@ class TestTurns:
         return next((f"{owner.name} ({owner.where})" for owner in holders), "")
 
     def _tensors_of_owners(self) -> int:
-        """Bytes of the tensors that tests have left under fixtures that live: these are told when they end."""
+        """Return the bytes of the tensors that tests have left under living fixtures: these are told when they end."""
         return sum(
             lying.bytes
             for owner in self._owners()

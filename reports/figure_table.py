@@ -112,7 +112,7 @@ class FigureTable(msgspec.Struct, frozen=True):
         yield from console.render(text, options.update(no_wrap=False))
 
     def _filled(self, room: int) -> list[list[Column]]:
-        """As many columns into each table as there is room for, and one at least."""
+        """Return as many columns into each table as there is room for, and one at least."""
         blocks: list[list[Column]] = []
         left = 0
         for column in self.figures:

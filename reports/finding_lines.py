@@ -64,7 +64,7 @@ class DetailLine(NamedTuple):
 
 
 def finding_lines(finding: Finding, *, whole: bool = True, rest: str = "") -> list[DetailLine]:
-    """All that is known of a finding beside its first line.
+    """Return all that is known of a finding beside its first line.
 
     Args:
         finding: the finding.
@@ -133,12 +133,12 @@ def first_line(finding: Finding) -> str:
 
 
 def amount(finding: Finding) -> str:
-    """`1.5 MiB`; `3 threads` for what has no bytes."""
+    """Return `1.5 MiB`; `3 threads` for what has no bytes."""
     return format_bytes(finding.bytes) if finding.bytes else format_amount(finding.count, finding.resource)
 
 
 def holder_text(finding: Finding) -> str:
-    """`held by helper.CACHE`; the bare names of what is not memory (threads, descriptors); empty if nobody is known."""
+    """Return `held by helper.CACHE`; the bare names of what is no memory (threads, descriptors); empty if unknown."""
     if not finding.holder:
         return ""
     return f"held by {finding.holder}" if finding.path or finding.resource == "tensors" else finding.holder
@@ -185,7 +185,7 @@ def in_vain(finding: Finding) -> list[Remedy]:
 
 
 def shared_text(finding: Finding) -> str:
-    """`8.0 MiB of it is held by others too`; empty if none of it is."""
+    """Return `8.0 MiB of it is held by others too`; empty if none of it is."""
     return f"{format_bytes(finding.shared_bytes)} of it is held by others too" if finding.shared_bytes else ""
 
 

@@ -16,7 +16,7 @@ from lowtide.reports.schema import Finding, Report, Subject
 
 
 def render_junit(report: Report) -> str:
-    """One test suite; a leak is a failure, what was skipped or is unsupported is skipped.
+    """Return one test suite; a leak is a failure, what was skipped or is unsupported is skipped.
 
     Names are never cut, however long: CI systems distinguish tests by them.
     """
@@ -125,7 +125,7 @@ def _details(subject: Subject, before: Mapping[int, Sighting]) -> str:
 
 
 def _split_id(subject_id: str) -> tuple[str, str]:
-    """`tests/test_a.py::TestB::test_c[1]` as pytest itself names it in JUnit: `tests.test_a.TestB`, `test_c[1]`."""
+    """Return `tests/test_a.py::TestB::test_c[1]` as pytest names it in JUnit: `tests.test_a.TestB`, `test_c[1]`."""
     # Parameters may hold any text, `::` included.
     head, bracket, parameters = subject_id.partition("[")
     file, *names = head.split("::")

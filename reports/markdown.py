@@ -224,13 +224,13 @@ def _rest(total: int, what: str) -> Sequence[str]:
 
 
 def as_code(text: str) -> str:
-    """One short line as code."""
+    """Return one short line as code."""
     # Not between backticks: there a pipe can be escaped only in ways that renderers disagree about.
     return f"<code>{as_text(text)}</code>"
 
 
 def as_text(text: str) -> str:
-    """One short line in which nothing is markup."""
+    """Return one short line in which nothing is markup."""
     # Cut first: joining the words of a text without end would cost more than the rest of the summary.
     line = " ".join(one_line(text[: 4 * _LONGEST]).split())
     if len(line) > _LONGEST or len(text) > 4 * _LONGEST:

@@ -66,7 +66,7 @@ def _as_one(tries: Sequence[Subject]) -> Subject:
 
 
 def largest_of_each(not_measured: Iterable[NotMeasured]) -> tuple[NotMeasured, ...]:
-    """Of the processes of one program, which each life starts anew, the one that held most; all else once."""
+    """Return of one program's processes, which each life starts anew, the one that held most; all else once."""
     found: dict[object, NotMeasured] = {}
     for missing in not_measured:
         key: object = missing
@@ -80,7 +80,7 @@ def largest_of_each(not_measured: Iterable[NotMeasured]) -> tuple[NotMeasured, .
 
 
 def held_by_process(missing: NotMeasured) -> tuple[int, int]:
-    """Bytes on cards and on the host of the process that it is about; 0 where it is about none."""
+    """Return the bytes on cards and on the host of the process that it is about; 0 where it is about none."""
     process = missing.process
     if process is None:
         return 0, 0

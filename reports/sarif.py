@@ -26,7 +26,7 @@ _MOST_SUBJECTS = 100
 
 
 def render_sarif(report: Report, root: Path | None = None) -> str:
-    """One run with a result per cause of findings; suppressed ones carry their suppression.
+    """Return one run with a result per cause of findings; suppressed ones carry their suppression.
 
     Args:
         report: the report.

@@ -9,7 +9,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(size: int | None) -> str:
-    """`1.5 MiB`; an em dash where it is not known."""
+    """Return `1.5 MiB`; an em dash where it is not known."""
     if size is None:
         return "—"
     value = float(size)
@@ -21,14 +21,14 @@ def format_bytes(size: int | None) -> str:
 
 
 def format_amount(amount: int, unit: str) -> str:
-    """`1.5 MiB` for bytes, `3 threads` and `1 thread` for anything else; `unit` is the plural."""
+    """Return `1.5 MiB` for bytes, `3 threads` and `1 thread` for anything else; `unit` is the plural."""
     if unit == "bytes":
         return format_bytes(amount)
     return f"{amount} {_singular(unit) if amount == 1 else unit}"
 
 
 def _singular(unit: str) -> str:
-    """`thread` of `threads`, `tensor of a kind` of `tensors of a kind`: the first plural is what is counted."""
+    """Return `thread` of `threads`, `tensor of a kind` of `tensors of a kind`: the first plural is what is counted."""
     return re.sub(r"(?:(?<=ss)es|(?<!s)s)\b", "", unit, count=1)
 
 

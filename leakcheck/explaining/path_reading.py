@@ -362,7 +362,7 @@ def marks(
     living: bool = False,
     hollow: bool = False,
 ) -> list[Mark | None]:
-    """One mark for each object that a path leads to, from the root on.
+    """Return one mark for each object that a path leads to, from the root on.
 
     Args:
         items: the objects.

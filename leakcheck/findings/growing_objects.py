@@ -525,7 +525,7 @@ def caches_by_table() -> dict[int, Any]:
 
 
 def _is_of_a_functions_module(explanation: Explanation) -> bool:
-    """Whether a path leads from what is held by a name of the caller's to the globals of a function behind it."""
+    """Return whether a path leads from what a name of the caller's holds to the globals of a function behind it."""
     path = explanation.path
     return bool(path) and path[0].type == "object" and any("__globals__" in hop.edge for hop in path[1:])
 

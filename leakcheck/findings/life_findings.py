@@ -116,7 +116,7 @@ class LeftoverTensors:
         self._births.end_aside()
 
     def imported_bytes(self) -> dict[str, int]:
-        """Bytes, by device, of what modules that were imported during a life have made for themselves and still have.
+        """Return the bytes, by device, of what modules imported during a life have made for themselves and still have.
 
         As in tests, that belongs to the process: a module is imported once.
         """
@@ -227,7 +227,7 @@ class LeftoverTensors:
         return replace(held, turn=self._turn_of(held).cycle)
 
     def _turn_of(self, held: HeldStorage) -> _Turn:
-        """When a storage appeared; before the first stage is its life's beginning."""
+        """Return when a storage appeared: before the first stage at its life's beginning."""
         return self._turns[held.turn - 1] if held.turn <= len(self._turns) else _Turn(1, held.stage, 1)
 
     def leaks_at_end(self, engine: object, cycle: int, devices: Collection[str]) -> list[TensorLeak]:

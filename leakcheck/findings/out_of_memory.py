@@ -147,7 +147,7 @@ class _Moment(msgspec.Struct):
 
     @contextlib.contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """In the block something is read; what is raised there is noted, as memory may be short for that too."""
+        """Note what is raised where something is read in the block, as memory may be short for that too."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, the program's own error is to be seen

@@ -137,7 +137,7 @@ class PeakWatch:
             self._note_stage(following)
 
     def entered(self) -> None:
-        """From here to `left` what is allocated belongs to who lives longer: a fixture, a module; nests."""
+        """Leave what is allocated from here to `left` to who lives longer: a fixture, a module; nests."""
         self.look()
         self._entered += 1
         self._note_stage(_OTHERS)

@@ -488,7 +488,7 @@ def _gradient_of(tensor: Any, gradient: int, holder: Explanation, *, was_there: 
 
 
 def together(explained: Mapping[Any, Explanation]) -> dict[Any, Explanation]:
-    """One explanation for all that has no path and is not frozen: it is one knot that Python's collector cannot see."""
+    """Return one explanation for all that has no path and is not frozen: one knot that the collector cannot see."""
     loose = [key for key, found in explained.items() if not found.path and found.verdict != "frozen-garbage"]
     holders = sorted({explained[key].holder for key in loose} - {""})
     if len(holders) < 2:

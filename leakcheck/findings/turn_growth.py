@@ -386,7 +386,7 @@ class TurnGrowth:
             self._leave_out_next()
 
     def _recorded(self, calls: CallRecorder) -> None:
-        """Nothing is recorded any more: note the levels that had the records in them, without these."""
+        """Note the levels that had records in them, without these: nothing is recorded any more."""
         waiting, self._waiting = self._waiting, []
         for stretches, levels, own in waiting:
             took = calls.took * own // max(1, waiting[-1][-1])

@@ -343,7 +343,7 @@ class _Look:
 
 
 def _falls(floors: Iterable[float]) -> Iterable[float]:
-    """By how much the level has fallen each time, from a height to the depth that follows."""
+    """Yield by how much the level has fallen each time, from a height to the depth that follows."""
     height = depth = -math.inf
     for floor in floors:
         if floor > depth:

@@ -508,7 +508,7 @@ class LifecycleRun:
             self.keep(self._record.subject_of_latest(self._leftovers.earlier, self._unseen()))
 
     def _keep_snapshot(self, cycle: int, stage: str, *, leaves: bool) -> None:
-        """Before anything is done about what stays: after the remedies it would not be in it."""
+        """Write torch's snapshot before anything is done about what stays: after the remedies it would not be in it."""
         why = self.snapshots.keep(f"cycle {cycle} {stage}") if leaves and self.snapshots is not None else ""
         if why:
             self._record.not_measured[stage] = NotMeasured(what=f"torch's snapshot after {stage}", why=why)

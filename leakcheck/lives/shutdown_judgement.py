@@ -458,7 +458,7 @@ class TypeCounts:
 
 
 def _counts() -> dict[str, int]:
-    """Without what the checker itself makes and keeps for its report."""
+    """Count objects by type, without what the checker itself makes and keeps for its report."""
     # Not at the top: only a program with tensors has a use for numpy.
     from lowtide.probes.objects.identities import identities, types_of
     from lowtide.probes.original_numpy import np

@@ -249,7 +249,7 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def injecting(
     injection: Injection, seams: Sequence[Seam | ShardSeam] = (), *, device: str = "cpu"
 ) -> Iterator[Injection]:
-    """While it lasts, fault points of this thread's torch operators and of the seams reach `injection`."""
+    """Lead fault points of this thread's torch operators and of the seams to `injection` while it lasts."""
     with ExitStack() as stack:
         for seam in seams:
             if isinstance(seam, Seam):
@@ -263,7 +263,7 @@ def injecting(
 
 
 def injecting_into(target: Any, injection: Injection) -> AbstractContextManager[Injection]:
-    """While it lasts, fault points of a target's engine reach `injection`, in whichever process the engine has them.
+    """Lead fault points of a target's engine to `injection` while it lasts, in whichever process the engine has them.
 
     Args:
         target: a `LifecycleTarget`; one whose engine has other processes brings `injecting` of its own.

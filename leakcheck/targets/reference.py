@@ -297,7 +297,7 @@ class FaultReport(msgspec.Struct, frozen=True):
 
 @contextmanager
 def injecting_in_core(path: Path, injection: Injection, device: str) -> Iterator[Injection]:
-    """While it lasts, fault points in the core's process reach `injection`."""
+    """Lead fault points in the core's process to `injection` while it lasts."""
     points = injection.points if isinstance(injection, Pause) else None
     armed = Armed(os.urandom(8).hex(), injection.kind, injection.at, device, points)
     _write(path, armed)

@@ -23,7 +23,7 @@ MOST_EVENTS = 1 << 17
 
 
 def history_of_program(torch: Any) -> str | None:
-    """Which allocation history the program has switched on, as torch calls it; None where it has none.
+    """Return which allocation history the program has switched on, as torch calls it; None where it has none.
 
     While a history is recorded here, torch says that one is on, whoever's it is.
     """
@@ -70,7 +70,7 @@ class CardHistory:
             torch.cuda._lazy_call(self._initialized)
 
     def start_events(self, torch: Any) -> None:
-        """From here to `stop_events` keep the allocations in their order too, where the program has no history."""
+        """Keep the allocations in their order, too, from here to `stop_events`, where the program has no history."""
         self._wants_events = True
         if self._ours and torch.cuda.is_initialized() and self._of_program is None:
             self._record(torch)
@@ -143,7 +143,7 @@ def _take_from_queue(cuda: Any, call: Any) -> None:
 
 
 def _has_events(torch: Any) -> bool:
-    """Whether the history has a list of events: then the user has switched on another kind since, which has them.
+    """Return whether the history has a list of events: then the user has switched on another kind since.
 
     What is switched on here keeps one event at most.
     """

@@ -398,7 +398,7 @@ _RESERVED_BY_GRAPHS = 2
 
 
 def pooled_bytes(device_index: int) -> int | None:
-    """Bytes that the card's own pools keep, and that no list of allocations has; None where the driver cannot be asked.
+    """Return the bytes that the card's own pools keep, and no list of allocations has; None where unknown.
 
     Of the default pool that is what is reserved and not used: it gives that back at the next synchronisation, unless
     its release threshold was raised. The pool for the memory nodes of graphs keeps all that these have ever had, used
@@ -433,7 +433,7 @@ def pooled_bytes(device_index: int) -> int | None:
 
 
 def sleeping_bytes(device_index: int) -> int:
-    """Bytes of the segments of private pools behind which the driver has no allocation; 0 where it cannot be asked.
+    """Return the bytes of private pools' segments behind which the driver has no allocation; 0 where unknown.
 
     Args:
         device_index: of the card, as torch numbers it.

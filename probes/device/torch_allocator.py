@@ -523,7 +523,7 @@ def allocated_ranges(index: int) -> AllocatedRanges | None:
 
 
 def free_beside(index: int, groups: Sequence[Collection[int]]) -> list[int]:
-    """Bytes that are free in the segments in which some addresses lie: no `empty_cache()` gives these back.
+    """Return the bytes that are free in the segments in which some addresses lie: no `empty_cache()` gives these back.
 
     Args:
         index: of the card, as torch numbers it.
@@ -558,7 +558,7 @@ def parse_pinned(stats: Mapping[str, Any]) -> PinnedReading:
 
 
 def any_graph_alive() -> bool:
-    """Whether there is any object of torch's graph type; goes through the whole heap where torch has that type."""
+    """Return whether there is any object of torch's graph type; goes through the whole heap if that is loaded."""
     torch: Any = loaded("torch")
     kind = None if torch is None else getattr(torch.cuda, "CUDAGraph", None)
     return kind is not None and bool(all_instances(kind))

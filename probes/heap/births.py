@@ -226,7 +226,7 @@ def _only(variable: deque[Any]) -> Iterator[Any]:
 
 
 def _through(values: Iterator[Any], *functions: Callable[[Any], Any]) -> Iterator[Any]:
-    """Each value, given to one function after the other."""
+    """Return each value, given to one function after the other."""
     for function in functions:
         values = map(function, values)
     return values
@@ -245,7 +245,7 @@ def _of_any_arguments(*steps: _Step) -> Callable[..., Any]:
 
 
 def _young_lists() -> Iterator[list[object]]:
-    """All young objects, listed anew for each."""
+    """Return all young objects, listed anew for each."""
     return map(operator.add, map(_get_objects, repeat(1)), map(_get_objects, repeat(0)))
 
 
@@ -382,12 +382,12 @@ class Births:
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
-        """In the block nothing is noted of what a collection moves: `mark` comes right after it."""
+        """Note nothing in the block of what a collection moves: `mark` comes right after it."""
         with self._record.paused():
             yield
 
     def mark(self, label: str = "") -> None:
-        """From here on: whatever is alive now is not newborn."""
+        """Begin here: whatever is alive now is not newborn."""
         self.label, self.turn = label, 1
         self._changes.clear()
         self._noted.clear()
@@ -828,7 +828,7 @@ def _watched(objects: list[object]) -> Iterator[Any]:
 
 
 def _classes() -> tuple[type, ...]:
-    """From which the kinds to watch derive; nothing derives from the type of `lru_cache`s."""
+    """Return the types from which the kinds to watch derive; nothing derives from the type of `lru_cache`s."""
     torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):
         return (LRU_CACHE,)

@@ -77,7 +77,7 @@ def read_caches(
 
 
 def bytes_held(caches: Iterable[CacheReading]) -> int:
-    """Bytes of the storages that the entries of all `caches` reach together, each byte once."""
+    """Return the bytes of the storages that the entries of all `caches` reach together, each byte once."""
     by_device: dict[str, list[Range]] = {}
     for cache in caches:
         for device, ranges in cache.held.items():
@@ -109,7 +109,7 @@ class CacheActivity:
         self._misses = np.concatenate([self._misses, np.zeros(len(new), np.int64)])
 
     def known(self) -> list[Any]:
-        """All that are watched and alive."""
+        """Return all that are watched and alive."""
         return _alive(self._caches)
 
     def mark(self) -> None:
@@ -144,7 +144,7 @@ def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
 def walk_caches(
     wrappers: Iterable[Any], namespaces: Collection[int], max_objects: int, max_in_all: int | None = None
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """Each cache with what its entries reach.
+    """Yield each cache with what its entries reach.
 
     Args:
         wrappers: the caches.

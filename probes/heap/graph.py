@@ -115,7 +115,7 @@ class Graph:
         return Census.of_kinds(self.objects, self.kinds, self.types)
 
     def by_type(self) -> list[tuple[type, Ints]]:
-        """Each type with its nodes, in their order."""
+        """Return each type with its nodes, in their order."""
         order = np.argsort(self.kinds, kind="stable")
         kinds = self.kinds[order]
         starts = np.flatnonzero(np.diff(kinds, prepend=-1))
@@ -143,7 +143,7 @@ class Graph:
         return comes_later(self.types[int(self.kinds[node])])
 
     def holders_of(self, nodes: Collection[int]) -> Mapping[int, list[int]]:
-        """By node, the nodes that refer to it, each once."""
+        """Return by node the nodes that refer to it, each once."""
         wanted = np.zeros(len(self.objects), np.bool_)
         wanted[list(nodes)] = True
         places = np.flatnonzero(wanted[self.edges])
@@ -261,7 +261,7 @@ class Graph:
         return nodes[nodes >= len(self.roots)]
 
     def _find_turns(self) -> npt.NDArray[np.uint8]:
-        """In which of the search's queues each node waits."""
+        """Return in which of the search's queues each node waits."""
         later = np.array([LATER if comes_later(cls) else FIRST for cls in self.types.values()], np.uint8)
         turns: npt.NDArray[np.uint8] = later.take(self._walk.kind_places)
         turns[: len(self.roots)] = [root.turn for root in self.roots]

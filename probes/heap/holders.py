@@ -93,7 +93,7 @@ class SharedWalk:
         return self._is_part
 
     def census(self) -> Census:
-        """All objects by their types."""
+        """Return all objects by their types."""
         return self.graph().census()
 
     def buffers_besides(self, known: Collection[tuple[int, int]]) -> Sequence[Buffer]:
@@ -121,7 +121,7 @@ class SharedWalk:
 
 @contextlib.contextmanager
 def sharing_walk(walk: SharedWalk | None = None) -> Iterator[SharedWalk]:
-    """For the block, a walk that everybody may ask: a given one, or a new one."""
+    """Give the block a walk that everybody may ask: a given one, or a new one."""
     own = walk or SharedWalk()
     try:
         yield own
@@ -139,7 +139,7 @@ def objects_of(ids: Collection[int], walk: SharedWalk | None) -> list[object]:
 
 
 def census_of(walk: SharedWalk | None) -> Census:
-    """All objects by their types, from a walk, or where there is none by going through the heap."""
+    """Return all objects by their types, from a walk, or where there is none by going through the heap."""
     return Census(all_objects()) if walk is None else walk.census()
 
 
@@ -247,7 +247,7 @@ class Traces:
         return node < 0 or self._heap.graph.is_frozen(node)
 
     def types_of_holders(self, places: Sequence[int], ignore: Collection[int]) -> list[set[str]]:
-        """For each of some targets, the types of the objects that refer to it and that the collector lists.
+        """Return for each of some targets the types of the objects that refer to it and that the collector lists.
 
         Args:
             places: of the targets.
@@ -313,7 +313,7 @@ class Traces:
         return [] if heap is None else [id(heap.objects[node]) for node in self._nodes(place)[:-1]]
 
     def link(self, place: int, step: int) -> Link:
-        """One step of the path to a target, with its objects."""
+        """Return one step of the path to a target, with its objects."""
         nodes = self._nodes(place)
         assert self._heap is not None
         start, edge = self._edges_of(place, nodes)[step]
@@ -327,7 +327,7 @@ class Traces:
         self._firsts = dict(firsts)
 
     def freed_by_cutting(self, place: int, first: int) -> list[Freed]:
-        """For each step of the path to a target, from `first` on: the targets that nothing holds once it is cut.
+        """Return for each step of the path to a target, from `first` on: the targets that nothing holds once it is cut.
 
         An edge of a cache stands for all of the cache's entries, as clearing it cuts them all. Empty where something
         else holds this target too. By one sweep over the heap for all that `will_be_cut`, and one over what their
@@ -521,7 +521,7 @@ class Sweeper:
         self._seen = search.reached_by(self._edges)
 
     def retained(self, target: int, unreached: npt.NDArray[np.bool_]) -> list[Freed]:
-        """For each cut of a target's path, which targets no root leads to then; none, if the path's end is reached.
+        """Return for each cut of a target's path which targets no root leads to then; none if its end is reached.
 
         Args:
             target: whose path.

@@ -103,7 +103,7 @@ _SEEN = 3
 
 
 def landmarks(items: Sequence[object], edges: Sequence[str]) -> list[str]:
-    """For each object of a path the name by which the program knows it, empty for one without.
+    """Return for each object of a path the name by which the program knows it, empty for one without.
 
     Args:
         items: the objects, from the first behind the root on.

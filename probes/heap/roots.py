@@ -61,7 +61,7 @@ class Root(msgspec.Struct, frozen=True):
 
 
 def roots() -> Iterator[Root]:
-    """All roots of the process, those of the program's own modules first."""
+    """Yield all roots of the process, those of the program's own modules first."""
     modules = _modules()
     seen = {id(module) for _, module in modules}
     yield from map(_root_at, modules)
@@ -91,7 +91,7 @@ def modules_among(identities: Container[int]) -> list[Root]:
 
 
 def threads_among(identities: Container[int]) -> list[Root]:
-    """Those running threads that have one of some identities, and behind them their frames, in the order of `roots`."""
+    """Return the running threads that have one of some identities, and behind them their frames, in `roots`' order."""
     running = {ident: thread for ident, thread in _running().items() if id(thread) in identities}
     names = {ident: thread_name(thread) for ident, thread in running.items()}
     frames = running_frames() if running else ()
@@ -127,7 +127,7 @@ def _root_of_frame(frame: FrameType, running_in: str) -> Root:
 
 
 def _modules() -> list[tuple[str, object]]:
-    """Every module once, by the first name that it is imported as."""
+    """Return every module once, by the first name that it is imported as."""
     found: dict[int, tuple[str, object]] = {}
     for name, module in list(sys.modules.items()):
         if module is not None:

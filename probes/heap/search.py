@@ -120,7 +120,7 @@ class Search:
         return self._references[holder][held]
 
     def reached_by(self, edges: Indices) -> npt.NDArray[np.bool_]:
-        """Which nodes the roots lead to by some edges, those that no path may pass included."""
+        """Return which nodes the roots lead to by some edges, those that no path may pass included."""
         seen = np.zeros(len(self.objects), np.bool_)
         seen[self._blocked] = True
         frontier = np.setdiff1d(self._root_nodes(), self._blocked)
@@ -196,7 +196,7 @@ class Search:
         return frontier
 
     def _preference(self, node: int, lost: Indices) -> tuple[bool, str]:
-        """Of what holds each other, the one that is reported: it is not lost itself, and has the first name."""
+        """Return the one that is reported of what holds each other: it is not lost itself, and has the first name."""
         return bool((lost == node).any()), described(self.objects[node])
 
 

@@ -43,7 +43,7 @@ _HAVE_GC = 1 << 14
 
 
 def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, str], Any]:
-    """For things that the counters name, by resource and name, the object that owns each; those that have one.
+    """Return for things that the counters name, by resource and name, the object that owns each; those that have one.
 
     Args:
         census: the objects to look among.
@@ -247,7 +247,7 @@ def _pid(process: Any) -> int:
 
 
 def _descriptors_of(process: Any) -> list[int]:
-    """By which multiprocessing learns of the end of a process: its sentinel, and what it closes with that."""
+    """Return the descriptors by which multiprocessing learns of a process's end: its sentinel, and those it closes."""
     popen: Any = attribute(process, "_popen")
     if popen is MISSING or popen is None:
         return []

@@ -257,7 +257,7 @@ class NumpyWalk(Walk):
         return more
 
     def _which_lead_on(self, ids: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which objects, met by the walk, can lead further, and which of these most searches pass over."""
+        """Return which objects, met by the walk, can lead further, and which of these most searches pass over."""
         kinds = self._places_of_kinds(types_of(ids))
         manners = self._manners[kinds]
         leads_on = are_tracked(ids) | (manners & LEADS_ON_UNTRACKED != 0)
@@ -299,7 +299,7 @@ def _stand_in(frame: FrameType) -> object:
 
 
 def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:
-    """How many referents each object has, and the identities of all of them, with more for some of the objects."""
+    """Return how many referents each object has, and the identities of all, with more for some of the objects."""
     places = sorted(more)
     counts, added = elements([more[place] for place in places])
     behind = np.cumsum(sizes)[places]

@@ -75,7 +75,7 @@ class SettingSource(Protocol):
         """Return what changes if one of them does, in microseconds: numbers, texts and identities, safe to compare."""
 
     def texts(self) -> dict[str, str]:
-        """Each of them, by name; read when `raw` has changed only."""
+        """Return each of them, by name; read when `raw` has changed only."""
 
 
 class SettingReader:
@@ -210,7 +210,7 @@ class CounterReader:
         self._settings = SettingReader(warnings_filters=warnings_filters, status=lambda: self._status)
 
     def read(self, last: Counters | None = None) -> Counters:
-        """All of them; or, in half of the time, only what may have changed since `last`.
+        """Return all of them; or, in half of the time, only what may have changed since `last`.
 
         Then the cards' amounts are taken over.
         """
@@ -219,7 +219,7 @@ class CounterReader:
     def read_in_part(
         self, last: Counters | None = None, *, settings: Literal["all", "no library's", "none"]
     ) -> Counters:
-        """As `read`, with some of the settings only.
+        """Read as `read` does, with some of the settings only.
 
         Args:
             last: an earlier reading.
@@ -320,7 +320,7 @@ class CounterReader:
 
 
 def _listed_bytes(index: int) -> tuple[int | None, str]:
-    """Bytes that the driver's allocations on a card take; None where it does not list them, with the reason if known.
+    """Return the bytes of the driver's allocations on a card; None where it does not list them, with the reason.
 
     In steps of the driver's, as NVML counts: what is in one with others moves none of the figures that say when it is
     time to list them anew, and would be blamed on whoever moves these.
@@ -346,7 +346,7 @@ def anonymous_bytes() -> int:
 
 
 def own_bytes(status: bytes) -> int:
-    """Of /proc/self/status, what is neither code nor a file's: heap, stacks, anonymous maps, what of it is swapped out.
+    """Return of /proc/self/status what is neither code nor a file's: heap, stacks, anonymous maps, also swapped out.
 
     `mmap.mmap(-1, …)` and what a card's driver pins are shared memory to the kernel (`/dev/zero (deleted)`), as are the
     files of /dev/shm that are mapped here.

@@ -201,7 +201,7 @@ class Makers:
             self._descriptors.pop(number, None)
 
     def of_item(self, key: str, name: str) -> Maker | None:
-        """Who made what the counters call so; None if that was not seen, or they count something else by that key.
+        """Return who made what the counters call so; None if that was not seen, or the key means something else.
 
         Args:
             key: `threads`, `processes`, `file-descriptors` or another resource.

@@ -128,7 +128,7 @@ def read_parts() -> MemoryParts:
 
 
 def malloc_in_use(info: _Mallinfo | None = None) -> int:
-    """Bytes that malloc has given out, 0 where that is not glibc's; asks each arena, which takes up to 0.1 ms."""
+    """Return the bytes that malloc has given out, 0 where it is not glibc's; asks each arena, up to 0.1 ms."""
     info = info or _mallinfo()
     return int(info.uordblks) + int(info.hblkhd)
 

@@ -120,7 +120,7 @@ def python_threads_seconds() -> dict[int, float] | None:
 
 
 def catches(pid: int, number: int) -> bool | None:
-    """Whether a process has a handler for a signal that its main thread lets in; None where it blocks the signal.
+    """Return whether a process handles a signal that its main thread lets in; None where it blocks the signal.
 
     False, too, where the process has ended or may not be read.
     """
@@ -174,7 +174,7 @@ def _status(path: str) -> dict[str, str]:
 
 
 def waits_for_a_signal(pid: int) -> bool:
-    """Whether a process's main thread is in `pause`, which each handled signal ends; False where that is not known."""
+    """Return whether a process's main thread is in `pause`, which each handled signal ends; False if unknown."""
     try:
         call = contents(f"/proc/{pid}/syscall").decode()
     except OSError:  # it ended, or a kernel without this file
@@ -245,13 +245,13 @@ def program_name(pid: int) -> str:
 
 
 def sizes(pid: int) -> tuple[int, int]:
-    """Bytes of a process in physical memory, and swapped out; everybody may read these."""
+    """Return the bytes of a process in physical memory, and swapped out; everybody may read these."""
     fields = status(pid)
     return _bytes_in(fields, "VmRSS") + _bytes_in(fields, "HugetlbPages"), _bytes_in(fields, "VmSwap")
 
 
 def rollup(pid: int) -> Rollup | None:
-    """Its memory by kind; None where it may not be read: another user's process, or a kernel before 4.14."""
+    """Return its memory by kind; None where it may not be read: another user's process, or a kernel before 4.14."""
     try:
         _, *lines = lines_of(f"/proc/{pid}/smaps_rollup")
     except (OSError, ValueError):  # or it ends: then the file is empty

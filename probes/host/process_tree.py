@@ -155,7 +155,7 @@ class ProcessTree:
                 self._orphans[pid] = process.started
 
     def descendants(self) -> list[int]:
-        """All of them that are alive, orphans and what they have started included; sorted."""
+        """Return all of them that are alive, orphans and what they have started included; sorted."""
         return sorted(self._family())
 
     def with_descendants(self, pids: Iterable[int]) -> set[int]:
@@ -209,7 +209,7 @@ class ProcessTree:
 
 
 def _all_processes() -> list[ProcessStat]:
-    """All living processes of this host.
+    """Return all living processes of this host.
 
     One that ends while they are listed may have started another one after that was passed: then they are listed again.
     """

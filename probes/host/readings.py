@@ -137,7 +137,7 @@ def _children() -> tuple[str, ...]:
 
 
 def resident_bytes(address: int, length: int) -> int:
-    """Bytes of `[address, address + length)` that are in physical memory, by `mincore(2)`.
+    """Return the bytes of `[address, address + length)` that are in physical memory, by `mincore(2)`.
 
     A page counts whole or not at all, but only with its bytes inside the range. A page of a mapped file counts where it
     is in the page cache, even if only another process reads it.
@@ -199,17 +199,17 @@ def _is_shared_memory(name: str) -> bool:
 
 
 def named_shared_memory() -> list[Range]:
-    """Where this process maps files of /dev/shm that still have their names there."""
+    """Return where this process maps files of /dev/shm that still have their names there."""
     return [part for parts in mapped_shared_files().values() for part in parts]
 
 
 def unnamed_shared_memory() -> list[Range]:
-    """Where this process maps shared memory that never had a name, as a card's driver does what it pins."""
+    """Return where this process maps shared memory that never had a name, as a card's driver does what it pins."""
     return [each.range for each in read_mappings() if each.path.startswith(_UNNAMED_SHARED_MEMORY)]
 
 
 def mapped_shared_files() -> dict[str, list[Range]]:
-    """By their names, the files of /dev/shm that this process maps and that still have these names, with where."""
+    """Return by their names the files of /dev/shm that this process maps and that still have these, with where."""
     prefix = f"{_SHARED_MEMORY}/"
     found: dict[str, list[Range]] = {}
     for each in read_mappings(having=prefix):
@@ -219,7 +219,7 @@ def mapped_shared_files() -> dict[str, list[Range]]:
 
 
 def _swapped_bytes(part: Range) -> int:
-    """Bytes of the pages of a range that are swapped out, by pagemap; 0 where it may not be read."""
+    """Return the bytes of the pages of a range that are swapped out, by pagemap; 0 where it may not be read."""
     first, stop = part[0] // mmap.PAGESIZE, -(-sum(part) // mmap.PAGESIZE)
     found = 0
     with contextlib.suppress(OSError):
@@ -270,7 +270,7 @@ _HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \S+\s*(.*)$")
 
 
 def resident_code(pattern: str) -> dict[str, int]:
-    """Bytes of code in physical memory of each loaded library whose file name matches, by file name.
+    """Return the bytes of code in physical memory of each loaded library whose file name matches, by file name.
 
     Args:
         pattern: a regular expression that the whole file name must match.

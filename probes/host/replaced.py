@@ -337,7 +337,7 @@ class Replaced:
         return FIRST.read(), OPTIONS.read()
 
     def texts(self) -> dict[str, str]:
-        """Each with what is there, and what was."""
+        """Return each with what is there, and what was."""
         return FIRST.read() | OPTIONS.read()
 
 
@@ -390,7 +390,7 @@ def _has_compiled() -> bool:
 
 
 def _is_stub(name: str, item: Any) -> bool:
-    """Whether an entry of `sys.modules` is nothing that an import made, nor that the library puts there itself."""
+    """Return whether an entry of `sys.modules` was made by no import, nor put there by the library itself."""
     cls = type(item)
     if item is None:
         return True

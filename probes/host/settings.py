@@ -66,7 +66,7 @@ class Values:
             return [_read(value) for value in self._all]
 
     def texts(self) -> dict[str, str]:
-        """Each by its name; those that cannot be read are left out."""
+        """Return each by its name; those that cannot be read are left out."""
         read = ((value, _read(value)) for value in self._all)
         return {value.name: value.text(found) for value, found in read if found is not _UNREADABLE}
 
@@ -195,7 +195,7 @@ _place_of_answer = ctypes.byref(_answer)
 
 
 def _is_subreaper() -> int:
-    """Whether the children of children that have ended become this process's; -1 where the kernel does not say."""
+    """Return whether children of ended children become this process's; -1 where the kernel does not say."""
     failed = _prctl is None or _prctl(_PR_GET_CHILD_SUBREAPER, _place_of_answer, 0, 0, 0)
     return -1 if failed else _answer.value
 
@@ -289,7 +289,7 @@ class Environment:
         return data
 
     def texts(self) -> dict[str, str]:
-        """Each variable's value as code; what replaced `os.environ` by its name."""
+        """Return each variable's value as code; what replaced `os.environ` by its name."""
         data = self.raw()
         if not isinstance(data, dict):
             return {}
@@ -305,7 +305,7 @@ class ModuleSearchPath:
         return [entry for entry in path if type(entry) is str] if type(path) is list else id(path)
 
     def texts(self) -> dict[str, str]:
-        """Each entry once, whatever its place."""
+        """Return each entry once, whatever its place."""
         entries = self.raw()
         return {f"sys.path entry {entry!r}": "there" for entry in entries} if isinstance(entries, list) else {}
 
@@ -314,11 +314,11 @@ class Finders:
     """The entries of `sys.meta_path` and `sys.path_hooks` that are the program's own: libraries add theirs for good."""
 
     def raw(self) -> object:
-        """Their identities."""
+        """Return their identities."""
         return [tuple(map(id, found)) if type(found) is list else id(found) for _, found in self._lists()]
 
     def texts(self) -> dict[str, str]:
-        """Each by what it is."""
+        """Return each by what it is."""
         return {
             f"{name} entry {identified(item)}": "there"
             for name, found in self._lists()
@@ -351,7 +351,7 @@ class Signals:
         return tuple(map(id, map(HANDLER_OF, self._numbers)))
 
     def texts(self) -> dict[str, str]:
-        """Each handler by its signal's name."""
+        """Return each handler by its signal's name."""
         return {
             f"signal.getsignal(signal.{_SIGNAL_NAMES[number]})": _handler(HANDLER_OF(number))
             for number in self._numbers
@@ -384,11 +384,11 @@ class Timers:
     """The interval timers that are armed, but for those that a tool that runs tests hears of: time limits."""
 
     def raw(self) -> object:
-        """Which are armed, and who hears of them."""
+        """Return which are armed, and who hears of them."""
         return [(_TIMER_OF(number)[0] > 0, id(HANDLER_OF(sent))) for number, sent in _TIMERS.values()]
 
     def texts(self) -> dict[str, str]:
-        """Each by its name."""
+        """Return each by its name."""
         return {
             f"interval timer {name}": "armed"
             for name, (number, sent) in _TIMERS.items()
@@ -412,7 +412,7 @@ class Reducers:
         return (*map(id, table), *map(id, table.values())) if type(table) is dict else id(table)
 
     def texts(self) -> dict[str, str]:
-        """Each by its class."""
+        """Return each by its class."""
         table = copyreg.dispatch_table
         return {
             f"copyreg.dispatch_table entry {identified(cls)}": "there"
@@ -436,7 +436,7 @@ class Filters:
         self._raw: object = None
 
     def raw(self) -> object:
-        """Their identities."""
+        """Return their identities."""
         filters = warnings.filters
         raw = tuple(map(id, filters)) if type(filters) is list else id(filters)
         if raw == self._raw:
@@ -445,7 +445,7 @@ class Filters:
         return raw
 
     def texts(self) -> dict[str, str]:
-        """Each filter by what it says."""
+        """Return each filter by what it says."""
         filters: Any = warnings.filters
         if type(filters) is not list:
             return {}
@@ -477,11 +477,11 @@ class CollectorCallbacks:
     """What is called before and after each garbage collection."""
 
     def raw(self) -> object:
-        """Their identities."""
+        """Return their identities."""
         return tuple(map(id, gc.callbacks))
 
     def texts(self) -> dict[str, str]:
-        """Each by its name."""
+        """Return each by its name."""
         return {f"gc.callbacks entry {described(item)}": "there" for item in list(gc.callbacks)}
 
 
@@ -585,7 +585,7 @@ class Loggers:
         )
 
     def texts(self) -> dict[str, str]:
-        """Each level that is set, each handler, and the names of levels that `logging.addLevelName` has given."""
+        """Return each level that is set, each handler, and the names that `logging.addLevelName` has given."""
         self._take_configured()
         found = {
             f"name of logging level {level}": repr(name)

@@ -208,7 +208,7 @@ DEFAULT_STREAM = "the default one"
 
 
 def _card(torch: Any) -> list[Value]:
-    """Of each card on which torch has begun to work: until then there is nothing to read, and nothing is begun."""
+    """Return those of each card on which torch has begun to work: until then there is nothing, and nothing is begun."""
     core = torch._C
     fraction = getattr(core, "_cuda_getMemoryFraction", None)
     if fraction is None:
@@ -267,7 +267,7 @@ class CardLimits:
         return tuple(map(self._limit, CARD_LIMITS.values())) if self._driver is not None else ()
 
     def texts(self) -> dict[str, str]:
-        """Each by the name that it has in CUDA's runtime."""
+        """Return each by the name that it has in CUDA's runtime."""
         limits: Any = self.raw()
         return {
             f"the card's {name}": str(value) for name, value in zip(CARD_LIMITS, limits, strict=False) if value >= 0
@@ -293,13 +293,13 @@ class Modes:
         self._stacks: list[tuple[str, Callable[[], int], Callable[[int], Any]]] = []
 
     def raw(self) -> object:
-        """Their identities."""
+        """Return their identities."""
         if loaded("torch") is not self._torch:
             self._bind()
         return [tuple(id(at(place)) for place in range(count)) for _, length, at in self._stacks if (count := length())]
 
     def texts(self) -> dict[str, str]:
-        """Each by the name of its class."""
+        """Return each by the name of its class."""
         found = {}
         for kind, length, at in self._stacks:
             for mode in [at(place) for place in range(length())]:
@@ -356,7 +356,7 @@ class ModuleHooks:
         return [tuple(hooks) for _, hooks in self._tables]
 
     def texts(self) -> dict[str, str]:
-        """Each by its place and its name."""
+        """Return each by its place and its name."""
         return {
             f"torch hook {described(hook)} in {place}": "there"
             for place, hooks in self._tables

@@ -72,7 +72,7 @@ def key(which: int, round_index: int) -> int:
 
 
 def finish_all(sums: Iterable[tuple[int, int]], lengths: Iterable[int]) -> list[int]:
-    """`finish` of each."""
+    """Return `finish` of each."""
     return [finish(first, second, length) for (first, second), length in zip(sums, lengths, strict=True)]
 
 
@@ -128,7 +128,7 @@ class Hits(msgspec.Struct, frozen=True):
 
 
 def aligned_part(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of a contiguous tensor before its first word at a multiple of 8, and how many such words it has."""
+    """Return the bytes of a contiguous tensor before its first word at a multiple of 8, and its number of these."""
     skipped = -tensor.data_ptr() % WORD
     return skipped, max(0, (tensor.nbytes - skipped) // WORD)
 

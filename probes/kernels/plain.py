@@ -106,7 +106,7 @@ class _Hasher:
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """`definition.mix` of each; the shifts of torch's signed numbers would bring the sign in."""
+    """Return `definition.mix` of each; the shifts of torch's signed numbers would bring the sign in."""
     values = (values ^ _shifted(values, 30)) * _signed(MIX_FIRST)
     values = (values ^ _shifted(values, 27)) * _signed(MIX_SECOND)
     return values ^ _shifted(values, 31)
@@ -211,7 +211,7 @@ def _copy_bytes(into: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _piece_bytes(device: torch.device) -> int:
-    """Bytes worked on in one go.
+    """Return the bytes worked on in one go.
 
     On the CPU they stay in a core's cache, and are few enough that torch starts no threads: waiting for those after
     each of its small steps costs far more than they save where the cores are busy, as in a test suite. On a card they

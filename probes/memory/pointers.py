@@ -291,7 +291,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 def moved(recorded: Mapping[str, Range], live: Iterable[LabelledRange]) -> tuple[Moved, ...]:
-    """Which recorded buffers are not where a captured graph reads them; sorted by name, empty if all are.
+    """Return which recorded buffers are not where a captured graph reads them; sorted by name, empty if all are.
 
     Args:
         recorded: address and length in bytes of each static buffer at capture, by name.

@@ -23,7 +23,7 @@ def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def total(ranges: Iterable[Range]) -> int:
-    """Bytes in `ranges`; merge them first if they may overlap."""
+    """Return the bytes in `ranges`; merge them first if they may overlap."""
     return sum(length for _, length in ranges)
 
 

@@ -58,7 +58,7 @@ def allocating_function(stack: Iterable[StackFrame]) -> str:
 
 
 def telling_frames(stack: Sequence[StackFrame]) -> list[int]:
-    """Which frames of a stack are not torch's, numpy's or Python's, the innermost first; all if none is.
+    """Return which frames of a stack are not torch's, numpy's or Python's, the innermost first; all if none is.
 
     A library that is built on these counts as the program: vLLM is installed as torch is, and where in vLLM memory was
     allocated says more than that a script has called it. The files may be those of another machine.
@@ -84,7 +84,7 @@ def _is_framework(frame: StackFrame, folders: tuple[str, ...]) -> bool:
 
 
 def _library_folders() -> tuple[str, ...]:
-    """Where Python's own modules are, where inductor writes its code, and torch and numpy, installed or not."""
+    """Return where Python's own modules are, where inductor writes its code, and torch and numpy, installed or not."""
     folders: set[str | None] = set(_STANDARD_LIBRARIES)
     folders.add(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
     for name in ("torch", "numpy"):

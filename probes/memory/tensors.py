@@ -62,7 +62,7 @@ class TensorReading(msgspec.Struct, frozen=True):
         return self.ranges.get(device, ())
 
     def bytes_on(self, device: str) -> int:
-        """Bytes under the live tensors of `device`."""
+        """Return the bytes under the live tensors of `device`."""
         return total(self.on(device))
 
 
@@ -134,7 +134,7 @@ def keys_of_each(items: Iterable[Any]) -> list[frozenset[tuple[str, int]]]:
 
 
 def hold_memory(items: Iterable[Any]) -> list[bool]:
-    """Whether each of some tensors and storage objects holds memory, or may: by a graph, or because it is unknown.
+    """Return whether each of some tensors and storages holds memory, or may: by a graph, or because it is unknown.
 
     A tensor that needs no gradient, and has no memory of its own (an empty or meta one, the stand-ins of compilers),
     holds nothing else that is not found by itself.
@@ -321,7 +321,7 @@ def _parts(torch: ModuleType, tensor: Any) -> tuple[Any, ...]:
 
 
 def _storage_address(tensor: Any) -> int:
-    """Where the tensor's storage starts; 0 if it holds no memory."""
+    """Return where the tensor's storage starts; 0 if it holds no memory."""
     if torch_member(tensor, "numel")():
         address = torch_member(tensor, "data_ptr")()
         offset = torch_member(tensor, "storage_offset")() * torch_member(tensor, "element_size")()

@@ -19,7 +19,7 @@ _SCATTER = np.int64(-7046029254386353131)  # 2**64 over the golden ratio: neighb
 
 
 def first_places(ids: Ints) -> Ints:
-    """For each address the place at which it comes for the first time; without a sort, which takes four times as long.
+    """Return for each address the place at which it comes first; without a sort, which takes four times as long.
 
     In each round every address goes to a slot, of several in a slot the first stays, and those that meet another one
     there go on to the next round.
@@ -112,7 +112,7 @@ class AddressTable:
         return ids
 
     def first_places(self, ids: Ints) -> Ints:
-        """For each address the place in `ids` at which it comes for the first time."""
+        """Return for each address the place in `ids` at which it comes for the first time."""
         return first_places(ids)
 
     def find(self, ids: Ints) -> Indices:

@@ -88,7 +88,7 @@ _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
 def described(item: object) -> str:
-    """`package.module.function at 0x7f…`: what it is and which one; a constant as code."""
+    """Return `package.module.function at 0x7f…`: what it is and which one; a constant as code."""
     if item is None or type(item) in (int, bool, str):
         return constant_text(item)
     return (LIBRARYS if is_librarys(item) else "") + identified(item)

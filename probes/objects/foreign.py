@@ -139,7 +139,7 @@ def attribute(holder: object, name: str) -> object:
 
 
 def has_plain_hash(key: object) -> bool:
-    """Whether hashing an object, and comparing it with itself, runs nothing but the interpreter's code or torch's."""
+    """Return whether hashing an object, and comparing it with itself, runs the interpreter's or torch's code alone."""
     waiting = [key]
     # No recursion: a program may nest tuples deeper than Python's calls.
     while waiting:
@@ -256,7 +256,7 @@ def thread_ident(thread: threading.Thread) -> int:
 
 
 def thread_key(thread: threading.Thread) -> str:
-    """`name (identifier)`, as the counters name it."""
+    """Return `name (identifier)`, as the counters name it."""
     return f"{thread_name(thread)} ({thread_ident(thread) or None})"
 
 

@@ -81,7 +81,7 @@ class ObjectPlaces:
         return found
 
     def first_places(self, ids: Ints) -> Ints:
-        """For each object the place in `ids` at which it comes for the first time; none of them may have been added."""
+        """Return for each object the place in `ids` at which it comes first; none of them may have been added."""
         slots = self._slots(ids)
         turns = np.arange(len(ids), dtype=np.int32)
         # Written backwards, so that the first of several stays.
@@ -118,7 +118,7 @@ class ObjectPlaces:
         return added
 
     def _slots_of(self, ids: Ints) -> Ints:
-        """Where the places of some objects are; in the first page for those in whose pages nothing is."""
+        """Return where the places of some objects are; in the first page for those in whose pages nothing is."""
         parts = _parts(ids)
         slots = self._blocks.take(parts[:, 2])
         slots += parts[:, 1]
@@ -213,7 +213,7 @@ class Identities(Collection[int]):
         return place < len(self._ids) and int(self._ids[place]) == identity
 
     def holds(self, ids: Ints) -> npt.NDArray[np.bool_]:
-        """Which of some identities are among them, shape [len(ids)]."""
+        """Return which of some identities are among them, shape [len(ids)]."""
         if not len(self._ids):
             return np.zeros(len(ids), np.bool_)
         places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
@@ -232,7 +232,7 @@ class Identities(Collection[int]):
 
 
 def identities(objects: list[Any]) -> Ints:
-    """`id` of each object of a list, shape [len(objects)]; nobody else may change the list meanwhile."""
+    """Return `id` of each object of a list, shape [len(objects)]; nobody else may change the list meanwhile."""
     if not objects or not _LAID_OUT:
         return np.fromiter(map(id, objects), np.int64, len(objects))
     items = _word(id(objects) + _ITEMS)
@@ -249,7 +249,7 @@ def places_of(ids: Ints) -> Places:
 
 
 def types_of(ids: Ints) -> Ints:
-    """`id(type(item))` of each object by its identity, shape [len(ids)].
+    """Return `id(type(item))` of each object by its identity, shape [len(ids)].
 
     Args:
         ids: of objects that the caller keeps alive.
@@ -302,7 +302,7 @@ def referents(objects: list[Any]) -> tuple[Ints, Ints, list[Any]]:
 
 
 def are_tracked(ids: Ints) -> npt.NDArray[np.bool_]:
-    """`gc.is_tracked` of each object by its identity, shape [len(ids)].
+    """Return `gc.is_tracked` of each object by its identity, shape [len(ids)].
 
     Args:
         ids: of objects that the caller keeps alive.
@@ -329,7 +329,7 @@ class Tracked:
         self._manners = np.zeros(0, np.int8)
 
     def among(self, ids: Ints) -> npt.NDArray[np.bool_]:
-        """`gc.is_tracked` of each object by its identity, shape [len(ids)].
+        """Return `gc.is_tracked` of each object by its identity, shape [len(ids)].
 
         Args:
             ids: of objects that the caller keeps alive, and with them their types until the walk's end.
@@ -394,7 +394,7 @@ def namespace_sizes() -> NamespaceSizes:
 
 
 def misses_of(caches: list[weakref.ref[Any]]) -> Ints:
-    """How often each `lru_cache` was asked for what it did not have, shape [len(caches)]; -1 for one that is gone.
+    """Return how often each `lru_cache` was asked for what it did not have, shape [len(caches)]; -1 for a lost one.
 
     (`cache_info` of each of 800 takes 0.4 ms, this 0.01.)
     """

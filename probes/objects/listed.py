@@ -99,7 +99,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def all_objects() -> list[object]:
-    """Every tracked object that is reachable or unfrozen, once each, in no order that means anything.
+    """Return every tracked object that is reachable or unfrozen, once each, in no order that means anything.
 
     `gc.get_objects()` leaves out what `gc.freeze()` moved to the permanent generation, and unfreezing it to look would
     freeze too much afterwards. So where a program has frozen its heap, what it leaves out is found by a walk forward
@@ -274,7 +274,7 @@ def _roots() -> Iterator[object]:
 
 
 def _classes() -> Iterator[object]:
-    """All classes and, for those written in C, what their namespaces hold: a static type has no referents."""
+    """Yield all classes and, for those written in C, what their namespaces hold: a static type has no referents."""
     for cls in all_classes():
         yield cls
         if not flags_of(cls) & _HEAP_TYPE:

@@ -187,7 +187,7 @@ class Agents:
             shutil.rmtree(folder, ignore_errors=True)
 
     def has_agent(self, pid: int) -> bool:
-        """Whether a process has an agent, its own or the one of the process that has forked it; it may not answer."""
+        """Return whether a process has an agent, its own or that of the process that forked it; it may not answer."""
         if self.folder is None or _has_ended(pid):
             return False
         image = _image(pid)
@@ -199,7 +199,7 @@ class Agents:
             return image in self._images or (_agent().found() is not None and image == _image(os.getpid()) != b"")
 
     def began(self) -> dict[int, float]:
-        """Each process that has had an agent, ended ones too, with the time at which the agent began to listen.
+        """Return each process that has had an agent, ended ones too, with the time at which the agent began to listen.
 
         In seconds since the epoch; next to free where no agent has begun since the last call.
         """
@@ -443,7 +443,7 @@ def _note_forks() -> None:
 
 
 def _image(pid: int) -> bytes:
-    """Where a program's memory lies, which its forks have in common; empty where that may not be read."""
+    """Return where a program's memory lies, which its forks have in common; empty where that may not be read."""
     try:
         image: bytes = _agent().image_of(contents(f"/proc/{pid}/stat"))
     except OSError:  # it ended
@@ -479,7 +479,7 @@ def _owner(folder: str) -> int:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process has ended, if its parent has not taken note of that: its socket stays where it was killed."""
+    """Return whether a process has ended, if its parent took no note of that: its socket stays where it was killed."""
     process = stat(pid)
     return process is None or process.state in ("Z", "X")
 
@@ -605,7 +605,7 @@ class Neighbours:
 
 
 def _unseen_containers() -> str:
-    """Whether /dev/shm is the host's while only some of its processes are seen, as with Docker's `--ipc=host`."""
+    """Say whether /dev/shm is the host's while only some of its processes are seen, as with `--ipc=host`."""
     try:
         ipc, pids = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("ipc", "pid"))
     except OSError:

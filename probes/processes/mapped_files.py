@@ -74,7 +74,7 @@ class FilesInUse(msgspec.Struct, frozen=True):
 
 
 def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
-    """Bytes of address space that a process maps of each file below a folder, by its path there.
+    """Return the bytes of address space that a process maps of each file below a folder, by its path there.
 
     A file without a name any more has the kernel's ` (deleted)` behind the one it had.
 
@@ -134,7 +134,7 @@ def maps_library(pid: int, name: str) -> bool:
 
 
 def files_in_use(pid: int, wanted: Collection[FileId], names: Collection[str]) -> FilesInUse:
-    """Which of some files a process maps or has open.
+    """Return which of some files a process maps or has open.
 
     Args:
         pid: its process identifier; one that has ended uses nothing.

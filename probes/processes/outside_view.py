@@ -95,7 +95,7 @@ class ProcessView(msgspec.Struct, frozen=True):
 
 
 def read_process(pid: int, cards: ByCard = _NO_CARDS) -> ProcessView | None:
-    """One process; None where it has ended, or ends while it is read.
+    """Return one process; None where it has ended, or ends while it is read.
 
     Args:
         pid: its process identifier.

@@ -42,7 +42,7 @@ class Role(msgspec.Struct, frozen=True):
         return " ".join(f"{name}{rank}" for name, rank in self.ranks.items())
 
     def __str__(self) -> str:
-        """`vllm worker, rank 1`; empty where nothing is known."""
+        """Return `vllm worker, rank 1`; empty where nothing is known."""
         rank = self.dimensions or ("" if self.rank is None else str(self.rank))
         return ", ".join(filter(None, (self.part, rank and f"rank {rank}")))
 

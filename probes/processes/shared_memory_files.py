@@ -124,7 +124,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_shared_memory(folder: Path = FOLDER, *, patience: float = PATIENCE_S) -> SharedMemoryReading:
-    """Which entries of /dev/shm nobody uses any more.
+    """Return which entries of /dev/shm nobody uses any more.
 
     An entry is used while a living process maps it or has it open, and while the process lives whose number its name
     has.  Who has closed one to open it again later by its name is not seen: hence `SharedMemoryFile.age`.

@@ -106,7 +106,7 @@ class _Memory:
         return self._operators
 
     def holders_of(self, addresses: Collection[int]) -> Iterator[tuple[int, int, str]]:
-        """Each place where one of some addresses is a member of a C++ object: with that object's address and class."""
+        """Yield each place where one of some addresses is a member of a C++ object: with its address and class."""
         wanted = np.array(sorted(addresses), np.int64)
         left = _MOST_READ
         # What is read here is not read again as if it were the program's: this memory was mapped after the mappings
@@ -204,7 +204,7 @@ class _Memory:
         return _NOTHING
 
     def _ends_behind(self, address: int, member: int) -> bool:
-        """Whether an object has the member of this number, counted in words: else that is in the block behind it."""
+        """Return whether an object has the member of this number, counted in words: else the block behind it has."""
         header = self._words(address - _WORD, 1)
         size = int(header[0]) & ~7 if len(header) and address % (2 * _WORD) == 0 else 0
         # A part of another object, as a member is, has no size of its own before it.
@@ -238,7 +238,7 @@ class _Memory:
         return mapping is not None and "w" in mapping.access and mapping.path in ("", "[heap]")
 
     def _read_into(self, buffer: Ints, address: int) -> Ints:
-        """As many words of memory as fit; none where nothing is mapped."""
+        """Return as many words of memory as fit; none where nothing is mapped."""
         try:
             read = os.preadv(self._file, [buffer.data.cast("B")], address)
         except (OSError, OverflowError):

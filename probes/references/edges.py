@@ -161,7 +161,7 @@ def _registered_text(module: object, registry: str, key: object) -> str:
 
 
 def _is_cached_property(cls: type, name: str) -> bool:
-    """Whether the class computes the attribute once, and then keeps it in the instance's `__dict__` by that name."""
+    """Return whether the class computes the attribute once, and keeps it in the instance's `__dict__` by that name."""
     for base in mro_of(cls):
         if name in namespace_of(base):
             return type(namespace_of(base)[name]) is functools.cached_property
@@ -201,7 +201,7 @@ def of_tensor(way: Rest) -> Edge | None:
 
 
 def is_autograd_node(cls: type) -> bool:
-    """Whether instances of the class are nodes of torch's autograd graph (`MulBackward0`, a `Function`'s context)."""
+    """Return whether instances of the class are nodes of torch's autograd graph (`MulBackward0`, a context)."""
     names = [type_name(base) for base in mro_of(cls)]
     return "torch._C._FunctionBase" in names or _AUTOGRAD_NODE.fullmatch(names[0]) is not None
 

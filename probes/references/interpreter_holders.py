@@ -34,7 +34,7 @@ _MOST_EXIT_FUNCTIONS = 10_000
 
 
 def named_holders() -> Iterator[tuple[str, object]]:
-    """Each object that C holds and that can be asked for, with what it is asked by; this thread's where each has one.
+    """Yield each object that C holds and that can be asked for, with what it is asked by; this thread's of each.
 
     Takes some tens of microseconds.
     """

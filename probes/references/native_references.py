@@ -125,7 +125,7 @@ def _references_to_cells(items: Iterable[object], variables: Variables) -> dict[
 
 
 def _is_checkers(item: object, variables: Variables) -> bool:
-    """Whether a running function has a container in a variable: its caller may have one more reference on its stack."""
+    """Return whether a running function has a container in a variable: its caller may have one reference more."""
     is_variables = bool(variables.plain[id(item)] or variables.shared[id(item)])
     return is_variables and any(type(item) is kind for kind in (list, dict, tuple, set))
 

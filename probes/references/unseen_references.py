@@ -89,7 +89,7 @@ def edge_of(holder: Any, held: object, containers: Containers | None = None) -> 
 
 
 def is_view_of(holder: Any, held: object) -> bool:
-    """Whether an object that the collector does not track was made of another one: an array of its base, a tuple.
+    """Return whether an object that is not tracked was made of another one: an array of its base, a tuple.
 
     Args:
         holder: the object.
@@ -134,7 +134,7 @@ def object_parts(array: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _place_in(array: Any, held: object, part: str, whole: Any, containers: Containers) -> str | None:
-    """Where a part of an array, whose items are objects, has an object, as code; None if it has not."""
+    """Return where a part of an array, whose items are objects, has an object, as code; None if it has not."""
     flat = _array_member("flat", array)
     place = containers.place_of(whole, part, len(flat), flat, held)
     if place is None:

@@ -139,7 +139,7 @@ _VERDICT_STYLES = {"WORSE": "bold red", "NOT KNOWN": "bold yellow", "NO WORSE": 
 
 
 def verdict_of(changes: Sequence[LeakChange]) -> str:
-    """`WORSE: 1 new, 2 grown, 1 gone`; one line."""
+    """Return `WORSE: 1 new, 2 grown, 1 gone`; one line."""
     counts = Counter(change.kind for change in changes)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _STYLES if counts[kind]) or "no findings in either"
     known = sum(change.kind in ("new", "grown") and not change.fails for change in changes)
@@ -202,7 +202,7 @@ def render_as_page(changes: Sequence[LeakChange], before: str, after: str) -> st
 
 
 def amounts(change: LeakChange) -> str:
-    """`8.0 MiB → 12.0 MiB`, or `8.0 MiB (+512 B)` where both read the same; in things for what has no bytes."""
+    """Return `8.0 MiB → 12.0 MiB`, or `8.0 MiB (+512 B)` where both read the same; in things for what has no bytes."""
     if change.before is None or change.after is None:
         return _amount(change.side)
     was, now = _amount(change.before), _amount(change.after)
@@ -212,7 +212,7 @@ def amounts(change: LeakChange) -> str:
 
 
 def subjects(side: Side) -> str:
-    """`test_a`; `test_a and 3 more`."""
+    """Return `test_a`; `test_a and 3 more`."""
     more = len(side.subjects) - 1
     return f"{side.subjects[0]} and {more} more" if more else side.subjects[0]
 

@@ -55,12 +55,12 @@ def render_fragment(report: Report) -> str:
 
 
 def render_line(text: str) -> str:
-    """One line of text where there is no report yet, as an element `p`."""
+    """Return one line of text where there is no report yet, as an element `p`."""
     return environment().from_string('<p class="lowtide-report">{{ text }}</p>').render(text=text)
 
 
 def _with_findings(subjects: list[Subject]) -> list[_Shown]:
-    """Each subject with those of its findings that are shown."""
+    """Return each subject with those of its findings that are shown."""
     shown, room = [], MOST_FINDINGS
     for subject in subjects:
         findings = subject.findings[:room]

@@ -68,7 +68,7 @@ def environment() -> Environment:
 
 
 def _printable(value: object) -> object:
-    """Each text on its way into the page; what the template itself made (`Markup`) is left alone."""
+    """Return each text on its way into the page; what the template itself made (`Markup`) is left alone."""
     if type(value) is not str:
         return value
     if len(value) > LONGEST:

@@ -162,7 +162,7 @@ def _of_all(views: Sequence[View]) -> Iterable[View]:
 
 
 def _sum_of(sizes: Sequence[int | None]) -> int | None:
-    """None where one is not known: a sum of the others would look like all."""
+    """Add up sizes; None where one is not known: a sum of the others would look like all."""
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 

@@ -46,7 +46,7 @@ class LedgerTable(NamedTuple):
 
 
 def stage_table(subject: Subject) -> StageTable:
-    """Each of the last stages with its readings on both sides; sizes in MiB."""
+    """Return each of the last stages with its readings on both sides; sizes in MiB."""
     shown = subject.stages[-MOST_ROWS:]
     tags = sorted({tag for stage in shown for side in (stage.before, stage.after) for tag in side.arenas})
     rows = []
@@ -60,7 +60,7 @@ def stage_table(subject: Subject) -> StageTable:
 
 
 def ledger_tables(subject: Subject) -> list[LedgerTable]:
-    """One ledger per device over the subject's last cycle: before its first stage, and after each."""
+    """Return one ledger per device over the subject's last cycle: before its first stage, and after each."""
     if not subject.stages:
         return []
     cycle = subject.stages[-1].cycle
@@ -125,5 +125,5 @@ def _mib_all(sizes: Iterable[int | None]) -> list[str]:
 
 
 def mib(size: int | None) -> str:
-    """Bytes in MiB; a dash for what is not known."""
+    """Return the bytes in MiB; a dash for what is not known."""
     return "—" if size is None else f"{size / (1 << 20):.1f}"

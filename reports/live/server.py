@@ -208,7 +208,7 @@ class PageServer:
         return _event("reload", None) if life is None else _event("life", describe_life(life))
 
     def _state(self) -> tuple[int | None, int | None]:
-        """When the life and the report were written, in nanoseconds; None for one that is not there."""
+        """Return when the life and the report were written, in nanoseconds; None for one that is not there."""
         life = _written(self._folder / LIFE)
         if life is not None:
             read = read_live(self._folder)
@@ -283,7 +283,7 @@ class PageServer:
                 self.send_header("Referrer-Policy", "no-referrer")
 
             def log_message(self, *_: Any) -> None:
-                """Nothing: the address has the token in it."""
+                """Log nothing: the address has the token in it."""
 
         return Handler
 

@@ -69,7 +69,7 @@ def _since(process: Process, listing: Listing) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """`2 h 3 min`, of the two largest units that are not 0."""
+    """Return `2 h 3 min`, of the two largest units that are not 0."""
     left, words = max(0, round(seconds)), []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)

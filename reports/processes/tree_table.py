@@ -50,7 +50,7 @@ class TreeTable(msgspec.Struct, frozen=True):
 
 
 def tree_tables(stages: Sequence[Stage]) -> list[TreeTable]:
-    """One table for the host and one for each card, over the last life; none where no other process was seen."""
+    """Return one table for the host and one for each card, over the last life; none where no other process was seen."""
     if not stages:
         return []
     cycle = stages[-1].cycle

@@ -14,7 +14,7 @@ _UNKNOWN = "—"
 
 
 def stage_table(stages: Sequence[Stage]) -> FigureTable:
-    """One row per stage, with the readings after it; what no stage changes is named below."""
+    """Return one row per stage, with the readings after it; what no stage changes is named below."""
     sizes, rates = _size_columns(stages), _rate_columns(stages)
     varying, notes = _varying([*sizes, *rates])
     seconds = Column("seconds", tuple(f"{stage.seconds:.3f}" for stage in stages))
@@ -64,7 +64,7 @@ def _rate_columns(stages: Sequence[Stage]) -> list[Column]:
 
 
 def _process_names(stages: Sequence[Stage]) -> list[str]:
-    """Of those that held something; a process without tensors is in the table of processes alone."""
+    """Return the names of those that held something; a process without tensors is in the table of processes alone."""
     return list(dict.fromkeys(each.process.name for stage in stages for each in stage.processes if each.bytes))
 
 
@@ -76,7 +76,7 @@ def _process_column(name: str, stages: Sequence[Stage]) -> Column:
 
 
 def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) -> FigureTable:
-    """One device's ledger: a row per line, the largest first, a column per stage; each column adds up to its total.
+    """Return one device's ledger: a row per line, the largest first, a column per stage, which adds up to its total.
 
     Lines that no stage changes are named below; they are in the totals.
     """
@@ -126,7 +126,7 @@ def process_table(table: TreeTable) -> FigureTable:
 
 
 def changes_by_stage(rows: Sequence[Sequence[int | None]]) -> list[int | None]:
-    """By how many bytes all rows together differ from the stage before, for each stage.
+    """Return by how many bytes all rows together differ from the stage before, for each stage.
 
     None for the first and the last one, without which nobody sees whether memory came back.
 
@@ -142,7 +142,7 @@ def changes_by_stage(rows: Sequence[Sequence[int | None]]) -> list[int | None]:
 
 
 def ledgers_by_device(stages: Sequence[Stage]) -> Iterable[tuple[list[str], list[Ledger]]]:
-    """For each device the moments of one life, `before` and its stages, with the ledger at each of them."""
+    """Yield for each device the moments of one life, `before` and its stages, with the ledger at each of them."""
     sides = [stages[0].before, *(stage.after for stage in stages)]
     for device in dict.fromkeys(ledger.device for side in sides for ledger in side.ledgers):
         yield ["before", *(stage.name for stage in stages)], [_ledger_of(device, side) for side in sides]

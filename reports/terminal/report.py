@@ -80,7 +80,7 @@ def _with(table: FigureTable, shown: Collection[int]) -> FigureTable:
 
 
 def _numbered(figures: Sequence[Column]) -> Iterator[Column]:
-    """`infer 1` and `infer 2` where there are two: else nobody could tell which of them is left out."""
+    """Yield `infer 1` and `infer 2` where there are two: else nobody could tell which of them is left out."""
     counts = Counter(column.name for column in figures)
     seen: Counter[str] = Counter()
     for column in figures:
@@ -176,7 +176,7 @@ def _smallness(cause: Cause) -> tuple[bool, int, int]:
 
 
 def render_subject(subject: Subject, *, wide: bool = False) -> list[RenderableType]:
-    """One subject's tables and verdict.
+    """Return one subject's tables and verdict.
 
     Args:
         subject: what is shown.
@@ -244,13 +244,13 @@ def _size(finding: Finding) -> tuple[bool, int, int]:
 
 
 def not_judged_text(missing: NotMeasured) -> HangingText:
-    """One thing that could not be judged, and why."""
+    """Return one thing that could not be judged, and why."""
     why = f" ({missing.why})" if missing.process is None else f"; {missing.why}"
     return HangingText(f"not judged: {missing.what}{why}", style="yellow")
 
 
 def finding_text(finding: Finding, details: Sequence[DetailLine] | None = None, more: str = "") -> HangingText:
-    """One finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm.
+    """Return one finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm.
 
     Args:
         finding: the finding.

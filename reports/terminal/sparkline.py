@@ -9,7 +9,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[int], width: int) -> str:
-    """One bar for each of up to `width` equal parts of a series, as high as the largest value in it."""
+    """Return one bar for each of up to `width` equal parts of a series, as high as the largest value in it."""
     parts = min(width, len(values))
     bounds = [len(values) * turn // parts for turn in range(parts + 1)]
     # From zero, so that noise on a high level does not fill the line.

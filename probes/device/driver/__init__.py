@@ -46,7 +46,7 @@ class Driver(Protocol):
         """Read one card, by torch's index; never raises: what cannot be read is None, with a note."""
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
-        """Bytes on one card by process identifier, of all processes that the driver lists; never raises.
+        """Return the bytes on one card by process identifier, of all processes that the driver lists; never raises.
 
         None where it lists one without its memory. Empty where it lists none or reports nothing.
         """
@@ -91,11 +91,11 @@ class NoDriver:
         return DriverReading(f"cuda:{device_index}", self.name, None, None, None, f"no driver to ask: {self._reason}")
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
-        """None known."""
+        """Return none known."""
         return {}
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Let go of nothing."""
 
 
 CUDA = ("CUDA_VISIBLE_DEVICES",)
@@ -123,7 +123,7 @@ def visible_card(environment: Mapping[str, str], names: tuple[str, ...], device_
 
 
 def own_bytes(listed: Mapping[int, int | None], library: str, device_index: int) -> tuple[int | None, str]:
-    """Bytes that this process holds on a card, or None with the reason why that is not known.
+    """Return the bytes that this process holds on a card, or None with the reason why that is not known.
 
     A process that is not listed holds nothing, unless torch says that it has a context there: then it is listed under
     another number (a PID namespace of its own).

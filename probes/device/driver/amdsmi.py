@@ -69,7 +69,7 @@ class AmdsmiDriver:
         return DriverReading(device, self.name, held, used, size, note)
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
-        """Bytes on one card by process identifier; empty where amdsmi reports none."""
+        """Return the bytes on one card by process identifier; empty where amdsmi reports none."""
         if not self._open:
             return {}
         try:

@@ -53,7 +53,7 @@ def count_cards(driver: Driver) -> int:
 
 
 def read_card_holders(driver: Driver) -> tuple[CardHolders, ...]:
-    """All cards that this environment may use, in torch's order; empty where the driver shows none."""
+    """Return all cards that this environment may use, in torch's order; empty where the driver shows none."""
     return tuple(_read(driver, index) for index in range(count_cards(driver)))
 
 

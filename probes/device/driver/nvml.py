@@ -69,7 +69,7 @@ class NvmlDriver:
         return DriverReading(device, self.name, held, int(memory.used), int(memory.total), note)
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
-        """Bytes on one card by process identifier; empty where NVML reports none."""
+        """Return the bytes on one card by process identifier; empty where NVML reports none."""
         if not self._open:
             return {}
         try:
@@ -78,7 +78,7 @@ class NvmlDriver:
             return {}
 
     def reserved(self, device_index: int) -> int:
-        """Bytes of a card that driver and firmware keep for themselves, which `card_used` counts; 0 where unknown."""
+        """Return the bytes of a card that driver and firmware keep, which `card_used` counts; 0 where unknown."""
         version = getattr(self._nvml, "nvmlMemory_v2", None)
         if version is None or not self._open:
             return 0
