@@ -50,8 +50,8 @@ from lowtide.leakcheck.targets.target import (
     TargetError,
     TargetFactory,
     Unjudged,
+    answered,
     make_target,
-    tokens_of_one,
 )
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
@@ -293,14 +293,14 @@ class Lives:
             try:
                 if version:
                     target.update_weights(version)
-                said = target.infer([prompt_length], asked)
+                (tokens,) = answered("infer", target.infer([prompt_length], asked), count=1)
             except TargetError:
                 # What the shutdown of an engine that has failed raises would say less.
                 with suppress(TargetError):
                     target.shutdown()
                 raise
             target.shutdown()
-            tokens = tokens_of_one(said)
+            tokens = tuple(tokens)
             self._tokens[prompt_length, version] = (asked, tokens)
         return tokens[:max_tokens]
 
@@ -382,6 +382,7 @@ class CheckedLife:
     def _succeeded(self, call: Call, result: Any, weights: Mapping[str, Any]) -> None:
         """Note what a call has made of the engine, and judge what it gave; `weights` were there before an update."""
         model, arguments = self.model, call.arguments
+        result = answered(call.name, result, count=len(arguments["prompt_lengths"]) if call.name == "start" else None)
         if call.name == "create":
             model.created()
             self._pages_at_work = self._pages()

@@ -60,7 +60,7 @@ from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
 from lowtide.leakcheck.processes.process_levels import explain_kept_on_host, judged_asleep
 from lowtide.leakcheck.resources.resource import Rung
-from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
+from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, answered, make_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.originals import gc, time
@@ -271,6 +271,8 @@ class LifecycleRun:
             slept.begin(name)
             try:
                 tokens, seconds = self._performed(life, called, cycle, before)
+            except TargetError:
+                raise
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
                 self._failed(cycle, called, error)
                 return
@@ -672,7 +674,8 @@ class TargetLife:
         """Generate for all prompts, in batches of as many as the target takes."""
         lengths, most = list(self._able.prompt_lengths), self._able.max_requests
         batches = [lengths[start : start + most] for start in range(0, len(lengths), most)]
-        return [tokens for batch in batches for tokens in self._target.infer(batch, self._able.max_tokens)]
+        most = self._able.max_tokens
+        return [tokens for batch in batches for tokens in answered("infer", self._target.infer(batch, most))]
 
     def sleep(self, level: int) -> None:
         """Put it to sleep, with no request unfinished."""
@@ -685,7 +688,7 @@ class TargetLife:
     def update_weights(self, version: int) -> None:
         """Send it the weights of a version."""
         # Not the tensors themselves: whoever sends them need not keep them.
-        self._sent = digests(self._target.update_weights(version) or {})
+        self._sent = digests(answered(UPDATE, self._target.update_weights(version)) or {})
 
     def sent_weights(self) -> Mapping[str, Any]:
         """Return what was sent last, by name, as `digests` has it, if the target says it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from lowtide.leakcheck.targets.target import CALLS, CallKind, Capabilities, calls_of
+from lowtide.leakcheck.targets.target import CALLS, CallKind, Capabilities, answered, calls_of
 from lowtide.probes.originals import in_main_thread, signal
 from lowtide.probes.stages import UPDATE
 from lowtide.reports.schema import Finding, Stage
@@ -78,7 +78,7 @@ def parsed(name: str) -> tuple[str, int | None]:
 def asked(engine: object, name: str) -> Any:
     """Return what a life, or a target, says of itself; None where it does not."""
     method = getattr(engine, name, None)
-    return None if method is None else method()
+    return None if method is None else answered(name, method())
 
 
 def told(engine: object, name: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from lowtide.probes.stages import UPDATE
 
@@ -326,19 +326,92 @@ class Unjudged:
         return call
 
 
-def tokens_of_one(said: Any) -> tuple[int, ...]:
-    """Return the tokens of the only request of an `infer`.
+class Answer(NamedTuple):
+    """What a target must return from a call, or from what is asked of it.
+
+    Attributes:
+        words: what it is.
+        is_right: returns whether it is that.
+        may_be_none: whether it may be None, too.
+    """
+
+    words: str
+    is_right: Callable[[Any], bool]
+    may_be_none: bool = False
+
+
+def _has_length(said: Any) -> bool:
+    # A tensor with one value has the method, and no length.
+    return hasattr(said, "__len__") and getattr(said, "shape", (1,)) != ()
+
+
+def _is_list(said: Any, each: Callable[[Any], bool] = lambda part: True) -> bool:
+    return _has_length(said) and not isinstance(said, Mapping) and all(map(each, said))
+
+
+def _is_by_name(said: Any, each: Callable[[Any], bool] = lambda part: True) -> bool:
+    return isinstance(said, Mapping) and all(map(each, said.values()))
+
+
+_USAGE = ("total", "available", "evictable", "held", "pending_transfer")
+_BY_NAME = Answer("a mapping by name, or None", _is_by_name, may_be_none=True)
+_FINISHED = Answer(
+    "the tokens of the requests that it finished, by their ids", lambda said: _is_by_name(said, _has_length)
+)
+
+ANSWERS: Mapping[str, Answer] = {
+    "infer": Answer("one sequence of token ids for each prompt", lambda said: _is_list(said, _has_length)),
+    "start": Answer("one id for each request", _is_list),
+    "step": _FINISHED,
+    "sleep": _FINISHED._replace(words=f"{_FINISHED.words}, or None", may_be_none=True),
+    UPDATE: _BY_NAME,
+    "weights": _BY_NAME,
+    "pages": _BY_NAME,
+    "preserved": Answer(
+        "tensors by name, or None",
+        lambda said: _is_by_name(said, lambda part: hasattr(part, "data_ptr")),
+        may_be_none=True,
+    ),
+    "graph_buffers": Answer(
+        "address and bytes of each, by name, or None",
+        lambda said: _is_by_name(said, lambda part: _has_length(part) and len(part) == 2),
+        may_be_none=True,
+    ),
+    "kv_usage": Answer(
+        f"an object with {', '.join(_USAGE)}, or None",
+        lambda said: all(hasattr(said, name) for name in _USAGE),
+        may_be_none=True,
+    ),
+}
+"""By the names of the calls that return something which is looked into."""
+
+
+def answered(name: str, said: Any, *, count: int | None = None) -> Any:
+    """Return what a target has returned from a call, once it is what it must be.
+
+    Args:
+        name: the call's.
+        said: that.
+        count: how many things it must be, where that is known.
 
     Raises:
-        TargetError: that is not what it gave.
+        TargetError: that is not what it must return.
     """
-    try:
-        (tokens,) = said
-        return tuple(tokens)
-    except (TypeError, ValueError):
-        raise TargetError(
-            f"infer gave {type(said).__name__} for one prompt: it must give one sequence of token ids for each prompt"
-        ) from None
+    answer = ANSWERS.get(name)
+    if answer is None or (said is None and answer.may_be_none):
+        return said
+    if not answer.is_right(said) or (count is not None and len(said) != count):
+        raise TargetError(f"{name} returned {_in_short(said)}: it must return {answer.words}")
+    return said
+
+
+def _in_short(said: Any) -> str:
+    """Return `list of 2 int`, without the values, whose own texts might be long, or raise."""
+    name = type(said).__name__
+    if not _has_length(said):
+        return name
+    first = next(iter(said.values() if isinstance(said, Mapping) else said), None) if len(said) else None
+    return f"{name} of {len(said)}" + ("" if first is None else f" {type(first).__name__}")
 
 
 def load_factory(name: str, arguments: Sequence[str] = ()) -> TargetFactory:

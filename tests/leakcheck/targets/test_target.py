@@ -6,18 +6,21 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lowtide.leakcheck.targets.target import (
+    ANSWERS,
     Capabilities,
     TargetError,
     Unjudged,
+    answered,
     load_factory,
     make_target,
     named_target,
-    tokens_of_one,
 )
 
 
@@ -200,11 +203,52 @@ def test_what_a_call_raises_before_anything_is_judged_is_said_in_one_line_with_i
         unjudged.infer([3], 1)
 
 
-@pytest.mark.parametrize("said", [None, [], [[1], [2]], [7]])
-def test_what_is_not_one_sequence_of_tokens_for_the_prompt_is_refused(said: object) -> None:
-    with pytest.raises(TargetError, match=f"infer gave {type(said).__name__} for one prompt"):
-        tokens_of_one(said)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("infer", None),
+        ("infer", 7),
+        ("infer", [7]),
+        ("infer", {"0": [1]}),
+        ("infer", np.ones(3)),
+        ("start", {"a": 1}),
+        ("start", None),
+        ("step", []),
+        ("step", {"a": 3}),
+        ("sleep", {"a": None}),
+        ("update_weights", [np.ones(1)]),
+        ("preserved", np.ones(1)),
+        ("preserved", {"w": 1}),
+        ("graph_buffers", {"w": 1}),
+        ("kv_usage", {"total": 1}),
+        ("pages", 3),
+    ],
+)
+def test_what_no_call_may_return_is_refused_with_what_it_must_be(name: str, said: object) -> None:
+    with pytest.raises(TargetError, match=f"^{name} returned .*: it must return {re.escape(ANSWERS[name].words)}$"):
+        answered(name, said)
 
 
-def test_the_tokens_of_the_only_request_are_given() -> None:
-    assert tokens_of_one(iter([[1, 2]])) == (1, 2)
+def test_as_many_things_as_are_known_must_be_returned() -> None:
+    assert answered("infer", [[1, 2]], count=1) == [[1, 2]]
+    with pytest.raises(TargetError, match=r"^infer returned list of 2 list: it must return one sequence"):
+        answered("infer", [[1], [2]], count=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("infer", [(1, 2), []]),
+        ("infer", np.ones((2, 3))),
+        ("start", ("a", "b")),
+        ("step", {"a": [1]}),
+        ("sleep", None),
+        ("preserved", None),
+        ("preserved", {"w": SimpleNamespace(data_ptr=int)}),
+        ("graph_buffers", {"w": (4096, 8)}),
+        ("kv_usage", SimpleNamespace(total=1, available=1, evictable=0, held={}, pending_transfer=0)),
+        ("shutdown", 7),
+    ],
+)
+def test_what_a_call_may_return_is_given_on(name: str, said: object) -> None:
+    assert answered(name, said) is said
