@@ -685,6 +685,10 @@ def _value(name: str, before: str) -> str | None:
         return "asyncio.set_event_loop_policy(None)" if before == "default" else None
     if name == "tracemalloc.is_tracing()":
         return f"tracemalloc.{'start' if before == 'True' else 'stop'}()"
+    if match := re.fullmatch(r"sys\.monitoring\.get_tool\((\d)\)", name):
+        # (A tool that is free may still be called: what it has registered for is another thing.)
+        freed = f"sys.monitoring.set_events({match[1]}, 0); sys.monitoring.free_tool_id({match[1]})"
+        return freed if before == "None" else None
     if name in ("gc.isenabled()", "faulthandler.is_enabled()"):
         return f"{name.partition('.')[0]}.{'enable' if before == 'True' else 'disable'}()"
     if name == "torch.get_default_device()":

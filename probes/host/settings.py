@@ -26,6 +26,7 @@ import msgspec
 from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
 from lowtide.probes.objects.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
 from lowtide.probes.originals import contents, gc, loaded, logging, os, resource, signal, sys, threading
+from lowtide.probes.references.interpreter_holders import TOOLS_OF_MONITORING
 
 Text = Callable[[Any], str]
 
@@ -129,6 +130,7 @@ def interpreter_values() -> Values:
         _object("sys.getprofile()", sys.getprofile),
         _object("threading.gettrace()", threading.gettrace),
         _object("threading.getprofile()", threading.getprofile),
+        *_monitoring_tools(),
         _object("logging.getLoggerClass()", logging.getLoggerClass, _class),
         _object("logging.getLogRecordFactory()", logging.getLogRecordFactory, _class),
         Value("logging.root.manager.disable", lambda: logging.root.manager.disable, str),
@@ -139,6 +141,23 @@ def interpreter_values() -> Values:
 def _object(name: str, get: Callable[[], Any], text: Text = described) -> Value:
     """Return a setting that is an object, compared by its identity: what it leads to is not kept."""
     return Value(name, lambda: id(get()), lambda _: text(get()))
+
+
+def _monitoring_tools() -> list[Value]:
+    """Return the tools that hear of the interpreter's events, from Python 3.12 on: cProfile is one."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is None:
+        return []
+
+    def named(number: int) -> str | None:
+        tool = monitoring.get_tool(number)
+        # A class of texts may have a comparison of its own.
+        return None if tool is None else str.__str__(tool)
+
+    return [
+        Value(f"sys.monitoring.get_tool({number})", functools.partial(named, number))
+        for number in range(TOOLS_OF_MONITORING)
+    ]
 
 
 def process_values() -> Values:

@@ -28,6 +28,12 @@ _NEAR = 1024
 _LINK = -16
 """Where an object that the collector may track has its link to the next one; zero while it is not tracked."""
 
+_MONITORED = 8 * 20
+"""Words: a function of each of eight tools for each event, of which CPython 3.12 has seventeen."""
+
+TOOLS_OF_MONITORING = 6
+"""Tools that `sys.monitoring` knows by their number; two more are the interpreter's own."""
+
 _MOST_HOOKS = 1000
 
 _MOST_EXIT_FUNCTIONS = 10_000
@@ -45,6 +51,10 @@ def named_holders() -> Iterator[tuple[str, object]]:
     for name, function in (("sys.getprofile()", sys.getprofile()), ("sys.gettrace()", sys.gettrace())):
         if function is not None:
             yield name, function
+    hooks = sys.get_asyncgen_hooks()
+    for part, hook in (("firstiter", hooks.firstiter), ("finalizer", hooks.finalizer)):
+        if hook is not None:
+            yield f"sys.get_asyncgen_hooks().{part}", hook
     error = sys.exc_info()[1]
     if error is not None:
         yield "sys.exc_info()[1]", error
@@ -112,7 +122,9 @@ class InterpretersTables:
                 return "codecs.register()"
             known = (threading._after_fork, *_at_fork_of_logging())  # type: ignore[attr-defined]
             return "os.register_at_fork()" if any(entry is each for entry in item for each in known) else ""
-        return f"sys.addaudithook({described(item)})" if id(item) in self._audit_hooks else ""
+        if id(item) in self._audit_hooks:
+            return f"sys.addaudithook({described(item)})"
+        return f"sys.monitoring.register_callback({described(item)})" if id(item) in self._monitoring else ""
 
     @functools.cached_property
     def _audit_hooks(self) -> frozenset[int]:
@@ -132,6 +144,27 @@ class InterpretersTables:
             anchors = [place for mark in marks for place in np.flatnonzero(state == id(mark))[:1].tolist()]
             near = [word for place in anchors for word in state[max(0, place - _NEAR) : place + _NEAR].tolist()]
             return frozenset(item for word in dict.fromkeys(near) for item in _items_of_hidden_list(file, word))
+        finally:
+            os.close(file)
+
+    @functools.cached_property
+    def _monitoring(self) -> frozenset[int]:
+        """The identities of the functions that `sys.monitoring` calls, while there is a tool of it.
+
+        In the interpreter's state the array of all tools' functions lies before the names of the tools.
+        """
+        get: Any = getattr(getattr(sys, "monitoring", None), "get_tool", None)
+        tools = [tool for number in range(TOOLS_OF_MONITORING) if (tool := get(number)) is not None] if get else []
+        if not tools:
+            return frozenset()
+        try:
+            file = os.open("/proc/self/mem", os.O_RDONLY)
+        except OSError:
+            return frozenset()
+        try:
+            state = interpreter_words(file)
+            places = [place for tool in tools for place in np.flatnonzero(state == id(tool)).tolist()]
+            return frozenset(word for place in places for word in state[max(0, place - _MONITORED) : place].tolist())
         finally:
             os.close(file)
 

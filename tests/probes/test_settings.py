@@ -158,6 +158,25 @@ def in_tokyo() -> None:
         time.tzset()
 
 
+def of_monitoring() -> dict[str, tuple[Callable[[ExitStack], None], str]]:
+    """A tool that is left registered, as cProfile is one; Python 3.11 has none."""
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is None:
+        return {}
+
+    def register() -> None:
+        monitoring.use_tool_id(3, "lowtide_tests")
+        monitoring.set_events(3, monitoring.events.PY_START)
+
+    def free() -> None:
+        if monitoring.get_tool(3) is not None:
+            monitoring.set_events(3, 0)
+            monitoring.free_tool_id(3)
+
+    line = "sys.monitoring.set_events(3, 0); sys.monitoring.free_tool_id(3)"
+    return {"sys.monitoring.get_tool(3)": (call(register, free), line)}
+
+
 CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
     "torch.get_num_threads()": (
         call(lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
@@ -350,6 +369,7 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         "",
     ),
     "sys.getprofile()": (call(lambda: sys.setprofile(hook), lambda: sys.setprofile(None)), "sys.setprofile(None)"),
+    **of_monitoring(),
     "sys.getswitchinterval()": (
         call(lambda: sys.setswitchinterval(0.01), lambda: sys.setswitchinterval(0.005)),
         "sys.setswitchinterval(0.005)",

@@ -34,6 +34,7 @@ from lowtide.probes.references import cxx_holders
 
 pytestmark = [pytest.mark.nightly, pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")]
 
+MONITORING: Any = getattr(sys, "monitoring", None)
 HELD: dict[str, Any] = {}
 HERE = f"{__name__}.HELD"
 
@@ -277,7 +278,10 @@ def registered() -> Iterator[dict[str, Explanation]]:
     """Explained while each of them is registered, and nothing else holds it."""
     engines = {
         name: Engine()
-        for name in ("signal", "exit", "arguments", "codec", "errors", "dispatch", "function", "hooks", "profile")
+        for name in (
+            *("signal", "exit", "arguments", "codec", "errors", "dispatch", "function", "hooks", "profile"),
+            *("generators", *(["monitoring"] if MONITORING else [])),
+        )
     }
     tensors = {name: engine.weights for name, engine in engines.items()}
     before = signal.signal(signal.SIGUSR1, engines["signal"].called)
@@ -288,14 +292,22 @@ def registered() -> Iterator[dict[str, Explanation]]:
     codecs.register_error("lowtide.test", engines["errors"].called)
     dispatch, function = DispatchMode(engines["dispatch"]), FunctionMode(engines["function"])
     hooks = torch.autograd.graph.saved_tensors_hooks(engines["hooks"].called, lambda saved: saved)
-    profiler = sys.getprofile()
+    profiler, before_generators = sys.getprofile(), sys.get_asyncgen_hooks()
+    if MONITORING:
+        MONITORING.use_tool_id(3, "lowtide_tests")
+        MONITORING.register_callback(3, MONITORING.events.RAISE, engines["monitoring"].called)
     with hooks, dispatch, function:
+        sys.set_asyncgen_hooks(firstiter=engines["generators"].called)
         sys.setprofile(engines["profile"].called)
         try:
             del dispatch, function, hooks, engines
             reported = holders_of(tensors)
         finally:
             sys.setprofile(profiler)
+            sys.set_asyncgen_hooks(*before_generators)
+            if MONITORING:
+                MONITORING.register_callback(3, MONITORING.events.RAISE, None)
+                MONITORING.free_tool_id(3)
     try:
         yield reported
     finally:
@@ -338,6 +350,12 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
         ("function", "torch.overrides._get_current_function_mode_stack()[*].engine.weights"),
         ("hooks", "torch._C._autograd._top_saved_tensors_default_hooks(True)[0].__self__.weights"),
         ("profile", "sys.getprofile().__self__.weights"),
+        ("generators", "sys.get_asyncgen_hooks().firstiter.__self__.weights"),
+        pytest.param(
+            "monitoring",
+            f"sys.monitoring.register_callback(method {__name__}.Engine.called).__self__.weights",
+            marks=pytest.mark.skipif(MONITORING is None, reason="came with Python 3.12"),
+        ),
     ],
 )
 def test_what_the_process_itself_holds_has_a_name(registered: dict[str, Explanation], name: str, holder: str) -> None:
