@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from inspect import CO_OPTIMIZED
@@ -23,7 +24,7 @@ from types import (
     MemberDescriptorType,
     TracebackType,
 )
-from typing import Any
+from typing import Any, TypeVar
 from weakref import CallableProxyType, ProxyType
 
 from lowtide.probes.objects.attribute_names import AttributeNames, has_values_inside
@@ -37,7 +38,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.objects.listed import frame_locals
-from lowtide.probes.originals import loaded
+from lowtide.probes.originals import gc, loaded
 from lowtide.probes.references.definitions import (
     of_cache,
     of_class,
@@ -93,6 +94,9 @@ _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
     id(CellType): ("cell_contents",),
     id(BuiltinFunctionType): ("__self__",),
     id(Token): ("old_value", "var"),
+    id(FunctionType): ("__type_params__",),
+    # Python 3.11 has none.
+    id(vars(typing).get("TypeAliasType", FunctionType)): ("__type_params__",),
 }
 
 
@@ -182,6 +186,19 @@ def of_member(way: Rest) -> Edge | None:
                     return Edge(f".{name}", "bound-self" if name == "__self__" else "instance-attribute")
     if type(holder) is ProxyType or type(holder) is CallableProxyType:
         return Edge(".__callback__", "other")  # asked for it, a proxy would ask its target
+    return None
+
+
+def of_type_variable(way: Rest) -> Edge | None:
+    """What a type variable written in C (Python 3.12 and later) is bound by.
+
+    Asked for what it has not evaluated yet it runs the program's code. Before the first thing that it has, behind its
+    type, there is nothing to evaluate.
+    """
+    if type(way[0]) is TypeVar and any(item is way[1] for item in gc.get_referents(way[0])[1:2]):
+        for name in ("__bound__", "__constraints__", "__default__"):
+            if getattr(way[0], name, None) is way[1]:
+                return Edge(f".{name}", "instance-attribute")
     return None
 
 
@@ -321,6 +338,7 @@ _RULES: tuple[_Rule, ...] = (
     of_tensor,
     of_instance_dict,
     of_member,
+    of_type_variable,
     of_future,
     of_queue,
     of_type,

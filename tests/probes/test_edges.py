@@ -251,6 +251,34 @@ def test_an_attribute_is_found_whoever_sets_it(helper: Any) -> None:
     assert edges(find_paths([thing])[0]) == ".put_by_another_class"
 
 
+BOUND = """
+def put(bound):
+    def function[T: bound](): ...
+    def choosing[T: (bound, int)](): ...
+    def waiting[T: bound](): ...
+    type alias[T: bound] = list[T]
+    return locals()
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="type parameters came with Python 3.12")
+def test_what_bounds_a_type_parameter_has_a_name_and_is_not_evaluated_for_it(helper: Any) -> None:
+    exec(BOUND, vars(helper))
+    bounds = {name: type("Bound", (), {}) for name in ("function", "choosing", "waiting", "alias")}
+    for name, bound in bounds.items():
+        made = helper.put(bound)[name]
+        setattr(helper, name, made)
+        if name != "waiting":
+            assert made.__type_params__[0].__bound__ or made.__type_params__[0].__constraints__
+    del bound, made
+    assert list(map(edges, find_paths([*bounds.values()]))) == [
+        ".__type_params__ [0] .__bound__",
+        ".__type_params__ [0] .__constraints__ [0]",
+        ".__type_params__ [0] inside typing.TypeVar cell 'bound'",
+        ".__type_params__ [0] .__bound__",
+    ]
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="attributes are in dicts")
 def test_where_names_cannot_be_read_those_that_the_class_mentions_are_tried(
     helper: Any, monkeypatch: pytest.MonkeyPatch
