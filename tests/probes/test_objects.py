@@ -288,7 +288,7 @@ def test_reading_keeps_nothing_alive_in_any_python(version: str) -> None:
     # How frames come to be objects differs from version to version; from 3.12 on a walk can meet its own.
     python = find_python(version)
     if python is None:
-        pytest.skip(f"there is no Python {version} with numpy here")
+        pytest.skip(f"there is no Python {version} with numpy and msgspec here")
     root = str(Path(__file__).parents[2])
     done = subprocess.run([python, "-c", LEAVES_NOTHING, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -299,9 +299,9 @@ def find_python(version: str) -> str | None:
         return sys.executable
     installed = [str(path) for path in (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")]
     others = filter(None, [*sorted(installed, reverse=True), shutil.which(f"python{version}")])
-    return next((python for python in others if has_numpy(python)), None)
+    return next((python for python in others if has_what_is_needed(python)), None)
 
 
-def has_numpy(python: str) -> bool:
-    asked = subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False)
+def has_what_is_needed(python: str) -> bool:
+    asked = subprocess.run([python, "-c", "import numpy, msgspec"], capture_output=True, check=False)
     return asked.returncode == 0
