@@ -74,14 +74,14 @@ class AllocationStacks:
         depth: frames to keep of each stack, the innermost ones.
 
     Attributes:
-        has_work: whether `start` may find something to switch on: not with a torch for the CPU only, if only cards'
-            memory is followed.
+        has_work: whether `start` may find something to switch on: not if only cards' memory is followed, with a torch
+            for the CPU only or before it has initialised CUDA.
     """
 
     def __init__(self, *, card: bool = True, cpu: bool = False, depth: int = 32) -> None:
         self._depth = depth
         self.has_work = card or cpu
-        self._history = CardHistory() if card else None
+        self._history = CardHistory(self._note_work) if card else None
         self._recorder = _CpuRecorder(depth) if cpu else None
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class AllocationStacks:
             return
         if self._history is not None:
             self._history.start(torch)
-            self.has_work = self._recorder is not None or self._history.is_supported is not False
+            self._note_work()
         if self._recorder is not None:
             self._recorder.start(torch)
 
@@ -105,8 +105,14 @@ class AllocationStacks:
             return
         if self._history is not None:
             self._history.stop(torch)
+            self._note_work()
         if self._recorder is not None:
             self._recorder.stop(torch)
+
+    def _note_work(self) -> None:
+        history = self._history
+        has_history = history is not None and history.is_supported is not False and not history.waits
+        self.has_work = self._recorder is not None or has_history
 
     def stacks_at(self, device: str, addresses: Collection[int]) -> dict[int, tuple[StackFrame, ...]]:
         """Return the stacks from which the memory at some addresses was allocated, the innermost frame first.

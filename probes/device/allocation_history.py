@@ -40,11 +40,17 @@ class CardHistory:
 
     From `start` to `stop` torch's function that does so is stood in for, to know what the program has switched on.
 
+    Args:
+        initialized: called when torch has initialised CUDA, if that was waited for.
+
     Attributes:
         is_supported: whether there is such a history; None until that is known.
+        waits: whether torch has yet to initialise CUDA, and will say so: until then there is nothing to start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, initialized: Callable[[], None] = lambda: None) -> None:
+        self._tell = initialized
+        self.waits = False
         self._original: Any = None
         self._stand_ins = StandIns()
         self._of_program: str | None = None
@@ -66,7 +72,7 @@ class CardHistory:
         if torch.cuda.is_initialized():
             self._switch_on(torch)
         elif not self._queued and hasattr(torch.cuda, "_lazy_call"):
-            self._queued = True
+            self._queued = self.waits = True
             torch.cuda._lazy_call(self._initialized)
 
     def start_events(self, torch: Any) -> None:
@@ -90,7 +96,7 @@ class CardHistory:
         self.stop_events(torch)
         self._wanted = False
         if self._queued:
-            self._queued = False
+            self._queued = self.waits = False
             _take_from_queue(torch.cuda, self._initialized)
         # In a forked child it is not initialised, whatever it was in the parent.
         if self._ours and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled() and not _has_events(torch):
@@ -114,7 +120,9 @@ class CardHistory:
         """Start the history where torch asks, while it initialises CUDA: the allocator is there already."""
         torch = torch_with_cuda()
         if self._wanted and torch is not None:
+            self.waits = False
             self._switch_on(torch)
+            self._tell()
 
     def _switch_on(self, torch: Any) -> None:
         try:

@@ -10,9 +10,12 @@ import textwrap
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-CLEAN, LEAKING = 35, 89
+# With a torch for CUDA one file more: which history the program has switched on is a setting.
+HISTORY = {"probes/device/allocation_history.py"} if hasattr(torch._C, "_cuda_isHistoryEnabled") else set()
+
+CLEAN, LEAKING = 35 + len(HISTORY), 89 + len(HISTORY)
 """Files that a clean test and a leaking one may enter, on a CPU; to be lowered.
 
 They are 30 and 81; five more where it is read after the test what grows with each, and three more for a leaking one
@@ -99,4 +102,4 @@ def test_without_other_processes_cards_and_engines_nothing_of_these_is_entered(e
         "probes/device/allocation_history.py",
         "probes/device/torch_allocator.py",
     }
-    assert not idle & set(entered["test_clean"])
+    assert not (idle - HISTORY) & set(entered["test_clean"])

@@ -1173,6 +1173,21 @@ def test_before_cuda_is_initialized_it_waits_for_that(monkeypatch: pytest.Monkey
     assert torch.cuda._queued_calls == []
 
 
+def test_while_it_waits_for_cuda_there_is_nothing_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = stand_in(monkeypatch, initialized=False)
+    recording, with_cpu = AllocationStacks(), AllocationStacks(cpu=True)
+    assert recording.has_work
+    recording.start()
+    assert not recording.has_work
+    assert with_cpu.has_work
+    torch.initialize()
+    # The program may switch it off.
+    assert recording.has_work
+    torch.initialized = False
+    recording.stop()
+    assert recording.has_work
+
+
 def test_stopped_before_cuda_is_initialized_it_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = stand_in(monkeypatch, initialized=False)
     users = []
