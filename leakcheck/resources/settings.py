@@ -406,7 +406,7 @@ _MOST_LINES = 8
 PR_SET_CHILD_SUBREAPER = 36
 
 _GETTER = re.compile(r"\.(_?)get(\w+)\(\)$")
-_MODULE = re.compile(r"\b([a-z]\w*)\.")
+_MODULE = re.compile(r"\b([a-z_]\w*)\.")
 
 _SETTERS: Mapping[str, str] = {
     "gc.get_threshold()": "gc.set_threshold{}",
@@ -595,6 +595,8 @@ def _entry(change: SettingChange) -> str | None:
     if name.startswith(_REDUCER) and before == ABSENT:
         cls = _expression(name.removeprefix(_REDUCER))
         return None if cls is None else f"copyreg.dispatch_table.pop({cls})"
+    if (match := re.fullmatch(r"interpreter (\d+) of (\w+)", name)) and before == ABSENT:
+        return f"{match[2]}.destroy({match[1]})"
     for place in ("sys.meta_path", "sys.path_hooks", "gc.callbacks"):
         if name.startswith(f"{place} entry ") and before == ABSENT:
             return _removing_from(place, name.rpartition(" at ")[2])

@@ -28,6 +28,7 @@ from lowtide.probes.host.settings import (
     ModuleSearchPath,
     Reducers,
     Signals,
+    Subinterpreters,
     Timers,
     interpreter_values,
     library_values,
@@ -106,6 +107,7 @@ class SettingReader:
         self._sources += (
             process_values(),
             Reducers(),
+            Subinterpreters(),
             library_values(),
             torch_values(),
             CardLimits(),

@@ -440,6 +440,31 @@ class Reducers:
         }
 
 
+class Subinterpreters:
+    """The interpreters besides the first one, once something is loaded that makes any."""
+
+    def raw(self) -> object:
+        """Return their numbers."""
+        return [number for _, number in self._listed()]
+
+    def texts(self) -> dict[str, str]:
+        """Each by the module that ends it and its number."""
+        return {f"interpreter {number} of {name}": "there" for name, number in self._listed()}
+
+    def _listed(self) -> list[tuple[str, int]]:
+        for name in _INTERPRETERS:
+            listed: Any = getattr(loaded(name), "list_all", None)
+            if listed is not None:
+                # A number, or from Python 3.13 on a pair that begins with one; the first one is the program's.
+                numbers = (int(item[0]) if type(item) is tuple else int(item) for item in listed())
+                return [(name, number) for number in numbers if number]
+        return []
+
+
+_INTERPRETERS = ("_interpreters", "_xxsubinterpreters")
+"""The modules that make interpreters, from Python 3.13 on and before."""
+
+
 class Filters:
     """The warnings filters, but for those that came with the module that defines their category.
 
@@ -742,6 +767,7 @@ _ENTRIES = (
     "name of logging level ",
     "copyreg.dispatch_table entry ",
     "interval timer ",
+    "interpreter ",
     "disabled of ",
     "propagate of ",
     "warnings filter ",

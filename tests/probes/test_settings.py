@@ -158,6 +158,28 @@ def in_tokyo() -> None:
         time.tzset()
 
 
+# Private before Python 3.14, where `concurrent.interpreters` comes.
+INTERPRETERS: Any = importlib.import_module("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
+MADE: list[Any] = []
+
+
+def end_interpreter() -> None:
+    """End it if it is there still; before Python 3.13 it also ends with the last object that has its number."""
+    if len(INTERPRETERS.list_all()) > 1:
+        INTERPRETERS.destroy(MADE[0])
+    MADE.clear()
+
+
+def next_interpreter() -> int:
+    """Return the number of the next one to be made; the numbers are not used again."""
+    first = INTERPRETERS.create()
+    INTERPRETERS.destroy(first)
+    return int(first) + 1
+
+
+NEXT = next_interpreter()
+
+
 def of_monitoring() -> dict[str, tuple[Callable[[ExitStack], None], str]]:
     """A tool that is left registered, as cProfile is one; Python 3.11 has none."""
     monitoring: Any = getattr(sys, "monitoring", None)
@@ -370,6 +392,10 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
     ),
     "sys.getprofile()": (call(lambda: sys.setprofile(hook), lambda: sys.setprofile(None)), "sys.setprofile(None)"),
     **of_monitoring(),
+    f"interpreter {NEXT} of {INTERPRETERS.__name__}": (
+        call(lambda: MADE.append(INTERPRETERS.create()), end_interpreter),
+        f"{INTERPRETERS.__name__}.destroy({NEXT})",
+    ),
     "sys.getswitchinterval()": (
         call(lambda: sys.setswitchinterval(0.01), lambda: sys.setswitchinterval(0.005)),
         "sys.setswitchinterval(0.005)",
