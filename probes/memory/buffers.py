@@ -130,7 +130,7 @@ def _add_untracked(found: dict[int, Buffer], held: list[object], kinds: _Kinds, 
     seen = np.zeros(0, np.int64)
     while held:
         ids = _untracked(held)
-        ids = ids[~np.isin(ids, seen, assume_unique=True, kind="sort")]
+        ids = ids[~np.isin(ids, seen)]
         seen = np.concatenate((seen, ids))
         # The list keeps them alive until they are in the next one.
         untracked = objects_at(ids)

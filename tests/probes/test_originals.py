@@ -14,11 +14,15 @@ import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowtide.leakcheck.resources.settings import changes_between
 from lowtide.probes import originals
 from lowtide.probes.host.counters import CounterReader
+from lowtide.probes.original_numpy import np
 
 
 def test_what_a_test_replaces_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +103,27 @@ def test_the_lines_of_a_file_end_at_line_breaks_alone(tmp_path: Path) -> None:
     assert originals.lines_of(str(file)) == ["first\x0c1", "\ufffd", "last"]
     file.write_bytes(b"")
     assert originals.lines_of(str(file)) == []
+
+
+def numbers(kind: str, least: int, most: int) -> st.SearchStrategy[numpy.ndarray]:
+    values = st.lists(st.integers(least, most), max_size=30)
+    return values.map(lambda found: numpy.array(found, kind))
+
+
+@given(st.data(), st.sampled_from(["int32", "int64", "uint32"]), st.sampled_from([40, 1 << 30]), st.booleans())
+def test_what_numpy_finds_is_found_whatever_stands_in_the_place_of_its_parts(
+    data: st.DataObject, kind: str, most: int, invert: bool
+) -> None:
+    items, others = data.draw(numbers(kind, 0, most)), data.draw(numbers(kind, 0, most))
+    # Half of them are there.
+    others = numpy.concatenate([others, items[::2]])
+    expected, places = numpy.isin(items, others, invert=invert), numpy.flatnonzero(items)
+    with pytest.MonkeyPatch.context() as patched:
+        for name in [*REPLACED["numpy"].split(), "asarray", "nonzero", "ones", "ravel", "unique", "zeros_like"]:
+            patched.setattr(numpy, name, refuses)
+        found, own_places = np.isin(items, others, invert=invert), np.flatnonzero(items)
+    assert found.tolist() == expected.tolist()
+    assert own_places.tolist() == places.tolist()
 
 
 def test_numpy_imports_nothing_in_the_middle_of_a_reading() -> None:
