@@ -41,6 +41,7 @@ class WhenDropped:
     def __init__(self, dropped: object, give_back: Callable[..., Any], *arguments: Any, at_exit: bool) -> None:
         self._give_back = partial(give_back, *arguments)
         self._at_exit = at_exit
+        self._unclaimed = [True]
         self._unfinished = allocate_lock()
         self._unfinished.acquire()
         # `next` is called with the dead reference, which it takes for what to return at the end, that never comes.
@@ -54,6 +55,10 @@ class WhenDropped:
         return self._waiting.pop(self, None) is not None
 
     def _run(self) -> None:
+        try:
+            self._unclaimed.pop()
+        except IndexError:  # another thread does it, or has done it
+            return
         self._given_back_by[self] = get_ident()
         try:
             if self.cancel():
@@ -75,6 +80,10 @@ class WhenDropped:
             is_alive = watch is not None and watch() is not None
             if is_alive or dropped._at_exit or cls._given_back_by.get(dropped) == get_ident():
                 continue
+            if dropped in cls._waiting:
+                # Its thread may have come to nothing: an audit hook that is written in Python (filelock has one) hears
+                # of each thread that starts, and in it runs the handler of a signal, whose exception ends the start.
+                start_new_thread(dropped._run, ())
             if dropped._unfinished.acquire(timeout=max(0, end - time.monotonic())):
                 dropped._unfinished.release()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,3 +49,21 @@ def arrivals(number: int, happens: Callable[[], partial[object]]) -> int:
             except Arrived:
                 count += 1
     return count
+
+
+def all_arrive_elsewhere(number: int, module: str, happens: str) -> None:
+    """Require that all signals arrive and what is dropped is given back, in a process without audit hooks of libraries.
+
+    One that is written in Python (filelock has one) hears of each thread that starts, and in it handlers run.
+
+    Args:
+        number: of the signal.
+        module: a module of tests.
+        happens: the function in it that makes what happens.
+    """
+    source = f"from {module} import {happens} as happens; from tests.sent_signals import ROUNDS, arrivals; "
+    source += "from lowtide.engine.teardown import WhenDropped; from tests.waiting import wait_until; "
+    source += f"found = arrivals({number}, happens); assert found == ROUNDS, found; "
+    source += "wait_until(lambda: not WhenDropped._waiting)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

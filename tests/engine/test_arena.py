@@ -18,7 +18,7 @@ from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.host.readings import resident_bytes
 from lowtide.probes.stages import announced_pools
-from tests.sent_signals import ROUNDS, arrivals
+from tests.sent_signals import all_arrive_elsewhere
 from tests.waiting import HANG_S, wait_until
 
 PAGE = 4096
@@ -202,16 +202,14 @@ def test_memory_that_is_on_its_way_back_is_not_announced_any_more() -> None:
     timer.join()
 
 
+def dropped_arena() -> partial[object]:
+    arenas = [Arena("weights", PAGE, Recorder())]
+    return partial(arenas.clear)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM], ids=lambda each: each.name)
 def test_all_signals_arrive_that_come_before_an_arena_is_dropped(number: int) -> None:
-    backend = Recorder()
-
-    def dropped() -> partial[object]:
-        arenas = [Arena("weights", PAGE, backend)]
-        return partial(arenas.clear)
-
-    assert arrivals(number, dropped) == ROUNDS
-    wait_until(lambda: len(backend.disposed) == ROUNDS)
+    all_arrive_elsewhere(number, __name__, "dropped_arena")
 
 
 def test_an_error_of_giving_back_comes_out_of_close_once() -> None:

@@ -15,11 +15,12 @@ from functools import partial
 import psutil
 import pytest
 
+from lowtide.engine import teardown
 from lowtide.engine.processes import child as child_module
 from lowtide.engine.processes.channel import Connection
 from lowtide.engine.processes.child import ChildProcess
 from lowtide.engine.teardown import Teardown, WhenDropped, release_frames
-from tests.sent_signals import ROUNDS, Arrived, arrivals, raising
+from tests.sent_signals import Arrived, all_arrive_elsewhere, raising
 from tests.waiting import HANG_S, wait_until
 
 if sys.version_info < (3, 11):
@@ -169,17 +170,33 @@ def deaf(connection: Connection) -> None:
     signal.sigwait({signal.SIGUSR1})
 
 
+def dropped_owner() -> partial[object]:
+    owners = [Owner()]
+    WhenDropped(owners[0], int, at_exit=False)
+    return partial(owners.clear)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM], ids=lambda each: each.name)
 def test_all_signals_arrive_that_come_before_an_owner_is_dropped(number: int) -> None:
+    all_arrive_elsewhere(number, __name__, "dropped_owner")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_no_thread_could_be_started_for_is_given_back_by_the_next_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise Arrived
+
     given_back: list[int] = []
-
-    def dropped() -> partial[object]:
-        owners = [Owner()]
-        WhenDropped(owners[0], given_back.append, 1, at_exit=False)
-        return partial(owners.clear)
-
-    assert arrivals(number, dropped) == ROUNDS
-    wait_until(lambda: len(given_back) == ROUNDS)
+    owner = Owner()
+    with monkeypatch.context() as patched:
+        patched.setattr(teardown, "start_new_thread", fails)
+        WhenDropped(owner, given_back.append, 1, at_exit=False)
+    del owner
+    assert given_back == []
+    WhenDropped.wait(HANG_S)
+    assert given_back == [1]
 
 
 def test_a_thread_of_its_own_gives_back() -> None:
