@@ -50,6 +50,9 @@ _NUMBERS = [id(kind) for kind in (int, float, bool, type(None))]
 CTYPES_DATA: type = ctypes.c_int.__mro__[-2]
 """What all data of ctypes derives from, which has no public name."""
 
+_OBJECT = 512
+"""Bytes that an object of C takes itself, at most."""
+
 _IN_THE_OBJECT = 16
 """Bytes of data that an object of ctypes has in itself."""
 
@@ -67,23 +70,54 @@ def large_buffers(least: int = LEAST) -> list[Buffer]:
     The collector tracks none of them but a map, nor for long the containers that hold nothing else. No code of the
     program runs: a subclass is asked as the class that it derives from.
     """
-    kinds = _kinds(least)
     found: dict[int, Buffer] = {}
     with collector_paused():
-        # What a function that runs has made, in any thread, only its frame has, which the collector does not.
-        _add_untracked(found, running_locals(), kinds, least)
-        if native.owned_by_all is not None and lists_can_be_read():
-            known = [kind for kind, _ in kinds]
-            sized = [kind for kind, _ in _sized_by_libraries(all_classes(), known)]
-            # Of text so many bytes may be a quarter of the characters.
-            owners = native.owned_by_all(tuple(all_classes(*known, *sized)), least // _BYTES_OF_CHARACTER)
-            _add(found, Census(owners), kinds, least)
-            return list(found.values())
-        objects = all_objects()
-        _add(found, Census(objects), kinds, least)
-        for start in range(0, len(objects), _AT_A_TIME):
-            _add_untracked(found, gc.get_referents(*objects[start : start + _AT_A_TIME]), kinds, least)
-        return list(found.values())
+        _find(found, least)
+        # Only now nobody else has what they found.
+        _settle_files(found, least)
+    return list(found.values())
+
+
+def _find(found: dict[int, Buffer], least: int) -> None:
+    kinds = _kinds(least)
+    # What a function that runs has made, in any thread, only its frame has, which the collector does not.
+    _add_untracked(found, running_locals(), kinds, least)
+    if native.owned_by_all is not None and lists_can_be_read():
+        known = [kind for kind, _ in kinds]
+        sized = [kind for kind, _ in _sized_by_libraries(all_classes(), known)]
+        # Of text so many bytes may be a quarter of the characters.
+        owners = native.owned_by_all(tuple(all_classes(*known, *sized)), least // _BYTES_OF_CHARACTER)
+        _add(found, Census(owners), kinds, least)
+        return
+    objects = all_objects()
+    _add(found, Census(objects), kinds, least)
+    for start in range(0, len(objects), _AT_A_TIME):
+        _add_untracked(found, gc.get_referents(*objects[start : start + _AT_A_TIME]), kinds, least)
+
+
+def _settle_files(found: dict[int, Buffer], least: int) -> None:
+    """Count the bytes that a file in memory shows (Python 3.12 and later) once: as its own, if nobody else has them."""
+    for file in [each.item for each in found.values() if is_a(each.item, io.BytesIO)]:
+        shown = [id(item) for item in _bytes_shown(file) if id(item) in found]
+        for identity in (id(file), *shown):
+            del found[identity]
+        # It says how much is its own, and nothing of what it shares.
+        size = io.BytesIO.__sizeof__(file)
+        if size >= least:
+            found[id(file)] = Buffer(file, size)
+        for item in _bytes_shown(file):
+            is_own = 0 <= size - bytes.__sizeof__(item) < _OBJECT
+            if id(item) in shown and not is_own:
+                found[id(item)] = Buffer(item, len(item))
+
+
+def _size_of_file(file: Any) -> int:
+    """Return the bytes of a file in memory, or that it shares with somebody."""
+    return max(io.BytesIO.__sizeof__(file), *map(bytes.__len__, _bytes_shown(file)), 0)
+
+
+def _bytes_shown(file: Any) -> list[bytes]:
+    return [item for item in gc.get_referents(file) if type(item) is bytes]
 
 
 def large_storages(least: int = LEAST) -> list[Buffer]:
@@ -170,7 +204,7 @@ def _kinds(least: int) -> _Kinds:
         (bytes, bytes.__len__),
         (str, str.__sizeof__),
         (bytearray, bytearray.__len__),
-        (io.BytesIO, io.BytesIO.__sizeof__),
+        (io.BytesIO, _size_of_file),
         (array.array, _size_of_array),
         (mmap.mmap, bytes_of_map),
         # There may be a million small ones.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import io
 import mmap
 import os
 import sys
@@ -157,6 +158,30 @@ def test_one_that_lies_in_several_places_is_found_once() -> None:
     one = numbers(SIZE)
     Kept.held = [one, {"again": one}, one[3:]]
     assert sizes() == [SIZE]
+
+
+class Named(io.BytesIO):
+    """A file with bytes of its own besides."""
+
+    name: bytes
+
+
+@pytest.mark.parametrize("rewound", [False, True])
+def test_a_file_in_memory_has_its_bytes_itself_and_what_it_shares_is_its_owners(*, rewound: bool) -> None:
+    file, shared = Named(), bytes(SIZE)
+    file.write(bytes(SIZE + MIB))
+    file.name = bytes(SIZE + 2 * MIB)
+    if rewound:
+        file.seek(0)
+    Kept.held = [file, shared, io.BytesIO(shared)]
+    del shared, file
+    found = {type(each.item): [] for each in large_buffers()}
+    for each in large_buffers():
+        found[type(each.item)].append(each.bytes // MIB)
+    assert found[Named] == [(SIZE + MIB) // MIB]
+    assert io.BytesIO not in found
+    assert {(SIZE + 2 * MIB) // MIB, SIZE // MIB} <= set(found[bytes])
+    assert (SIZE + MIB) // MIB not in found[bytes]
 
 
 def test_what_c_code_of_a_library_says_of_its_objects_is_told() -> None:
