@@ -706,6 +706,7 @@ class _Chained(NamedTuple):
         members: the identities of these, from the first to the last before the object.
         through: those of all that is on the way, and of the object.
         chain: those of these that come from the first of its type on: others may lead to other chains, too.
+        item: the object's.
     """
 
     head: tuple[str, ...]
@@ -713,6 +714,7 @@ class _Chained(NamedTuple):
     members: Sequence[int]
     through: frozenset[int]
     chain: frozenset[int]
+    item: int
 
 
 def _growing_chains(
@@ -775,7 +777,9 @@ def _of_chain(
     is_known, count = course.identity in stretch.earlier, len(held)
     if is_known and _is_plain(cls):
         # What else has come of such has nothing to do with these.
-        chained = _of_one_nest(chained, new, _LINKED_PART * course.span)
+        are_new = {id(item): item for item in new}
+        heap.own.append(are_new)
+        chained = _of_one_nest([_to_its_end(one, are_new) for one in chained], are_new, _LINKED_PART * course.span)
         count = len(chained)
     if len(chained) < _BEHIND_PART * count or not chained:
         return _at_one_place(came, [each for each, way in held if way.near == way.item], stretch, told)
@@ -806,10 +810,18 @@ def _of_chain(
     return finding, chain
 
 
-def _of_one_nest(chained: Sequence[_Chained], new: Sequence[Any], least: float) -> list[_Chained]:
+def _to_its_end(one: _Chained, are_new: Mapping[int, Any]) -> _Chained:
+    """Follow a nest on to its innermost new one: where much else comes, it is chance which of them were tried."""
+    at, inner = one.item, dict[int, None]()
+    while at in are_new and at not in inner:
+        inner[at] = None
+        at = next((id(item) for item in gc.get_referents(are_new[at]) if id(item) in are_new), 0)
+    return one._replace(members=[*one.members, *[*inner][:-1]], chain=one.chain.union(inner))
+
+
+def _of_one_nest(chained: Sequence[_Chained], are_new: Mapping[int, Any], least: float) -> list[_Chained]:
     """Return those with the head of the one that lies behind the most new ones; none where these are fewer."""
-    are_new = set(map(id, new))
-    behind = [(len(are_new.intersection(one.members)), one.head) for one in chained]
+    behind = [(len(are_new.keys() & one.members), one.head) for one in chained]
     deepest, head = max(behind, default=(0, ()))
     return [one for one in chained if one.head == head] if deepest >= least else []
 
@@ -861,7 +873,7 @@ def _chained(explanation: Explanation, way: _Way, kind: str) -> _Chained | None:
     # The dict of a module's names is on a way, and no hop of it.
     members = way.like[max(0, [*way.like, way.item].index(way.near) + 1 - len(places)) :]
     chain = frozenset([*way.before[way.before.index(members[0]) :], way.item])
-    return _Chained(tuple(edges[: places[0] + 1]), tuple(links), members, way.through, chain)
+    return _Chained(tuple(edges[: places[0] + 1]), tuple(links), members, way.through, chain, way.item)
 
 
 def _growing_items(courses: Sequence[Course]) -> list[tuple[Course, Any]]:
