@@ -22,8 +22,7 @@ from typing import Any
 import machine
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
-from lowtide.engine.defects import find_defect
-from lowtide.engine.defects.defect import replaced
+from lowtide.engine.defects import find_defect, replaced
 from lowtide.engine.processes.child import ChildProcess
 from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.probes.device.driver import Driver, find_driver

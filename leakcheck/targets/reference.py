@@ -24,7 +24,7 @@ from torch import distributed
 from lowtide.engine import EngineConfig, EngineError, EngineState, EngineStateError, LLMEngine, SamplingParams
 from lowtide.engine.config import PRESETS, load_model_config
 from lowtide.engine.core_process import CoreProcess
-from lowtide.engine.defects.defect import replaced
+from lowtide.engine.defects import replaced
 from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.kv.kv_offload import OffloadingConnector
