@@ -21,7 +21,7 @@ from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, o
 from lowtide.engine.processes.client import Client
 from lowtide.engine.processes.served import ServedProcess
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
-from lowtide.engine.teardown import Teardown
+from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket
 
 
@@ -140,14 +140,9 @@ class CoreClient(Client):
         self._is_closed = False
         self.process = ChildProcess(ENTRY, NAME, "the engine core")
         self.children = [self.process]
-        try:
+        with undone_by(self._end):
             self._call("create", config)
             self.raise_late_interrupt()
-        except BaseException as error:
-            undo = Teardown("creating the core's process")
-            self._end(undo)
-            undo.finish_into(error)
-            raise
 
     def add_request(self, request: Request) -> None:
         """As `EngineCore.add_request`."""

@@ -17,7 +17,7 @@ from lowtide.engine.model_executor.weights import load_tokenizer
 from lowtide.engine.pages import check_device
 from lowtide.engine.ranks import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
-from lowtide.engine.teardown import Teardown, rolled_back
+from lowtide.engine.teardown import Teardown, rolled_back, undone_by
 from lowtide.engine.weight_transfer import BUCKET_BYTES, packed, release_cached
 from lowtide.engine.worker import SLEEPING_TAGS
 from lowtide.probes.stages import stage
@@ -343,16 +343,9 @@ class LLMEngine:
         with self._calling("update_weights"):
             self._has_sent = True
             core.begin_update()
-            try:
-                with closing(packed(tensors, self.config.device, bucket_bytes)) as buckets:
-                    for bucket in buckets:
-                        core.load_bucket(bucket)
-            except BaseException as error:
-                undo = Teardown("sending the weights")
-                undo.run("putting the former weights back", core.undo_update)
-                undo.run("letting go of their copy", partial(core.end_update, loaded=False))
-                undo.finish_into(error)
-                raise
+            with undone_by(partial(_undo_update, core)), closing(packed(tensors, self.config.device, bucket_bytes)) as buckets:
+                for bucket in buckets:
+                    core.load_bucket(bucket)
             core.end_update(loaded=True)
 
     def weight_checksums(self) -> dict[str, int]:
@@ -452,3 +445,8 @@ class LLMEngine:
         if self._state not in states:
             raise EngineStateError(call, self._state.value, allowed_calls(self._state, self._awake_tags))
         return self._core  # type: ignore[return-value]
+
+
+def _undo_update(core: EngineCore | CoreClient, undo: Teardown) -> None:
+    undo.run("putting the former weights back", core.undo_update)
+    undo.run("letting go of their copy", partial(core.end_update, loaded=False))

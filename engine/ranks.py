@@ -27,7 +27,7 @@ from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, o
 from lowtide.engine.processes.client import Client
 from lowtide.engine.processes.served import ServedProcess
 from lowtide.engine.request import SchedulerOutput
-from lowtide.engine.teardown import Teardown
+from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket, added
 from lowtide.engine.worker import SLEEPING_TAGS, Worker
 
@@ -64,14 +64,10 @@ class RankProcess(ServedProcess[Worker]):
 
     def call(self, served: Worker, name: str, arguments: Sequence[Any]) -> object:
         """Call a method of the worker; where a step fails, the ranks that wait for this one fail too."""
-        try:
+        if name != "execute_model":
             return super().call(served, name, arguments)
-        except BaseException as error:
-            if name == "execute_model":
-                undo = Teardown("the step")
-                undo.run("breaking the collectives off", served.break_off)
-                undo.finish_into(error)
-            raise
+        with undone_by(lambda undo: undo.run("breaking the collectives off", served.break_off)):
+            return super().call(served, name, arguments)
 
     def create(self, config: EngineConfig, num_blocks: int, max_model_len: int, rank: int, store: str) -> Worker:
         """Make the rank's worker."""
@@ -117,7 +113,7 @@ class MultiprocExecutor(Client):
         # The ranks find each other in a file that has no name: nothing of it stays, however they end.
         self._store = os.memfd_create("lowtide-ranks")
         path = f"/proc/{os.getpid()}/fd/{self._store}"
-        try:
+        with undone_by(self._give_back):
             for rank in range(self._size):
                 env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._size)}
                 # gloo otherwise asks for the address of this host's name, which not every host knows.
@@ -130,11 +126,6 @@ class MultiprocExecutor(Client):
                     for rank, device in enumerate(rank_devices(config))
                 ]
             )
-        except BaseException as error:
-            undo = Teardown("creating the ranks")
-            self._give_back(undo)
-            undo.finish_into(error)
-            raise
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         """Compute one step; the next token by request id, as rank 0 has sampled it.
@@ -142,16 +133,14 @@ class MultiprocExecutor(Client):
         Where one rank fails, the others' collectives are broken off and the group is made anew, so that the step can
         be made again. NCCL's collectives cannot be broken off: then all ranks are killed.
         """
-        try:
+        with undone_by(self._remake_group):
             tokens: dict[str, int] = self._all(call("execute_model", output))[0]
             return tokens
-        except BaseException as error:
-            if self._death is None:
-                undo = Teardown("the step")
-                undo.run("giving the ranks' group up", partial(self._all, call("suspend_group")))
-                undo.run("making it again", partial(self._all, call("resume_group")))
-                undo.finish_into(error)
-            raise
+
+    def _remake_group(self, undo: Teardown) -> None:
+        if self._death is None:
+            undo.run("giving the ranks' group up", partial(self._all, call("suspend_group")))
+            undo.run("making it again", partial(self._all, call("resume_group")))
 
     def prepare_sleep(self, level: int) -> None:
         """As `Worker.prepare_sleep`, on all ranks or on none."""
@@ -170,14 +159,11 @@ class MultiprocExecutor(Client):
         """As `Worker.wake`; where one rank cannot, the others sleep again."""
         undo = call("undo_wake", list(tags))
         self._all(call("begin_wake", list(tags)), undo)
-        try:
+        # Also on those that failed: all of them are awake.
+        with undone_by(partial(self._undo, undo, self.children)):
             if self.awake:
                 self._all(call("resume_group"))
             self._all(call("end_wake", list(tags)))
-        except BaseException as error:
-            # Also on those that failed: all of them are awake.
-            self._undo(undo, self.children, error)
-            raise
 
     def reload_weights(self) -> None:
         """As `Worker.reload_weights`; where one rank cannot, the others have their former weights again."""
@@ -230,25 +216,19 @@ class MultiprocExecutor(Client):
             undo: what the ranks that could do it are told when others could not; after an interrupt, all of them.
         """
         orders = list(order) if isinstance(order, Sequence) else [order] * self._size
-        try:
-            failed = self.exchange(dict(zip(self.children, orders, strict=True)))
-        except KeyboardInterrupt as interrupt:
-            self._undo(undo, self.children, interrupt)
-            raise
-        if failed:
-            first = self._first_error(failed)
-            self._undo(undo, [rank for rank in self.children if rank not in failed], first)
-            raise first
+        undone = list(self.children)
+        with undone_by(lambda teardown: self._undo(undo, undone, teardown)):
+            failed = self.exchange(dict(zip(undone, orders, strict=True)))
+            if failed:
+                undone = [rank for rank in undone if rank not in failed]
+                raise self._first_error(failed)
         returned = zip(self.children, orders, strict=True)
         return [RankProcess.signatures[order.name].returned(rank.answer) for rank, order in returned]
 
-    def _undo(self, order: Order | None, ranks: Sequence[ChildProcess], error: BaseException) -> None:
-        if order is None or self._death is not None:
-            return
-        undo = Teardown("undoing it on the ranks")
-        for rank in ranks:
-            undo.run(rank.label, partial(self._one, rank, order))
-        undo.finish_into(error)
+    def _undo(self, order: Order | None, ranks: Sequence[ChildProcess], undo: Teardown) -> None:
+        if order is not None and self._death is None:
+            for rank in ranks:
+                undo.run(rank.label, partial(self._one, rank, order))
 
     def _one(self, rank: ChildProcess, order: Order) -> None:
         failed = self.exchange({rank: order})

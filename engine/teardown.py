@@ -122,11 +122,6 @@ class Teardown:
             return False
         return True
 
-    @property
-    def complete(self) -> bool:
-        """Whether no step has raised so far."""
-        return not self._failed
-
     def finish(self) -> None:
         """Raise an `ExceptionGroup` of what was collected; a `BaseExceptionGroup` if one was no `Exception`."""
         if self._errors:
@@ -143,6 +138,18 @@ class Teardown:
                 *getattr(error, "__notes__", ()),
                 note,
             ]
+
+
+@contextmanager
+def undone_by(undo: Callable[[Teardown], object]) -> Iterator[None]:
+    """On an error, run the steps that undo what was done; the error notes which of them have failed."""
+    try:
+        yield
+    except BaseException as error:
+        teardown = Teardown("undoing it")
+        undo(teardown)
+        teardown.finish_into(error)
+        raise
 
 
 def release_frames(error: BaseException, handled: BaseException | None) -> None:

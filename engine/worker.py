@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +26,7 @@ from lowtide.engine.pages import PageBackend
 from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.runner import ModelRunner
-from lowtide.engine.teardown import Teardown
+from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, checksum
 from lowtide.probes.stages import announce, stage, withdraw
 
@@ -86,7 +85,7 @@ class Worker:
             poison=config.poison_pages,
         )
         weights, cache, runtime = map(self.memory.arena, ("weights", "kv_cache", "runtime"))
-        try:
+        with undone_by(partial(self._give_back, drop_pages=True)):
             if config.process_group or place is not None:
                 self.group = ProcessGroup(backend.device, place)
             if config.kv_transport_bytes:
@@ -121,11 +120,6 @@ class Worker:
             if config.freeze_heap:
                 self._heap.freeze()
             announce(self)  # whoever judges the engine may be in another process
-        except BaseException as error:
-            undo = Teardown("creating the worker")
-            self._give_back(undo, drop_pages=True)
-            undo.finish_into(error)
-            raise
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor whose contents must survive a sleep, by name; see `ModelRunner.preserved_tensors`."""
@@ -174,13 +168,8 @@ class Worker:
         """
         if level == 2:
             self.memory.forget_weights()
-        try:
+        with undone_by(lambda undo: undo.run("waking it again", partial(self.wake, SLEEPING_TAGS))):
             self.memory.drop(SLEEPING_TAGS)
-        except BaseException as error:
-            undo = Teardown("putting the worker to sleep")
-            undo.run("waking it again", partial(self.wake, SLEEPING_TAGS))
-            undo.finish_into(error)
-            raise
 
     def wake(self, tags: Sequence[str]) -> None:
         """Map the pages of these tags again, and fill the weights from the host or from where they came.
@@ -188,24 +177,17 @@ class Worker:
         What was asleep still is where the device has no room, or the weights cannot be read again.
         """
         self.begin_wake(tags)
-        with self._dropped_on_error(tags):
+        with undone_by(partial(self._drop, tags)):
             self.end_wake(tags)
 
     def begin_wake(self, tags: Sequence[str]) -> None:
         """As `wake`, but what `undo_wake` needs is kept until `end_wake`: other ranks may fail."""
-        with self._dropped_on_error(tags):
+        with undone_by(partial(self._drop, tags)):
             for tag in tags:
                 self.memory.restore(tag, self._reload_weights if tag == "weights" else None)
 
-    @contextmanager
-    def _dropped_on_error(self, tags: Sequence[str]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            undo = Teardown("waking the worker")
-            undo.run("giving the pages back", partial(self.memory.drop, tags))
-            undo.finish_into(error)
-            raise
+    def _drop(self, tags: Sequence[str], undo: Teardown) -> None:
+        undo.run("giving the pages back", partial(self.memory.drop, tags))
 
     def undo_wake(self, tags: Sequence[str]) -> None:
         """Put what `begin_wake` has woken to sleep again."""
@@ -242,13 +224,8 @@ class Worker:
         """As `reload_weights`, but the former weights are kept for `undo_reload` until `end_reload`."""
         self._source.check()
         self.memory.save_weights()
-        try:
+        with undone_by(lambda undo: undo.run("putting the weights back", self.undo_reload)):
             self._reload_weights()
-        except BaseException as error:
-            undo = Teardown("reloading the weights")
-            undo.run("putting the weights back", self.undo_reload)
-            undo.finish_into(error)
-            raise
 
     def undo_reload(self) -> None:
         """Put the weights back that were there before `begin_reload`."""

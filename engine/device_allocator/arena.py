@@ -12,7 +12,7 @@ import torch
 
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, PageBackend, Part
-from lowtide.engine.teardown import Teardown, WhenDropped
+from lowtide.engine.teardown import WhenDropped, undone_by
 from lowtide.probes import stages
 from lowtide.probes.stages import stage
 
@@ -118,14 +118,9 @@ class Arena:
         if target > self.capacity:
             raise OutOfMemoryError(f"arena {self.tag!r} has {self.capacity} bytes of addresses, {target} are needed")
         before = self.mapped
-        try:
+        with undone_by(lambda undo: undo.run("giving the new pages back", partial(self.unmap_to, before))):
             while self.mapped < target:
                 self.map_part(target)
-        except BaseException as error:
-            undo = Teardown(f"mapping arena {self.tag!r}")
-            undo.run("giving the new pages back", partial(self.unmap_to, before))
-            undo.finish_into(error)
-            raise
 
     def map_part(self, target: int) -> None:
         """Map the next part on the way to `target` bytes; for a caller that fills one part while it maps the next."""

@@ -8,7 +8,7 @@ from functools import partial
 from lowtide.engine.device_allocator.arena import Arena, Workspace
 from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
 from lowtide.engine.pages import PageBackend
-from lowtide.engine.teardown import Teardown
+from lowtide.engine.teardown import Teardown, undone_by
 
 # Not zero, which is what fresh pages mostly hold and what many tables may hold too; as an index it is out of range.
 POISON = 0xA5
@@ -44,18 +44,13 @@ class EngineMemory:
         self._ring: TransferRing | None = None
         self._arenas: dict[str, Arena] = {}
         self.workspaces: list[Workspace] = []
-        try:
+        with undone_by(self.close):
             self._arenas["weights"] = Arena("weights", weights, backend)
             self._arenas["kv_cache"] = Arena("kv_cache", kv_cache + KV_CACHE_SPARE_ADDRESSES, backend)
             self._arenas["runtime"] = Arena("runtime", RUNTIME_ADDRESSES, backend)
             for _ in range(num_micro_batches):
                 self.workspaces.append(Workspace(Arena("workspace", workspace, backend)))
             self._ring = TransferRing(backend, weights)
-        except BaseException as error:
-            undo = Teardown("creating the engine's memory")
-            self.close(undo)
-            undo.finish_into(error)
-            raise
 
     def arena(self, tag: str) -> Arena:
         """The arena of one tag: `weights`, `kv_cache` or `runtime`."""
