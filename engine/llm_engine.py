@@ -343,7 +343,10 @@ class LLMEngine:
         with self._calling("update_weights"):
             self._has_sent = True
             core.begin_update()
-            with undone_by(partial(_undo_update, core)), closing(packed(tensors, self.config.device, bucket_bytes)) as buckets:
+            with (
+                undone_by(partial(_undo_update, core)),
+                closing(packed(tensors, self.config.device, bucket_bytes)) as buckets,
+            ):
                 for bucket in buckets:
                     core.load_bucket(bucket)
             core.end_update(loaded=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
@@ -33,36 +33,25 @@ if TYPE_CHECKING:
     from lowtide.engine.kv.kv_cache import KVCache
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTransfer:
-    """Copies of whole KV blocks in one direction, each from or to a block and a host slot."""
-
-    transfer_id: int
-    blocks: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedTransfer:
-    """The end of a transfer; of what one wrote that has an `error`, or was `cancelled`, nothing can be said."""
-
-    transfer_id: int
-    error: BaseException | None = None
-    cancelled: bool = False
-
-
 @dataclass(eq=False)
-class _Pending:
-    """A transfer that was planned or begun.
+class Transfer:
+    """Copies of whole KV blocks in one direction, from their plan until their end is taken in.
 
-    `held` are the KV blocks that it holds; a load's are also those before it, which would otherwise be the first to
-    make room for it.  A `stale` one describes contents that were forgotten since.
+    Attributes:
+        is_load: whether they go from the host to the device.
+        copies: the blocks, and where they are on the host.
+        held: the KV blocks that it holds; a load's are also those before it, which would otherwise be the first to make
+            room for it.
+        stale: it describes contents that were forgotten since.
+        cancelled: of what it wrote nothing can be said, as where it has an `error`.
     """
 
-    transfer: BlockTransfer
     is_load: bool
-    copies: tuple[tuple[KVCacheBlock, HostBlock], ...]
-    held: tuple[KVCacheBlock, ...]
+    copies: Sequence[tuple[KVCacheBlock, HostBlock]]
+    held: Sequence[KVCacheBlock]
     stale: bool = False
+    cancelled: bool = False
+    error: BaseException | None = None
 
 
 class OffloadingManager:
@@ -71,15 +60,14 @@ class OffloadingManager:
     def __init__(self, pool: BlockPool, num_host_blocks: int) -> None:
         self._pool = pool
         self._store = HostBlockStore(num_host_blocks)
-        self._planned: deque[_Pending] = deque()
-        self._in_flight: dict[int, _Pending] = {}
+        self._planned: deque[Transfer] = deque()
+        self._in_flight: list[Transfer] = []
         self._loading: set[bytes] = set()
-        self._num_transfers = 0
 
     @property
     def holds_blocks_alone(self) -> bool:
         """Whether there are blocks that come free as soon as transfers are taken in."""
-        pending = (*self._planned, *self._in_flight.values())
+        pending = (*self._planned, *self._in_flight)
         return any(block.pending_transfer for transfer in pending for block in transfer.held)
 
     def plan_save(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]) -> None:
@@ -95,7 +83,9 @@ class OffloadingManager:
             copies.append((block, host_block))
         self._store.touch(hashes)
         if copies:
-            self._plan(copies, [block for block, _ in copies], is_load=False)
+            saved = [block for block, _ in copies]
+            self._pool.begin_transfer(saved)
+            self._plan(Transfer(False, copies, saved))
 
     def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
         """The leading blocks of these that the host has."""
@@ -115,25 +105,23 @@ class OffloadingManager:
         self._pool.begin_transfer(taken)
         self._pool.release(taken)
         self._loading.update(block.block_hash for block in host_blocks)
-        self._plan(list(zip(taken, host_blocks, strict=True)), [*before, *taken], is_load=True)
+        self._plan(Transfer(True, list(zip(taken, host_blocks, strict=True)), [*before, *taken]))
 
     def submit(self, connector: OffloadingConnector) -> None:
         """Hands what was planned to the connector."""
         while self._planned:
-            pending = self._planned.popleft()
-            self._in_flight[pending.transfer.transfer_id] = pending
-            begin = connector.load if pending.is_load else connector.save
-            begin(pending.transfer)
+            self._in_flight.append(self._planned.popleft())
+            connector.begin(self._in_flight[-1])
 
-    def take_in(self, completed: Iterable[CompletedTransfer]) -> list[BaseException]:
+    def take_in(self, completed: Iterable[Transfer]) -> list[BaseException]:
         """Gives back the blocks of transfers that have ended; the errors of those that failed, which never were."""
         errors = []
-        for end in completed:
-            if end.error is not None:
-                errors.append(end.error)
-            pending = self._in_flight.pop(end.transfer_id, None)
-            if pending is not None:
-                self._end(pending, succeeded=end.error is None and not end.cancelled)
+        for transfer in completed:
+            if transfer.error is not None:
+                errors.append(transfer.error)
+            if transfer in self._in_flight:
+                self._in_flight.remove(transfer)
+                self._end(transfer, succeeded=transfer.error is None and not transfer.cancelled)
         return errors
 
     def abandon(self) -> None:
@@ -141,46 +129,40 @@ class OffloadingManager:
 
         What is left then never began, or its end was lost: an interrupt came between.
         """
-        for pending in [*self._planned, *self._in_flight.values()]:
-            self._end(pending, succeeded=False)
+        for transfer in [*self._planned, *self._in_flight]:
+            self._end(transfer, succeeded=False)
         self._planned.clear()
         self._in_flight.clear()
 
     def forget(self) -> None:
         """Forgets what the host has, and sees to it that no transfer under way brings anything of it back."""
-        for pending in [*self._planned, *self._in_flight.values()]:
-            pending.stale = True
+        for transfer in [*self._planned, *self._in_flight]:
+            transfer.stale = True
         self._store.forget()
 
-    def _plan(
-        self, copies: Sequence[tuple[KVCacheBlock, HostBlock]], held: Sequence[KVCacheBlock], *, is_load: bool
-    ) -> None:
-        if not is_load:
-            self._pool.begin_transfer(held)
-        for _, host_block in copies:
+    def _plan(self, transfer: Transfer) -> None:
+        for _, host_block in transfer.copies:
             host_block.num_transfers += 1
-        numbers = tuple((block.block_id, host_block.slot) for block, host_block in copies)
-        self._planned.append(_Pending(BlockTransfer(self._num_transfers, numbers), is_load, tuple(copies), tuple(held)))
-        self._num_transfers += 1
+        self._planned.append(transfer)
 
-    def _end(self, pending: _Pending, *, succeeded: bool) -> None:
-        for block, host_block in pending.copies:
+    def _end(self, transfer: Transfer, *, succeeded: bool) -> None:
+        for block, host_block in transfer.copies:
             host_block.num_transfers -= 1
-            if pending.is_load:
+            if transfer.is_load:
                 self._loading.discard(host_block.block_hash)
             if not succeeded:
                 self._store.discard(host_block)
-            elif pending.is_load and not pending.stale:
+            elif transfer.is_load and not transfer.stale:
                 self._pool.publish(block, host_block.block_hash)
-            elif not pending.is_load:
+            elif not transfer.is_load:
                 # A stale one is not in the store any more.
                 host_block.ready = True
         # The end of a prefix is given out again first, as everywhere.
-        self._pool.end_transfer(pending.held[::-1])
+        self._pool.end_transfer(transfer.held[::-1])
 
 
 # What the thread does; a transfer's end is reported to the engine.
-_Job: TypeAlias = "Callable[[], CompletedTransfer | None]"
+_Job: TypeAlias = "Callable[[], Transfer | None]"
 _End: TypeAlias = "weakref.ref[OffloadingConnector] | None"
 
 TIMEOUT_S = 60.0
@@ -258,7 +240,7 @@ class OffloadingConnector:
         self._slots: HostSlots | None = HostSlots(num_slots, sum(rows.shape[1] for rows in self._rows), backend)
         # What no copy uses any more, and the driver has not let go of yet.
         self._leaving: HostSlots | None = None
-        self._completed: SimpleQueue[CompletedTransfer] = SimpleQueue()
+        self._completed: SimpleQueue[Transfer] = SimpleQueue()
         self._cancelled = threading.Event()
         self._jobs: SimpleQueue[_Job | _End] = SimpleQueue()
         # The thread keeps the reference, whose death is the last thing in the queue: `put` is written in C, where no
@@ -270,13 +252,9 @@ class OffloadingConnector:
         )
         self._thread.start()
 
-    def save(self, transfer: BlockTransfer) -> None:
-        """Begin to copy KV blocks to host slots, after all that the device was asked to compute so far."""
-        self._jobs.put(partial(self._transfer, transfer, self._backend.record(), to_host=True))
-
-    def load(self, transfer: BlockTransfer) -> None:
-        """Begin to copy host slots to KV blocks, after all that the device was asked to compute so far."""
-        self._jobs.put(partial(self._transfer, transfer, self._backend.record(), to_host=False))
+    def begin(self, transfer: Transfer) -> None:
+        """Begin to copy, after all that the device was asked to compute so far."""
+        self._jobs.put(partial(self._transfer, transfer, self._backend.record()))
 
     def flush(self) -> None:
         """Wait until every transfer that was begun has ended; a `KVTransferError` after `TIMEOUT_S` seconds."""
@@ -290,14 +268,9 @@ class OffloadingConnector:
                 "is stuck, or far slower than it should be; try again, or shut the engine down"
             )
 
-    def take_completed(self) -> list[CompletedTransfer]:
+    def take_completed(self) -> list[Transfer]:
         """The transfers that have ended and were not reported before; waits for none."""
-        completed = []
-        while True:
-            try:
-                completed.append(self._completed.get_nowait())
-            except Empty:
-                return completed
+        return [self._completed.get() for _ in range(self._completed.qsize())]
 
     def close(self) -> None:
         """Cancel what has not been copied, end the thread, give the host memory back; called again, do what is left.
@@ -306,56 +279,50 @@ class OffloadingConnector:
             KVTransferError: a copy has not ended after `TIMEOUT_S` seconds; its memory goes when it does.
             ExceptionGroup: host memory that could not be unpinned; another call tries again.
         """
-        if self._thread is None or self._slots is None:
-            self._close_leaving()
-            return
-        self._cancelled.set()
-        self._jobs.put(None)
+        thread, slots = self._thread, self._slots
+        if thread is not None:
+            self._cancelled.set()
+            self._jobs.put(None)
         try:
-            self._thread.join(TIMEOUT_S)
+            if thread is not None:
+                thread.join(TIMEOUT_S)
         finally:
-            ended = self._let_go(self._thread, self._slots)
-        if not ended:
+            if thread is not None:
+                # What a copy still reads or writes is that copy's alone from now on.
+                self._leaving = None if thread.is_alive() else slots
+                self._thread = self._slots = self._stream = None
+                self._rows = ()
+            if self._leaving is not None:
+                thread = None
+                self._leaving.close()
+                self._leaving = None
+        if thread is not None:
             raise KVTransferError(
                 f"a copy of KV blocks to or from the host has not ended after {TIMEOUT_S:g} s: the device or the host "
                 "is stuck; the memory that it uses stays until it ends"
             )
 
-    def _let_go(self, thread: threading.Thread, slots: HostSlots) -> bool:
-        """Gives up what is no copy's; what a copy still reads or writes is that copy's alone from now on."""
-        self._thread = self._slots = self._stream = None
-        self._rows = ()
-        ended = not thread.is_alive()
-        if ended:
-            self._leaving = slots
-            self._close_leaving()
-        return ended
-
-    def _close_leaving(self) -> None:
-        if self._leaving is not None:
-            self._leaving.close()
-            self._leaving = None
-
-    def _transfer(self, transfer: BlockTransfer, after: torch.cuda.Event | None, *, to_host: bool) -> CompletedTransfer:
+    def _transfer(self, transfer: Transfer, after: torch.cuda.Event | None) -> Transfer:
         """Runs in the thread."""
         try:
-            self._copy(transfer, after, to_host)
+            self._copy(transfer, after)
         except BaseException as error:  # noqa: BLE001 - raised where it is taken in
-            return CompletedTransfer(transfer.transfer_id, error=error)
-        return CompletedTransfer(transfer.transfer_id, cancelled=self._cancelled.is_set())
+            transfer.error = error
+        transfer.cancelled = self._cancelled.is_set()
+        return transfer
 
-    def _copy(self, transfer: BlockTransfer, after: torch.cuda.Event | None, to_host: bool) -> None:
+    def _copy(self, transfer: Transfer, after: torch.cuda.Event | None) -> None:
         all_rows, slots = self._rows, self._slots
         with self._side_stream(after):
-            for block_id, slot in transfer.blocks:
+            for block, host_block in transfer.copies:
                 if self._cancelled.is_set() or slots is None:
                     return
-                on_host = slots.slot(slot)
+                on_host = slots.slot(host_block.slot)
                 start = 0
                 for rows in all_rows:
-                    on_device, size = rows[block_id], rows.shape[1]
+                    on_device, size = rows[block.block_id], rows.shape[1]
                     part = on_host[start : start + size]
-                    _copy_bytes(*((part, on_device) if to_host else (on_device, part)))
+                    _copy_bytes(*((on_device, part) if transfer.is_load else (part, on_device)))
                     start += size
 
     @contextmanager
@@ -373,7 +340,7 @@ class OffloadingConnector:
                 stream.synchronize()
 
 
-def _run_jobs(jobs: SimpleQueue[_Job | _End], completed: SimpleQueue[CompletedTransfer], owner: _End) -> None:
+def _run_jobs(jobs: SimpleQueue[_Job | _End], completed: SimpleQueue[Transfer], owner: _End) -> None:
     """Do one job after the other until None comes or the `owner` of the queue, whose reference this keeps, is gone."""
     while (job := jobs.get()) is not None and not isinstance(job, weakref.ref):
         end = job()

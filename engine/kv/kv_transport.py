@@ -13,8 +13,16 @@ from lowtide.probes import stages
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class _Registration:
-    """What the native side knows of one buffer: where it is, and that it is there until it is deregistered."""
+class KVTransport:
+    """A native buffer of `size` bytes that is registered for transfer: with the card's driver, or on a CPU locked.
+
+    It is C's memory, as that of UCX or NIXL is: no Python object owns it, no torch counter shows it, and it goes only
+    by `close` (vllm#38503 is a shutdown that forgot to).  Peer and wire are no part of this engine: what it has is the
+    registration and its end.
+
+    Raises:
+        OutOfMemoryError: no memory, or the driver does not let that much be registered.
+    """
 
     def __init__(self, backend: PageBackend, size: int) -> None:
         self.backend = backend
@@ -44,6 +52,9 @@ class _Registration:
         return (stages.PoolReading(kind, "kv transport", "cpu", self.size, self.size, ranges),)
 
     def close(self) -> None:
+        """Deregisters the memory and gives it back; called again, it tries again what the driver has refused."""
+        if self not in _REGISTERED:
+            return
         # What the driver does not let go must not be freed under it.
         if self.locked and self.backend.pins_host_memory:
             self.backend.unpin(self.address)
@@ -56,28 +67,7 @@ class _Registration:
 
 
 # A transport's native side keeps such a table; addresses and sizes only, the memory is C's.
-_REGISTERED: set[_Registration] = set()
-
-
-class KVTransport:
-    """A native buffer of `size` bytes that is registered for transfer: with the card's driver, or on a CPU locked.
-
-    It is C's memory, as that of UCX or NIXL is: no Python object owns it, no torch counter shows it, and it goes only
-    by `close` (vllm#38503 is a shutdown that forgot to).  Peer and wire are no part of this engine: what it has is the
-    registration and its end.
-
-    Raises:
-        OutOfMemoryError: no memory, or the driver does not let that much be registered.
-    """
-
-    def __init__(self, backend: PageBackend, size: int) -> None:
-        self._registration: _Registration | None = _Registration(backend, size)
-
-    def close(self) -> None:
-        """Deregisters the memory and gives it back; called again, it tries again what the driver has refused."""
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
+_REGISTERED: set[KVTransport] = set()
 
 
 def _allocate(size: int) -> int:

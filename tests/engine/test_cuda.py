@@ -18,7 +18,8 @@ from lowtide.engine.core import EngineCore
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
 from lowtide.engine.kv.kv_cache import kv_cache_bytes_per_block
-from lowtide.engine.kv.kv_offload import BlockTransfer
+from lowtide.engine.kv.block_pool import HostBlock, KVCacheBlock
+from lowtide.engine.kv.kv_offload import Transfer
 from lowtide.engine.pages import open_backend
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import announced_pools
@@ -261,12 +262,12 @@ def test_a_copy_on_the_side_stream_waits_for_the_step_that_computes_its_block() 
         # Some tenths of a second of nothing, then what the save must see.
         torch.cuda._sleep(500_000_000)
         rows[3].fill_(2)
-        connector.save(BlockTransfer(0, ((3, 0),)))
+        connector.begin(Transfer(False, [(KVCacheBlock(3), HostBlock(0, b""))], ()))
         connector.flush()
         # The host's bytes, read by a load into another block that a slow kernel before it still writes.
         torch.cuda._sleep(500_000_000)
         rows[5].fill_(3)
-        connector.load(BlockTransfer(1, ((5, 0),)))
+        connector.begin(Transfer(True, [(KVCacheBlock(5), HostBlock(0, b""))], ()))
         connector.flush()
         assert rows[5].eq(2).all()
         assert [end.error for end in connector.take_completed()] == [None, None]
@@ -283,7 +284,7 @@ def test_a_shutdown_while_the_card_is_busy_waits_for_the_copy(used: Any) -> None
     assert isinstance(engine._core, EngineCore)
     connector: Any = engine._core.worker.kv_connector
     torch.cuda._sleep(500_000_000)
-    connector.save(BlockTransfer(1000, ((0, 0),)))
+    connector.begin(Transfer(False, [(KVCacheBlock(0), HostBlock(0, b""))], ()))
     engine.shutdown()
     del connector
     assert used() == before

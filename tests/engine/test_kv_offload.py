@@ -34,7 +34,7 @@ from lowtide.engine.defects import find_defect
 from lowtide.engine.kv import kv_offload
 from lowtide.engine.kv.block_pool import BlockPool, HostBlockStore, KVCacheBlock
 from lowtide.engine.kv.kv_cache import KVCacheManager, kv_cache_bytes_per_block
-from lowtide.engine.kv.kv_offload import BlockTransfer, CompletedTransfer, OffloadingManager
+from lowtide.engine.kv.kv_offload import OffloadingManager, Transfer
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.request import Request, SchedulerOutput
@@ -173,8 +173,9 @@ def test_a_cancelled_copy_is_as_if_it_had_never_been() -> None:
     manager, connector = OffloadingManager(pool, 1), FakeConnector({}, {})
     manager.plan_save(pool.take(1), [b"a"])
     manager.submit(connector)
-    ((transfer, _),) = connector.under_way
-    assert manager.take_in([CompletedTransfer(transfer.transfer_id, cancelled=True)]) == []
+    (transfer,) = connector.under_way
+    transfer.cancelled = True
+    assert manager.take_in([transfer]) == []
     assert manager.find([b"a"]) == []
     manager.plan_save(pool.blocks, [b"a"])
     assert len(manager._planned) == 1
@@ -235,28 +236,27 @@ class FakeConnector:
     def __init__(self, device: dict[int, list[Any]], host: dict[int, list[Any]]) -> None:
         self.device = device
         self.host = host
-        self.under_way: deque[tuple[BlockTransfer, bool]] = deque()
-        self.ended: list[CompletedTransfer] = []
+        self.under_way: deque[Transfer] = deque()
+        self.ended: list[Transfer] = []
 
-    def save(self, transfer: BlockTransfer) -> None:
-        self.under_way.append((transfer, True))
-
-    def load(self, transfer: BlockTransfer) -> None:
-        self.under_way.append((transfer, False))
+    def begin(self, transfer: Transfer) -> None:
+        self.under_way.append(transfer)
 
     def end_one(self, error: BaseException | None = None) -> None:
-        transfer, to_host = self.under_way.popleft()
-        for block_id, slot in transfer.blocks:
-            source, target = (self.device, self.host) if to_host else (self.host, self.device)
-            here, there = (block_id, slot) if to_host else (slot, block_id)
+        transfer = self.under_way.popleft()
+        for block, host_block in transfer.copies:
+            source, target = (self.host, self.device) if transfer.is_load else (self.device, self.host)
+            here, there = block.block_id, host_block.slot
+            here, there = (there, here) if transfer.is_load else (here, there)
             target[there] = ["garbage"] * BLOCK if error else list(source.get(here, []))
-        self.ended.append(CompletedTransfer(transfer.transfer_id, error))
+        transfer.error = error
+        self.ended.append(transfer)
 
     def flush(self) -> None:
         while self.under_way:
             self.end_one()
 
-    def take_completed(self) -> list[CompletedTransfer]:
+    def take_completed(self) -> list[Transfer]:
         ended, self.ended = self.ended, []
         return ended
 
@@ -266,7 +266,7 @@ class FakeConnector:
     @property
     def blocks(self) -> set[int]:
         """What copies under way read or write."""
-        return {block_id for transfer, _ in self.under_way for block_id, _ in transfer.blocks}
+        return {block.block_id for transfer in self.under_way for block, _ in transfer.copies}
 
 
 class FakeWorker:
