@@ -6,16 +6,14 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from types import FunctionType, MethodType
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lowtide.engine.config import Allocator, EngineConfig
-from lowtide.engine.device_allocator.arena import Workspace, WorkspaceViews
+from lowtide.engine.device_allocator.arena import Workspace
 from lowtide.engine.errors import ConfigError, EngineError
 from lowtide.engine.kv.kv_cache import KVCache
 from lowtide.engine.model_executor.attention import PagedDecodes, StepMetadata, build_attention_metadata
@@ -66,11 +64,6 @@ class SampledTokens(Mapping[str, int]):
         return dict(zip(self._request_ids, values, strict=True))
 
 
-def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Makes the stream on which sampled tokens are read while the next step computes; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
 class ModelRunner:
     """Owns the step's input buffers and the rows of the block table; borrows all else from the engine.
 
@@ -104,7 +97,7 @@ class ModelRunner:
         self.forward_context = StaticForwardContext(model, kv_cache)
         self.block_table = block_table
         self._sampler = sampler
-        self._workspaces = tuple(map(WorkspaceViews, workspaces))
+        self._workspaces = tuple(workspaces)
         self.decode_graphs: DecodeGraphs | None = None
         self._input_ids = allocate((config.max_num_batched_tokens,), torch.int64)
         self._positions = allocate((config.max_num_batched_tokens,), torch.int64)
@@ -113,7 +106,8 @@ class ModelRunner:
         self._last: weakref.ref[SampledTokens] | None = None
         # Tokens are read while the next step computes: not on its stream.
         self._runs_ahead = config.runs_ahead
-        self._copies = copy_stream(self._input_ids.device) if config.runs_ahead else None
+        on_card = config.runs_ahead and self._input_ids.is_cuda
+        self._copies = torch.cuda.Stream(self._input_ids.device) if on_card else None  # type: ignore[no-untyped-call]
         self._row_of: dict[tuple[int, int], int] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -144,7 +138,7 @@ class ModelRunner:
         pointers = self.block_table.pointer_tensors()
         return {
             **dict(self.model.named_parameters()),
-            "rotary.table": self.model.rotary.table,
+            "rotary.table": self.model.rotary_table,
             **{f"block_table.{name}": tensor for name, tensor in pointers.items()},
         }
 
@@ -205,7 +199,7 @@ class ModelRunner:
         return launched if self._runs_ahead else dict(launched)
 
     def _compute(
-        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: WorkspaceViews
+        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: Workspace
     ) -> torch.Tensor:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
         counts = [item.num_tokens for item in micro_batch]
@@ -249,7 +243,7 @@ class ModelRunner:
             raise EngineError("a step was planned on tokens of one before it, which are gone: plan it anew")
         return last.tokens[first : first + count]
 
-    def _lent(self, workspace: WorkspaceViews) -> dict[str, Any]:
+    def _lent(self, workspace: Workspace) -> dict[str, Any]:
         return {"workspace": workspace} if self._lends_workspace else {}
 
     def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
@@ -290,11 +284,11 @@ def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> li
         # By the middle of its tokens, so that one long prompt does not drag all that follows it into the last part.
         parts[(2 * before + item.num_tokens) * count // (2 * total)].append(item)
         before += item.num_tokens
-    return [sorted(part, key=_attention_order) for part in parts if part]
 
+    def attention_order(item: ScheduledRequest) -> tuple[bool, int]:
+        return item.num_tokens > 1, -(item.num_computed_tokens + item.num_tokens)
 
-def _attention_order(item: ScheduledRequest) -> tuple[bool, int]:
-    return item.num_tokens > 1, -(item.num_computed_tokens + item.num_tokens)
+    return [sorted(part, key=attention_order) for part in parts if part]
 
 
 def _upload(buffer: torch.Tensor, start: int, values: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -306,39 +300,18 @@ def _upload(buffer: torch.Tensor, start: int, values: npt.NDArray[np.int64]) -> 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-Parameters: TypeAlias = "tuple[tuple[str, inspect._ParameterKind], ...]"
-
-_PARAMETERS: WeakKeyDictionary[FunctionType, Parameters] = WeakKeyDictionary()
-"""Names and kinds only, by the plain function, weakly.
-
-A key that is a bound method keeps its object, which may be the model with all its weights (vllm#38503); a closure that
-was made for one engine keeps what it closes over; a default value may lead back to its function.
-"""
-
 
 def supports_kw(function: Callable[..., Any], name: str) -> bool:
-    """Whether a callable takes a keyword argument of that name; `ConfigError`: it does not say what it takes."""
-    if isinstance(function, MethodType) and type(function.__func__) is FunctionType:
-        # The first one is what the method is bound to.
-        parameters = _parameters(function.__func__)[1:]
-    elif type(function) is FunctionType:
-        parameters = _parameters(function)
-    else:
-        # A partial or a callable instance is asked every time: its answer cannot be kept without keeping it.
-        parameters = _read(function)
-    if any(kind is inspect.Parameter.VAR_KEYWORD for _, kind in parameters):
-        return True
-    return any(known == name and kind in _BY_NAME for known, kind in parameters)
+    """Whether a callable takes a keyword argument of that name; `ConfigError`: it does not say what it takes.
 
-
-def _parameters(function: FunctionType) -> Parameters:
-    if function not in _PARAMETERS:
-        _PARAMETERS[function] = _read(function)
-    return _PARAMETERS[function]
-
-
-def _read(function: Callable[..., Any]) -> Parameters:
+    The answer is kept nowhere: a cache's key that is a bound method keeps its object, which may be the model with all
+    its weights (vllm#38503).
+    """
     try:
-        return tuple((each.name, each.kind) for each in inspect.signature(function).parameters.values())
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{function!r} does not say which arguments it takes: {error}") from error
+    return any(
+        each.kind is inspect.Parameter.VAR_KEYWORD or (each.name == name and each.kind in _BY_NAME)
+        for each in parameters
+    )

@@ -18,7 +18,7 @@ from lowtide.engine.kv.kv_offload import OffloadingConnector
 from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.model_executor.attention import workspace_bytes
 from lowtide.engine.model_executor.block_table import BlockTable
-from lowtide.engine.model_executor.fused_ops import RotaryEmbedding
+from lowtide.engine.model_executor.fused_ops import rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
@@ -91,7 +91,7 @@ class Worker:
             if config.kv_transport_bytes:
                 self.transport = KVTransport(backend, config.kv_transport_bytes)
             with stage("load_weights"):
-                rotary = RotaryEmbedding(model_config, max_model_len, runtime.allocate)
+                rotary = rotary_table(model_config, max_model_len, runtime.allocate)
                 # One mapping of the whole arena instead of one per tensor.
                 weights.map_to(weights.capacity)
                 ranks = None if place is None else self.group

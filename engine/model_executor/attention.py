@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowtide.engine.config import ModelConfig
+from lowtide.engine.device_allocator.arena import Workspace
 from lowtide.engine.model_executor.block_table import BlockTable
 
 MAX_GATHERED_TOKENS = 65_536
 """Padded tokens that one decode batch gathers at most, unless a single sequence is longer: bounds the workspace."""
-
-
-class Workspace(Protocol):
-    """Scratch memory of one micro-batch."""
-
-    def get(self, *specs: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
-        """Uninitialised tensors of these shapes and dtypes, valid until the next call."""
 
 
 def workspace_bytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
@@ -183,7 +177,11 @@ def paged_attention(
         [T, num_heads, head_dim].
     """
     if isinstance(metadata, PagedDecodes):
-        return _attend_paged(query, key_cache, value_cache, metadata)
+        from lowtide.engine.model_executor.triton_kernels import decode_attention
+
+        table = metadata.block_table
+        pointers = (table.table_ptrs, table.table_strides, table.table_sizes)
+        return decode_attention(query, key_cache, value_cache, *pointers, metadata.rows, metadata.seq_lens)
     key_slots, value_slots = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key.shape[1]
@@ -213,25 +211,6 @@ def paged_attention(
         )
         output[new] = attended.permute(2, 1, 0, 3).reshape(-1, num_heads, head_dim)
     return output
-
-
-def _attend_paged(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, metadata: PagedDecodes
-) -> torch.Tensor:
-    """As `paged_attention`, by kernels that read the KV blocks where they lie."""
-    from lowtide.engine.model_executor.triton_kernels import decode_attention
-
-    table = metadata.block_table
-    return decode_attention(
-        query,
-        key_cache,
-        value_cache,
-        table.table_ptrs,
-        table.table_strides,
-        table.table_sizes,
-        metadata.rows,
-        metadata.seq_lens,
-    )
 
 
 def _gather(

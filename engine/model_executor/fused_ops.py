@@ -35,25 +35,20 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return frequencies
 
 
-class RotaryEmbedding:
+def rotary_table(config: ModelConfig, max_model_len: int, allocate: Allocator) -> torch.Tensor:
     """Cosines and sines of every position: one tensor [max_model_len, head_dim], cosines in the first half.
 
     In the model's dtype, as transformers rounds them. Belongs to the engine that allocates it: a table cached at module
     level would outlive the engine.
     """
-
-    def __init__(self, config: ModelConfig, max_model_len: int, allocate: Allocator) -> None:
-        self.table = allocate((max_model_len, config.head_dim), config.torch_dtype)
-        # On the host: a float32 copy on the device would stay in its allocator's cache.
-        positions = torch.arange(max_model_len, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
-        cosines, sines = self.table.chunk(2, dim=-1)
-        cosines.copy_(angles.cos())
-        sines.copy_(angles.sin())
-
-    def lookup(self, positions: torch.Tensor) -> torch.Tensor:
-        """Cosines and sines, [T, head_dim], of positions [T]."""
-        return self.table[positions]
+    table = allocate((max_model_len, config.head_dim), config.torch_dtype)
+    # On the host: a float32 copy on the device would stay in its allocator's cache.
+    positions = torch.arange(max_model_len, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
+    cosines, sines = table.chunk(2, dim=-1)
+    cosines.copy_(angles.cos())
+    sines.copy_(angles.sin())
+    return table
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -130,7 +125,7 @@ def rotate_and_cache(
 
     Args:
         projected: [T, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values; may be overwritten.
-        rotation: [T, head_dim], see `RotaryEmbedding`.
+        rotation: [T, head_dim], see `rotary_table`.
         key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
         value_cache: see `key_cache`.
         slots: int64 [T], block x block_size + offset; a kernel writes a token nowhere whose slot is negative.

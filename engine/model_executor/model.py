@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lowtide.engine.config import Allocator, ModelConfig
-from lowtide.engine.model_executor.attention import StepMetadata, Workspace, paged_attention
-from lowtide.engine.model_executor.fused_ops import RotaryEmbedding, add_rms_norm, rotate_and_cache, silu_and_mul
+from lowtide.engine.device_allocator.arena import Workspace
+from lowtide.engine.model_executor.attention import StepMetadata, paged_attention
+from lowtide.engine.model_executor.fused_ops import add_rms_norm, rotate_and_cache, silu_and_mul
 from lowtide.engine.model_executor.parallel_layers import (
     ColumnParallelLinear,
     MergedColumns,
@@ -147,12 +148,12 @@ class LlamaForCausalLM(nn.Module):
         self,
         config: ModelConfig,
         allocate: Allocator,
-        rotary: RotaryEmbedding,
+        rotary_table: torch.Tensor,
         group: TensorParallelGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.rotary = rotary
+        self.rotary_table = rotary_table
         self._group = group or TensorParallelGroup()
         self.model = LlamaModel(config, allocate, self._group)
         self.lm_head = None
@@ -180,7 +181,7 @@ class LlamaForCausalLM(nn.Module):
         Returns:
             Hidden states [T, hidden_size].
         """
-        rotation = self.rotary.lookup(positions)
+        rotation = self.rotary_table[positions]
         hidden: torch.Tensor = self.model(input_ids, rotation, attention_metadata, workspace)
         return hidden
 

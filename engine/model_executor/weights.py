@@ -17,6 +17,7 @@ import torch
 
 from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig
 from lowtide.engine.errors import CheckpointError, ConfigError
+from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.parallel_layers import Shard, shard_parameter
 
 if TYPE_CHECKING:
@@ -167,30 +168,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     A linear layer's weight is [out, in]. A tied head has no parameter of its own. The dtype of all is `config.dtype`.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (query, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, query, config.attention_output_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    # A model without memory behind it.
+    model = LlamaForCausalLM(
+        config, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.empty(0)
+    )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def parameter_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Shard]:

@@ -18,7 +18,7 @@ import torch
 from lowtide.engine.config import EngineConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.kv.kv_cache import KVCache, KVCacheManager, num_kv_cache_blocks
 from lowtide.engine.model_executor.block_table import BlockTable
-from lowtide.engine.model_executor.fused_ops import RotaryEmbedding
+from lowtide.engine.model_executor.fused_ops import rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.parallel_layers import TensorParallelGroup
 from lowtide.engine.model_executor.sampling import Sampler
@@ -177,10 +177,6 @@ class TorchWorkspace:
         self._lent = [poisoned(shape, dtype) for shape, dtype in specs]
         return self._lent
 
-    def reserve(self, size: int) -> None:
-        for tensor in self._lent:
-            tensor.fill_(float("nan"))
-
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An allocator whose memory holds what no code may rely on."""
@@ -202,7 +198,7 @@ class Loop:
             if preset
             else CheckpointWeights(config.model, model_config, rank, size)
         )
-        rotary = RotaryEmbedding(model_config, max_model_len, poisoned)
+        rotary = rotary_table(model_config, max_model_len, poisoned)
         self.model = LlamaForCausalLM(model_config, poisoned, rotary, group)
         source.fill(dict(self.model.named_parameters()))
         self.kv_cache_manager = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)

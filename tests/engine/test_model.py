@@ -14,7 +14,7 @@ import torch
 
 from lowtide.engine.config import PRESETS, ModelConfig, RopeConfig, read_model_config
 from lowtide.engine.model_executor.attention import MAX_GATHERED_TOKENS, split_decodes, workspace_bytes
-from lowtide.engine.model_executor.fused_ops import RotaryEmbedding, inverse_frequencies
+from lowtide.engine.model_executor.fused_ops import inverse_frequencies, rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.weights import parameter_shapes
 from lowtide.engine.request import SamplingParams
@@ -32,7 +32,7 @@ class Memory:
 
 
 def build(config: ModelConfig, weights: Memory) -> LlamaForCausalLM:
-    return LlamaForCausalLM(config, weights, RotaryEmbedding(config, 64, Memory()))
+    return LlamaForCausalLM(config, weights, rotary_table(config, 64, Memory()))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_linear_scaling_slows_every_frequency() -> None:
 
 def test_the_rotary_table_is_one_tensor_of_the_engines() -> None:
     runtime = Memory()
-    RotaryEmbedding(PRESETS["1b"], 100, runtime)
+    rotary_table(PRESETS["1b"], 100, runtime)
     assert runtime.asked == [((100, 64), torch.bfloat16)]
 
 
@@ -152,7 +152,7 @@ def test_everything_goes_by_reference_count_alone(make_loop: Callable[..., Any])
             loop.runner,
             loop.kv_cache_manager,
             loop.runner._kv_cache,
-            loop.model.rotary,
+            loop.model.rotary_table,
         ]
         tensors = [*loop.model.parameters(), loop.runner.block_table.device_table, loop.runner._input_ids]
         tensors += [tensor for layer in loop.runner._kv_cache.layers for tensor in layer]
