@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import time
 import uuid
@@ -11,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import uvicorn
@@ -24,10 +25,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lowtide.engine.async_llm import AsyncLLM, Readings
-from lowtide.engine.detokenizer import Detokenizer, TokenText
 from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, EngineStateError, RequestError
 from lowtide.engine.llm_engine import LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 GRACEFUL_S = 5
 """Seconds that clients have to take the rest of their answers when the server ends."""
@@ -64,6 +67,86 @@ _KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerErro
 
 _log = logging.getLogger("uvicorn.error")
 
+CONTEXT = 4
+"""Tokens of the prompt that the first new token's text may depend on, as vLLM has it."""
+
+_LONGEST = 4
+"""Tokens that one character may take: UTF-8 has up to 4 bytes."""
+
+_SPELLED = re.compile(r"<(\d{1,9})>")
+_PLAIN = frozenset({10, *range(32, 127)} - {ord("<")})
+
+
+class TokenText:
+    """Text of tokens.
+
+    Without a tokenizer, as with random weights, a text's bytes in UTF-8 are its tokens. In a token's text, what can be
+    printed in ASCII stands for itself, and all else as `<845>`, which is read as that token again: the text of any
+    tokens has these very tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        if self._tokenizer is not None:
+            return list(self._tokenizer.encode(text).ids)
+        # In turns: what stands between, and a number.
+        parts = _SPELLED.split(text)
+        return [
+            token
+            for index, part in enumerate(parts)
+            for token in ([int(part)] if index % 2 else part.encode(errors="replace"))
+        ]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without the special ones of a tokenizer."""
+        if self._tokenizer is not None:
+            return str(self._tokenizer.decode(list(tokens)))
+        return "".join(chr(token) if token in _PLAIN else f"<{token}>" for token in tokens)
+
+
+class Detokenizer:
+    """The text of one answer while its tokens come, until one of the texts comes that end it.
+
+    Text is held back as long as it may change: the bytes of a character that is not whole, and what may begin a text
+    that ends the answer.
+    """
+
+    def __init__(self, text: TokenText, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._text = text
+        self._stops = stops
+        self._window = list(prompt[-CONTEXT:])
+        self._read = len(self._window)
+        self._held = ""
+
+    def add(self, token: int) -> str | None:
+        """Take in the next token, and return the text that ends the answer, if it is there now."""
+        self._window.append(token)
+        before, after = self._text.decode(self._window[: self._read]), self._text.decode(self._window)
+        if after.endswith("\ufffd") and len(self._window) - self._read < _LONGEST:
+            return None
+        self._held += after[len(before) :]
+        self._window, self._read = self._window[self._read :], len(self._window) - self._read
+        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if not found:
+            return None
+        place, stop = min(found)
+        self._held = self._held[:place]
+        return stop
+
+    def take(self, *, is_last: bool) -> str:
+        """Return the text that has come since the last time, all of it where no more comes."""
+        if is_last:
+            whole = self._text.decode(self._window)[len(self._text.decode(self._window[: self._read])) :]
+            taken, self._held = self._held + whole, ""
+            self._read = len(self._window)
+            return taken
+        kept = len(self._held) - max((len(stop) - 1 for stop in self._stops), default=0)
+        taken, self._held = self._held[: max(kept, 0)], self._held[max(kept, 0) :]
+        return taken
+
 
 class StreamOptions(msgspec.Struct):
     """What a stream has besides."""
@@ -72,23 +155,23 @@ class StreamOptions(msgspec.Struct):
 
 
 class CompletionRequest(msgspec.Struct):
-    """The fields of a request that count; null is the default, and what is not named here is passed over."""
+    """The fields of a request that count, with OpenAI's defaults; what is not named here is passed over."""
 
     prompt: str | list[str | int | list[int]]
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    echo: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
+    n: int = 1
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    echo: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    return_token_ids: bool = False
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return what is to be completed: texts, and lists of tokens."""
@@ -102,29 +185,27 @@ class CompletionRequest(msgspec.Struct):
 
     def stops(self) -> list[str]:
         """Return the texts that end an answer."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if "" in stops:
             raise RequestError("stop has an empty text, which would end each answer at once: leave it out")
         return stops
 
-    def num_answers(self) -> int:
-        """Return how many answers each prompt has."""
-        number = 1 if self.n is None else self.n
-        if not 1 <= number <= MOST_ANSWERS:
-            raise RequestError(f"n {number} must be from 1 to {MOST_ANSWERS}")
-        return number
-
-    def params(self, index: int) -> SamplingParams:
-        """Return how one of the answers to a prompt is sampled; OpenAI's defaults, which are not greedy."""
-        return SamplingParams(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=0 if self.top_k is None or self.top_k == -1 else self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=None if self.seed is None else self.seed + index,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-        )
+    def params(self) -> list[SamplingParams]:
+        """Return how each of the answers to a prompt is sampled."""
+        if not 1 <= self.n <= MOST_ANSWERS:
+            raise RequestError(f"n {self.n} must be from 1 to {MOST_ANSWERS}")
+        return [
+            SamplingParams(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_k=0 if self.top_k == -1 else self.top_k,
+                top_p=self.top_p,
+                seed=None if self.seed is None else self.seed + index,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+            )
+            for index in range(self.n)
+        ]
 
 
 @dataclass
@@ -345,7 +426,7 @@ class Server(uvicorn.Server):
             Route("/is_sleeping", self._is_sleeping),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {HTTPException: _refusal, **{kind: _failure for kind, _ in _STATUS}}
+        handlers: dict[Any, Any] = dict.fromkeys((HTTPException, *(kind for kind, _ in _STATUS)), _failure)
         app = Starlette(routes=routes, exception_handlers=handlers)
         super().__init__(
             uvicorn.Config(
@@ -376,9 +457,12 @@ class Server(uvicorn.Server):
             body = msgspec.json.decode(await request.body())
         except msgspec.DecodeError as error:
             raise RequestError(f"the body is no JSON: {error}") from None
+        if isinstance(body, dict):
+            # Null is the default, where there is one.
+            body = {name: value for name, value in body.items() if value is not None or name == "prompt"}
         asked = msgspec.convert(body, CompletionRequest)
         for name, neutral in _UNSUPPORTED.items():
-            if (value := body.get(name)) is not None and value not in neutral:
+            if name in body and body[name] not in neutral:
                 raise RequestError(f"{name} is not supported: leave it out")
         if asked.model not in (None, self._model):
             raise HTTPException(404, f"The model `{asked.model}` does not exist; there is `{self._model}`.")
@@ -389,22 +473,20 @@ class Server(uvicorn.Server):
         for prompt in prompts:
             tokens = self._text.encode(prompt) if isinstance(prompt, str) else prompt
             shown = "" if not asked.echo else prompt if isinstance(prompt, str) else self._text.decode(prompt)
-            for number in range(asked.num_answers()):
+            for params in asked.params():
                 choices.append(
                     Choice(
                         index=len(choices),
                         request_id=f"{completion_id}-{len(choices)}",
                         prompt=tokens,
-                        params=asked.params(number),
+                        params=params,
                         detokenizer=Detokenizer(self._text, tokens, asked.stops()),
                         echo=shown,
-                        has_token_ids=bool(asked.return_token_ids),
+                        has_token_ids=asked.return_token_ids,
                     )
                 )
-        options = asked.stream_options or StreamOptions()
-        return Completion(
-            self.llm, choices, head, len(prompts), streams=bool(asked.stream), has_usage=bool(options.include_usage)
-        )
+        has_usage = bool(asked.stream_options.include_usage)
+        return Completion(self.llm, choices, head, len(prompts), streams=asked.stream, has_usage=has_usage)
 
     async def _models(self, request: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": self._since, "owned_by": "lowtide"}
@@ -480,14 +562,10 @@ async def _client_leaves(receive: Receive) -> None:
         pass
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _json(_described(error.detail, error.status_code), error.status_code)
-
-
 async def _failure(request: Request, error: Exception) -> Response:
-    status = _status(error)
-    return _json(_described(str(error), status), status)
+    is_refusal = isinstance(error, HTTPException)
+    status, text = (error.status_code, error.detail) if is_refusal else (_status(error), str(error))
+    return _json(_described(text, status), status)
 
 
 def _status(error: Exception) -> HTTPStatus:

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 
-from lowtide.engine.detokenizer import Detokenizer, TokenText
+from lowtide.engine.server import Detokenizer, TokenText
 
 SPELLED = TokenText(None)
 

@@ -17,8 +17,7 @@ import pytest
 from openai.types import Completion
 
 from lowtide.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from lowtide.engine.detokenizer import Detokenizer, TokenText
-from lowtide.engine.server import Choice
+from lowtide.engine.server import Choice, Detokenizer, TokenText
 from tests.engine import core_extensions
 from tests.engine.served import Served, serving
 from tests.waiting import wait_until
