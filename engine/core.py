@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lowtide.engine.config import EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.errors import KVTransferError
+from lowtide.engine.kv.block_pool import KVCacheUsage
 from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
 from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.ranks import MultiprocExecutor
-from lowtide.engine.request import Request, RequestOutput, SchedulerOutput
+from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.weight_transfer import Bucket
 from lowtide.engine.worker import Worker
-
-if TYPE_CHECKING:
-    import torch
-
-    from lowtide.engine.kv.block_pool import KVCacheUsage
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,8 @@ class _Step(NamedTuple):
 class EngineCore:
     """Joins the scheduler, which owns the requests and decides, and the worker, which owns the memory and computes.
 
-    On an error nothing has changed, unless it is said otherwise.
+    What the worker does by itself (sleep, wake, load weights) is asked of it.  On an error nothing has changed, unless
+    it is said otherwise.
 
     Where it `runs_ahead`, a step is launched before the tokens of the one before it are read: the host plans under the
     card's work (as vLLM's asynchronous scheduling).  At most one is under way when a call returns, and none when no
@@ -106,9 +102,9 @@ class EngineCore:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> None:
-        """As `Scheduler.add_request`."""
-        self.scheduler.add_request(request)
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request; errors as `Request` and `Scheduler.add_request`."""
+        self.scheduler.add_request(Request(request_id, prompt_token_ids, params))
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do."""
@@ -155,7 +151,7 @@ class EngineCore:
             ahead, self._ahead = self._ahead, None
             dict(ahead.sampled)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """End requests now; the last output of each."""
         outputs = self.scheduler.abort(request_ids)
         self._settle()
@@ -176,27 +172,12 @@ class EngineCore:
         """Forget what the cache's blocks hold, on the host too: it goes with their pages, or with the weights."""
         self.scheduler.kv_cache_manager.forget()
 
-    # --- sleep and wake ---------------------------------------------------------------------------------------------
-
-    @property
-    def awake(self) -> bool:
-        """Whether weights and KV cache have all their pages."""
-        return self.worker.awake
-
     def prepare_sleep(self, level: int) -> None:
         """All of a sleep that can fail for want of something."""
         self.drain_transfers()
         self.worker.prepare_sleep(level)
 
-    def sleep(self, level: int) -> None:
-        """Give up the pages of weights, KV cache and workspaces, after `prepare_sleep` and with no request left."""
-        self.worker.sleep(level)
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """Map the pages of these tags again, and fill the weights."""
-        self.worker.wake(tags)
-
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- sleep and weights, where the scheduler has a part ----------------------------------------------------------
 
     def reload_weights(self) -> None:
         """Fill the weights in place from where they came, and forget what the former ones computed."""
@@ -209,47 +190,17 @@ class EngineCore:
         self.drain_transfers()
         self.worker.begin_update()
 
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Copy what a bucket has into the weights; after an error, `undo_update` has to put them back."""
-        self.worker.load_bucket(bucket)
-
-    def undo_update(self) -> None:
-        """Put the weights back that were there before `begin_update`."""
-        self.worker.undo_reload()
-
     def end_update(self, loaded: bool) -> None:
         """Let go of the former weights, and where new ones are `loaded`, forget what the former ones computed."""
         self.worker.end_reload()
         if loaded:
             self.forget_prefixes()
 
-    def weight_checksums(self) -> dict[str, int]:
-        """Checksum of every whole parameter, by name."""
-        return self.worker.weight_checksums()
-
-    # --- what there is, and its end ---------------------------------------------------------------------------------
-
-    def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor whose contents must survive a sleep, by name."""
-        return self.worker.preserved_tensors()
-
-    def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """What CUDA graphs read and write at fixed places: (address, bytes) by name."""
-        return self.worker.graph_addresses()
+    # --- its end ----------------------------------------------------------------------------------------------------
 
     def kv_cache_usage(self) -> KVCacheUsage:
         """Who has the KV blocks."""
         return self.scheduler.kv_cache_manager.usage
-
-    def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them, by arena tag."""
-        return self.worker.memory_mapped()
-
-    def check_health(self) -> None:
-        """Nothing: a core in this process runs as long as its caller."""
-
-    def raise_late_interrupt(self) -> None:
-        """Nothing: in this process an interrupt comes at once."""
 
     def shutdown(self) -> None:
         """Give everything back.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from inspect import signature
 from types import FrameType
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
@@ -15,14 +14,14 @@ import msgspec
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.core import EngineCore, create_core, make_plan
 from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
-from lowtide.engine.kv.block_pool import KVCacheUsage
-from lowtide.engine.processes.channel import Answer, Connection, Order, Signature, Signatures, call
+from lowtide.engine.processes.channel import Answer, Connection, Order, Signature, Signatures, call, signatures
 from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, on_interrupt
 from lowtide.engine.processes.client import Client
 from lowtide.engine.processes.served import ServedProcess
-from lowtide.engine.request import Request, RequestOutput, SamplingParams
+from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket
+from lowtide.engine.worker import Worker
 
 
 def main(connection: Connection) -> None:
@@ -32,46 +31,43 @@ def main(connection: Connection) -> None:
     process.serve(connection)
 
 
-class CoreProcess(ServedProcess[EngineCore]):
+class CoreProcess(ServedProcess):
     """The core, and what becomes of the client's orders."""
 
-    signatures: ClassVar[Signatures] = {
-        "create": Signature("create", (EngineConfig,)),
-        "add_request": Signature("infer", (str, list[int], SamplingParams)),
-        "step": Signature("infer", (), list[RequestOutput]),
-        "abort": Signature("infer", (list[str],), list[RequestOutput]),
-        "abort_all": Signature("infer", (), list[RequestOutput]),
-        "reset_prefix_cache": Signature("reset_prefix_cache", (), bool),
-        "prepare_sleep": Signature("sleep", (int,)),
-        "forget_prefixes": Signature("sleep"),
-        "sleep": Signature("sleep", (int,)),
-        "wake": Signature("wake", (list[str],)),
-        "reload_weights": Signature("reload_weights"),
-        "begin_update": Signature("update_weights"),
-        "load_bucket": Signature("update_weights", (ReceivedBucket,)),
-        "undo_update": Signature("update_weights"),
-        "end_update": Signature("update_weights", (bool,)),
-        "weight_checksums": Signature(None, (), dict[str, int]),
-        "kv_cache_usage": Signature(None, (), KVCacheUsage),
-        "shutdown": Signature("shutdown"),
-    }
+    served: EngineCore
 
     def __init__(self) -> None:
         super().__init__()
         self._is_new = True
         self._is_early = False
 
-    def create(self, config: EngineConfig) -> EngineCore:
+    def create(self, config: EngineConfig) -> None:
         """Make the core."""
-        return create_core(config, make_plan(config))
+        self.served = create_core(config, make_plan(config))
 
-    def num_requests(self) -> tuple[int, int]:
-        """As `EngineCore.num_requests`."""
-        return (0, 0) if self.served is None else self.served.num_requests()
+    def state(self) -> tuple[int, int, bool, dict[str, int]]:
+        """As `ServedProcess.state`."""
+        worker = self.served.worker
+        return (*self.served.num_requests(), worker.awake, worker.memory_mapped())
 
-    def call(self, served: EngineCore, name: str, arguments: Sequence[Any]) -> object:
-        """Call a method of the core, which takes a request whole."""
-        return super().call(served, name, [Request(*arguments)] if name == "add_request" else arguments)
+    def call(self, name: str, arguments: Sequence[Any]) -> object:
+        """Call a method of the core, or of its worker."""
+        return getattr(self.served if hasattr(self.served, name) else self.served.worker, name)(*arguments)
+
+    signatures: ClassVar[Signatures] = signatures(
+        {
+            "infer": (EngineCore.add_request, EngineCore.step, EngineCore.abort, EngineCore.abort_all),
+            "reset_prefix_cache": (EngineCore.reset_prefix_cache,),
+            "sleep": (EngineCore.prepare_sleep, EngineCore.forget_prefixes, Worker.sleep),
+            "wake": (Worker.wake,),
+            "reload_weights": (EngineCore.reload_weights,),
+            "update_weights": (EngineCore.begin_update, Worker.undo_reload, EngineCore.end_update),
+            None: (Worker.weight_checksums, EngineCore.kv_cache_usage),
+            "create": (create,),
+            "shutdown": (EngineCore.shutdown,),
+        },
+        load_bucket=Signature("update_weights", Worker.load_bucket, ReceivedBucket),
+    )
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Break off the order that is being followed, if there is one: the client passes its Ctrl-C on.
@@ -96,24 +92,21 @@ ENTRY = "lowtide.engine.core_process:main"
 NAME = "lowtide::EngineCore"
 """Its title."""
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
 INTERRUPT_S = 10.0
 """Seconds that the core has to roll an interrupted order back, before it is killed."""
 
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-
 def forwarded(
-    method: Callable[Concatenate[EngineCore, _Parameters], _Result],
+    method: Callable[Concatenate[Any, _Parameters], _Result],
 ) -> Callable[Concatenate[CoreClient, _Parameters], _Result]:
-    """Return the method of the client that calls one of the core, with its documentation."""
-    parameters = signature(method)
+    """Return the method of the client that calls one of the core or of its worker, with its documentation."""
 
     @wraps(method)
-    def forward(self: CoreClient, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        # In the order of the method's parameters, whatever the order in which they are named.
-        _, *arguments = parameters.bind(self, *args, **kwargs).arguments.values()
+    def forward(self: CoreClient, *arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+        assert not named
         result: _Result = self._call(method.__name__, *arguments)
         return result
 
@@ -144,13 +137,18 @@ class CoreClient(Client):
             self._call("create", config)
             self.raise_late_interrupt()
 
-    def add_request(self, request: Request) -> None:
+    @property
+    def worker(self) -> CoreClient:
+        """Itself: the worker's methods are called in the same process as the core's."""
+        return self
+
+    def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """As `EngineCore.add_request`."""
         try:
-            self._call("add_request", request.request_id, list(request.prompt_token_ids), request.params)
+            self._call("add_request", request_id, list(prompt_token_ids), params)
         except ChannelError as error:
             raise RequestError(
-                f"request {request.request_id!r} cannot be sent to {self.process.label}: {error.__cause__}; give "
+                f"request {request_id!r} cannot be sent to {self.process.label}: {error.__cause__}; give "
                 "tokens and sampling parameters as Python's own integers and floats"
             ) from error
 
@@ -169,7 +167,7 @@ class CoreClient(Client):
         if self._death is not None:
             raise self._death.with_traceback(None)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """As `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
         # What is no string is the name of no request. Who gives requests up because the core has ended must not hear
         # that once more.
@@ -181,20 +179,20 @@ class CoreClient(Client):
         return [] if self._death is not None else self._call("abort_all")
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """As `EngineCore.load_bucket`, with an export for each process that has weights."""
-        self._call("load_bucket", ReceivedBucket(list(bucket.shared(self._receivers))))
+        """As `Worker.load_bucket`, with an export for each process that has weights."""
+        self._call("load_bucket", bucket.shared(self._receivers))
 
     step = forwarded(EngineCore.step)
     reset_prefix_cache = forwarded(EngineCore.reset_prefix_cache)
     prepare_sleep = forwarded(EngineCore.prepare_sleep)
     forget_prefixes = forwarded(EngineCore.forget_prefixes)
-    sleep = forwarded(EngineCore.sleep)
-    wake = forwarded(EngineCore.wake)
+    sleep = forwarded(Worker.sleep)
+    wake = forwarded(Worker.wake)
     reload_weights = forwarded(EngineCore.reload_weights)
     begin_update = forwarded(EngineCore.begin_update)
-    undo_update = forwarded(EngineCore.undo_update)
+    undo_reload = forwarded(Worker.undo_reload)
     end_update = forwarded(EngineCore.end_update)
-    weight_checksums = forwarded(EngineCore.weight_checksums)
+    weight_checksums = forwarded(Worker.weight_checksums)
     kv_cache_usage = forwarded(EngineCore.kv_cache_usage)
 
     def shutdown(self) -> None:

@@ -16,7 +16,7 @@ from lowtide.engine.kv.block_pool import KVCacheUsage
 from lowtide.engine.model_executor.weights import load_tokenizer
 from lowtide.engine.pages import check_device
 from lowtide.engine.ranks import rank_devices
-from lowtide.engine.request import Request, RequestOutput, SamplingParams
+from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, rolled_back, undone_by
 from lowtide.engine.weight_transfer import BUCKET_BYTES, packed, release_cached
 from lowtide.engine.worker import SLEEPING_TAGS
@@ -206,7 +206,7 @@ class LLMEngine:
         Raises:
             EngineDeadError: its process has ended; only `shutdown` is of use.
         """
-        if self._core is not None and not self._torn_down:
+        if isinstance(self._core, CoreClient) and not self._torn_down:
             self._core.check_health()
 
     def step(self) -> list[RequestOutput]:
@@ -224,7 +224,7 @@ class LLMEngine:
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; the last output of each that was still unfinished."""
         core = self._require("abort", EngineState.RUNNING)
-        return core.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+        return core.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, on the device and on the host; False, with nothing forgotten, while requests hold
@@ -263,11 +263,11 @@ class LLMEngine:
             self._pending_outputs += core.abort_all()
             core.forget_prefixes()
             try:
-                core.sleep(level)
+                core.worker.sleep(level)
             finally:
                 # Not so after a failure that was undone; but where undoing it failed too, the engine must not run on
                 # without its memory: asleep, it can still be woken or shut down.
-                if not core.awake:
+                if not core.worker.awake:
                     self._state = EngineState.ASLEEP
                     self._awake_tags.clear()
         return self._take_pending_outputs()
@@ -296,7 +296,7 @@ class LLMEngine:
         if not wanted:
             raise ConfigError("wake was given no tag: use 'weights', 'kv_cache' or None for both")
         with self._calling("wake"):
-            core.wake(wanted)
+            core.worker.wake(wanted)
             self._awake_tags.update(wanted)
             if self._awake_tags == set(SLEEPING_TAGS):
                 self._state = EngineState.RUNNING
@@ -348,15 +348,15 @@ class LLMEngine:
                 closing(packed(tensors, self.config.device, bucket_bytes)) as buckets,
             ):
                 for bucket in buckets:
-                    core.load_bucket(bucket)
-            core.end_update(loaded=True)
+                    core.worker.load_bucket(bucket)
+            core.end_update(True)
 
     def weight_checksums(self) -> dict[str, int]:
         """Checksum of every parameter as the engine has it, all ranks together, by its Hugging Face name.
 
         That of what was sent is `lowtide.engine.weight_transfer.checksum`, in the dtype of the engine.
         """
-        return self._require_weights("weight_checksums", idle=False).weight_checksums()
+        return self._require_weights("weight_checksums", idle=False).worker.weight_checksums()
 
     def shutdown(self) -> None:
         """Give everything back; legal in every state, and again.
@@ -384,12 +384,12 @@ class LLMEngine:
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept."""
         core = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.preserved_tensors()
+        return core.worker.preserved_tensors()
 
     def graph_addresses(self) -> dict[str, tuple[int, int]]:
         """Address and bytes of what captured CUDA graphs read and write, by name, as it was at capture."""
         core = self._require("graph_addresses", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.graph_addresses()
+        return core.worker.graph_addresses()
 
     def kv_cache_usage(self) -> KVCacheUsage:
         """Who has the KV blocks."""
@@ -398,7 +398,7 @@ class LLMEngine:
 
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them, by arena tag; empty before `create`."""
-        return {} if self._core is None else self._core.memory_mapped()
+        return {} if self._core is None else self._core.worker.memory_mapped()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids.
@@ -414,7 +414,7 @@ class LLMEngine:
         """A call that computes or moves memory: a stage, whose failure is rolled back."""
         with stage(name), rolled_back():
             yield
-            if self._core is not None:
+            if isinstance(self._core, CoreClient):
                 self._core.raise_late_interrupt()
 
     def _take_pending_outputs(self) -> list[RequestOutput]:
@@ -428,7 +428,7 @@ class LLMEngine:
             request_id = f"request-{self._num_requests}"
             self._num_requests += 1
         token_ids = self._require_tokenizer().encode(prompt).ids if isinstance(prompt, str) else prompt
-        core.add_request(Request(request_id, token_ids, params))
+        core.add_request(request_id, token_ids, params)
         return request_id
 
     def _require_tokenizer(self) -> Tokenizer:
@@ -451,5 +451,5 @@ class LLMEngine:
 
 
 def _undo_update(core: EngineCore | CoreClient, undo: Teardown) -> None:
-    undo.run("putting the former weights back", core.undo_update)
-    undo.run("letting go of their copy", partial(core.end_update, loaded=False))
+    undo.run("putting the former weights back", core.worker.undo_reload)
+    undo.run("letting go of their copy", partial(core.end_update, False))

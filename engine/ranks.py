@@ -16,13 +16,7 @@ from lowtide.engine.errors import CollectiveError, EngineDeadError
 from lowtide.engine.model_executor.weights import create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.process_group import RankPlace
-from lowtide.engine.processes.channel import (
-    Connection,
-    Order,
-    Signature,
-    Signatures,
-    call,
-)
+from lowtide.engine.processes.channel import Connection, Order, Signature, Signatures, call, signatures
 from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, on_interrupt
 from lowtide.engine.processes.client import Client
 from lowtide.engine.processes.served import ServedProcess
@@ -39,37 +33,19 @@ def main(connection: Connection) -> None:
     RankProcess().serve(connection)
 
 
-class RankProcess(ServedProcess[Worker]):
+class RankProcess(ServedProcess):
     """The worker of one rank, and what becomes of the executor's orders."""
 
-    signatures: ClassVar[Signatures] = {
-        "create": Signature("create", (EngineConfig, int, int, int, str)),
-        "execute_model": Signature("infer", (SchedulerOutput,), dict[str, int]),
-        "prepare_sleep": Signature("sleep", (int,)),
-        "undo_prepare_sleep": Signature("sleep"),
-        "sleep": Signature("sleep", (int,)),
-        "suspend_group": Signature("sleep"),
-        "begin_wake": Signature("wake", (list[str],)),
-        "undo_wake": Signature("wake", (list[str],)),
-        "end_wake": Signature("wake", (list[str],)),
-        "resume_group": Signature("wake"),
-        "begin_reload": Signature("reload_weights"),
-        "undo_reload": Signature("reload_weights"),
-        "end_reload": Signature("reload_weights"),
-        "begin_update": Signature("update_weights"),
-        "load_bucket": Signature("update_weights", (ReceivedBucket,)),
-        "weight_checksums": Signature(None, (), dict[str, int]),
-        "shutdown": Signature("shutdown"),
-    }
+    served: Worker
 
-    def call(self, served: Worker, name: str, arguments: Sequence[Any]) -> object:
+    def call(self, name: str, arguments: Sequence[Any]) -> object:
         """Call a method of the worker; where a step fails, the ranks that wait for this one fail too."""
         if name != "execute_model":
-            return super().call(served, name, arguments)
-        with undone_by(lambda undo: undo.run("breaking the collectives off", served.break_off)):
-            return super().call(served, name, arguments)
+            return super().call(name, arguments)
+        with undone_by(lambda undo: undo.run("breaking the collectives off", self.served.break_off)):
+            return super().call(name, arguments)
 
-    def create(self, config: EngineConfig, num_blocks: int, max_model_len: int, rank: int, store: str) -> Worker:
+    def create(self, config: EngineConfig, num_blocks: int, max_model_len: int, rank: int, store: str) -> None:
         """Make the rank's worker."""
         size = config.tensor_parallel_size
         if "OMP_NUM_THREADS" not in os.environ:
@@ -81,7 +57,22 @@ class RankProcess(ServedProcess[Worker]):
         if backend.device.type == "cuda":
             # Else what names no card would take memory on the first one.
             torch.cuda.set_device(backend.device)
-        return Worker(config, model_config, backend, source, num_blocks, max_model_len, RankPlace(rank, size, store))
+        place = RankPlace(rank, size, store)
+        self.served = Worker(config, model_config, backend, source, num_blocks, max_model_len, place)
+
+    signatures: ClassVar[Signatures] = signatures(
+        {
+            "infer": (Worker.execute_model,),
+            "sleep": (Worker.prepare_sleep, Worker.undo_prepare_sleep, Worker.sleep, Worker.suspend_group),
+            "wake": (Worker.begin_wake, Worker.undo_wake, Worker.end_wake, Worker.resume_group),
+            "reload_weights": (Worker.begin_reload, Worker.undo_reload, Worker.end_reload),
+            "update_weights": (Worker.begin_update,),
+            None: (Worker.weight_checksums,),
+            "create": (create,),
+            "shutdown": (Worker.shutdown,),
+        },
+        load_bucket=Signature("update_weights", Worker.load_bucket, ReceivedBucket),
+    )
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
@@ -179,7 +170,8 @@ class MultiprocExecutor(Client):
 
     def load_bucket(self, bucket: Bucket) -> None:
         """As `Worker.load_bucket`, each rank by an export of its own; after an error comes `undo_reload`."""
-        self._all([call("load_bucket", ReceivedBucket([shared])) for shared in bucket.shared(self._size)])
+        shared = bucket.shared(self._size)
+        self._all([call("load_bucket", ReceivedBucket(shared.tensors, [export])) for export in shared.exports])
 
     def undo_reload(self) -> None:
         """As `Worker.undo_reload`, on all ranks."""

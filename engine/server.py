@@ -155,23 +155,23 @@ class StreamOptions(msgspec.Struct):
 
 
 class CompletionRequest(msgspec.Struct):
-    """The fields of a request that count, with OpenAI's defaults; what is not named here is passed over."""
+    """The fields of a request that count; null is the default, and what is not named here is passed over."""
 
     prompt: str | list[str | int | list[int]]
     model: str | None = None
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
-    n: int = 1
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    echo: bool = False
-    stream: bool = False
-    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
-    return_token_ids: bool = False
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return what is to be completed: texts, and lists of tokens."""
@@ -185,27 +185,29 @@ class CompletionRequest(msgspec.Struct):
 
     def stops(self) -> list[str]:
         """Return the texts that end an answer."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stops:
             raise RequestError("stop has an empty text, which would end each answer at once: leave it out")
         return stops
 
-    def params(self) -> list[SamplingParams]:
-        """Return how each of the answers to a prompt is sampled."""
-        if not 1 <= self.n <= MOST_ANSWERS:
-            raise RequestError(f"n {self.n} must be from 1 to {MOST_ANSWERS}")
-        return [
-            SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_k=0 if self.top_k == -1 else self.top_k,
-                top_p=self.top_p,
-                seed=None if self.seed is None else self.seed + index,
-                stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
-            )
-            for index in range(self.n)
-        ]
+    def num_answers(self) -> int:
+        """Return how many answers each prompt has."""
+        number = 1 if self.n is None else self.n
+        if not 1 <= number <= MOST_ANSWERS:
+            raise RequestError(f"n {number} must be from 1 to {MOST_ANSWERS}")
+        return number
+
+    def params(self, index: int) -> SamplingParams:
+        """Return how one of the answers to a prompt is sampled; OpenAI's defaults, which are not greedy."""
+        return SamplingParams(
+            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=0 if self.top_k is None or self.top_k == -1 else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=None if self.seed is None else self.seed + index,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
 
 
 @dataclass
@@ -457,12 +459,9 @@ class Server(uvicorn.Server):
             body = msgspec.json.decode(await request.body())
         except msgspec.DecodeError as error:
             raise RequestError(f"the body is no JSON: {error}") from None
-        if isinstance(body, dict):
-            # Null is the default, where there is one.
-            body = {name: value for name, value in body.items() if value is not None or name == "prompt"}
         asked = msgspec.convert(body, CompletionRequest)
         for name, neutral in _UNSUPPORTED.items():
-            if name in body and body[name] not in neutral:
+            if (value := body.get(name)) is not None and value not in neutral:
                 raise RequestError(f"{name} is not supported: leave it out")
         if asked.model not in (None, self._model):
             raise HTTPException(404, f"The model `{asked.model}` does not exist; there is `{self._model}`.")
@@ -473,20 +472,22 @@ class Server(uvicorn.Server):
         for prompt in prompts:
             tokens = self._text.encode(prompt) if isinstance(prompt, str) else prompt
             shown = "" if not asked.echo else prompt if isinstance(prompt, str) else self._text.decode(prompt)
-            for params in asked.params():
+            for number in range(asked.num_answers()):
                 choices.append(
                     Choice(
                         index=len(choices),
                         request_id=f"{completion_id}-{len(choices)}",
                         prompt=tokens,
-                        params=params,
+                        params=asked.params(number),
                         detokenizer=Detokenizer(self._text, tokens, asked.stops()),
                         echo=shown,
-                        has_token_ids=asked.return_token_ids,
+                        has_token_ids=bool(asked.return_token_ids),
                     )
                 )
-        has_usage = bool(asked.stream_options.include_usage)
-        return Completion(self.llm, choices, head, len(prompts), streams=asked.stream, has_usage=has_usage)
+        options = asked.stream_options or StreamOptions()
+        return Completion(
+            self.llm, choices, head, len(prompts), streams=bool(asked.stream), has_usage=bool(options.include_usage)
+        )
 
     async def _models(self, request: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": self._since, "owned_by": "lowtide"}
@@ -563,9 +564,9 @@ async def _client_leaves(receive: Receive) -> None:
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    is_refusal = isinstance(error, HTTPException)
-    status, text = (error.status_code, error.detail) if is_refusal else (_status(error), str(error))
-    return _json(_described(text, status), status)
+    if isinstance(error, HTTPException):
+        return _json(_described(error.detail, error.status_code), error.status_code)
+    return _json(_described(str(error), _status(error)), _status(error))
 
 
 def _status(error: Exception) -> HTTPStatus:

@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -49,17 +49,12 @@ Export: TypeAlias = FileExport | CudaExport
 
 
 class BucketMemory:
-    """Memory of `size` bytes that the sender fills."""
+    """Memory of `size` bytes that the sender fills: `data`, uint8 [size], until it is closed."""
+
+    data: torch.Tensor
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._data: torch.Tensor | None = None
-
-    @property
-    def data(self) -> torch.Tensor:
-        """All of it, as uint8 of shape [size]."""
-        assert self._data is not None
-        return self._data
 
     def export(self) -> Export:
         """Return what one other process opens it by; another one needs another export."""
@@ -67,7 +62,7 @@ class BucketMemory:
 
     def close(self) -> None:
         """Give it up; what others have open of it goes when they close it."""
-        self._data = None
+        self.__dict__.pop("data", None)
 
 
 class FileMemory(BucketMemory):
@@ -79,7 +74,7 @@ class FileMemory(BucketMemory):
         try:
             # Else a write would find out that there is no room, by a signal that ends the process.
             os.posix_fallocate(self._file, 0, size)
-            self._data = _mapped(self._file, size)
+            self.data = _mapped(self._file, size)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -104,7 +99,7 @@ class CudaMemory(BucketMemory):
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__(size)
         try:
-            self._data = torch.empty(size, dtype=torch.uint8, device=device)
+            self.data = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"no room for a bucket of {size} bytes on {device}: {error}") from error
 
@@ -137,33 +132,21 @@ def opened(export: Export) -> Iterator[torch.Tensor]:
     Whoever keeps a tensor over it keeps it open.  A `WeightUpdateError` where it cannot be opened.
     """
     if isinstance(export, FileExport):
-        yield _opened_file(export)
-        return
-    data = _opened_on_card(export)
-    try:
+        try:
+            file = os.open(export.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightUpdateError(
+                f"the bucket {export.path} cannot be opened: {error}; send the weights again"
+            ) from error
+        try:
+            data = _mapped(file, export.size)
+        finally:
+            os.close(file)
         yield data
-    finally:
-        # The sender fills it again, or frees it, once it has heard that it was copied.
-        torch.cuda.current_stream(data.device).synchronize()
-
-
-def _opened_file(export: FileExport) -> torch.Tensor:
-    try:
-        file = os.open(export.path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise WeightUpdateError(
-            f"the bucket {export.path} cannot be opened: {error}; send the weights again"
-        ) from error
-    try:
-        return _mapped(file, export.size)
-    finally:
-        os.close(file)
-
-
-def _opened_on_card(export: CudaExport) -> torch.Tensor:
+        return
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    tensor: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+    data = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         torch.Tensor,
         torch.Size([export.size]),
         (1,),
@@ -180,7 +163,11 @@ def _opened_on_card(export: CudaExport) -> torch.Tensor:
         export.event_handle,
         export.event_sync_required,
     )
-    return tensor
+    try:
+        yield data
+    finally:
+        # The sender fills it again, or frees it, once it has heard that it was copied.
+        torch.cuda.current_stream(data.device).synchronize()
 
 
 def _mapped(file: int, size: int) -> torch.Tensor:
@@ -208,49 +195,42 @@ class PackedTensor(msgspec.Struct, frozen=True):
         return data[self.offset : self.offset + size].view(dtype).view(self.shape)
 
 
-class SharedBucket(msgspec.Struct, frozen=True):
-    """A bucket as one other process gets it."""
-
-    export: Export
-    tensors: list[PackedTensor]
-
-
-class SentBucket:
-    """A filled bucket in the sender's process, and what lies where in it."""
-
-    def __init__(self, memory: BucketMemory, tensors: Sequence[PackedTensor]) -> None:
-        self._memory = memory
-        self._tensors = list(tensors)
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Whole tensors by name, in this process, for as long as the block lasts; nothing is exported."""
-        yield _named(self._tensors, self._memory.data)
-
-    def shared(self, receivers: int) -> Sequence[SharedBucket]:
-        """Return one export for each of so many other processes."""
-        return [SharedBucket(self._memory.export(), self._tensors) for _ in range(receivers)]
-
-
 class ReceivedBucket(msgspec.Struct, frozen=True):
     """A bucket of another process, in one that opens it or hands it on: one export for each process that may."""
 
-    exports: list[SharedBucket]
+    tensors: list[PackedTensor]
+    exports: list[Export]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """As `SentBucket.opened`."""
         (own,) = self.exports
-        with opened(own.export) as data:
-            yield _named(own.tensors, data)
+        with opened(own) as data:
+            yield {each.name: each.over(data) for each in self.tensors}
 
-    def shared(self, receivers: int) -> Sequence[SharedBucket]:
-        """Return those that came."""
+    def shared(self, receivers: int) -> ReceivedBucket:
+        """Return it, which came with so many exports."""
         assert receivers == len(self.exports)
-        return self.exports
+        return self
 
 
-Bucket: TypeAlias = "SentBucket | ReceivedBucket"
+class SentBucket(NamedTuple):
+    """A filled bucket in the sender's process, and what lies where in it."""
+
+    tensors: list[PackedTensor]
+    memory: BucketMemory
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Whole tensors by name, in this process, for as long as the block lasts; nothing is exported."""
+        yield {each.name: each.over(self.memory.data) for each in self.tensors}
+
+    def shared(self, receivers: int) -> ReceivedBucket:
+        """Return it with an export for each of so many other processes."""
+        return ReceivedBucket(self.tensors, [self.memory.export() for _ in range(receivers)])
+
+
+Bucket: TypeAlias = SentBucket | ReceivedBucket
 """Weights for every process of an engine."""
 
 
@@ -305,15 +285,11 @@ def _packed(memory: BucketMemory, group: Sequence[Named]) -> SentBucket:
         packed.append(PackedTensor(name, dtype, list(tensor.shape), offset))
         packed[-1].over(memory.data).copy_(tensor)
         offset += _size(tensor)
-    return SentBucket(memory, packed)
+    return SentBucket(packed, memory)
 
 
 def _size(tensor: torch.Tensor) -> int:
     return padded(tensor.shape, tensor.dtype)
-
-
-def _named(tensors: Sequence[PackedTensor], data: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {each.name: each.over(data) for each in tensors}
 
 
 _AT_ONCE = 1 << 20

@@ -13,9 +13,9 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import GenericAlias
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 import torch
@@ -176,7 +176,11 @@ def restore_error(remote: RemoteError, where: str) -> BaseException:
     if remote.parts:
         error: BaseException = BaseExceptionGroup(remote.message, [restore_error(part, where) for part in remote.parts])
     else:
-        error = _restore_one(remote)
+        kind = _known_type(remote.module, remote.name)
+        # Not its own constructor, which may want other arguments than a text.
+        error = EngineError(f"{remote.module}.{remote.name}: {remote.message}") if kind is None else kind.__new__(kind)
+        if kind is not None:
+            error.args = (remote.message,)
     notes = [*remote.notes, f"raised in {where}"]
     if remote.traceback:
         notes.append(f"its traceback there:\n{remote.traceback.rstrip()}")
@@ -184,16 +188,6 @@ def restore_error(remote: RemoteError, where: str) -> BaseException:
     error.__notes__ = notes  # type: ignore[attr-defined]
     if remote.cause is not None:
         error.__cause__ = restore_error(remote.cause, where)
-    return error
-
-
-def _restore_one(remote: RemoteError) -> BaseException:
-    kind = _known_type(remote.module, remote.name)
-    if kind is None:
-        return EngineError(f"{remote.module}.{remote.name}: {remote.message}")
-    # Not its own constructor, which may want other arguments than a text.
-    error = kind.__new__(kind, remote.message)
-    error.args = (remote.message,)
     return error
 
 
@@ -233,13 +227,18 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Signature:
-    """The types that a method takes and returns which another process may call, and the stage that it belongs to."""
+    """The types that a method takes and returns which another process may call, and the stage that it belongs to.
 
-    def __init__(self, stage: str | None, parameters: tuple[Any, ...] = (), result: Any = None) -> None:
+    Those that it takes are the method's own, unless others are given.
+    """
+
+    def __init__(self, stage: str | None, method: Callable[..., Any], *parameters: Any) -> None:
         self.stage = stage
+        kinds = get_type_hints(method)
+        result = kinds.pop("return")
         # Made once: msgspec would read the types anew for each message.
-        kinds: Any = GenericAlias(tuple, parameters)
-        self._arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(kinds)
+        arguments: Any = GenericAlias(tuple, parameters or tuple(kinds.values()))
+        self._arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(arguments)
         self._result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result)
 
     def arguments(self, order: Order) -> tuple[Any, ...]:
@@ -252,6 +251,12 @@ class Signature:
 
 
 Signatures = Mapping[str, Signature]
+
+
+def signatures(stages: Mapping[str | None, Sequence[Callable[..., Any]]], **others: Signature) -> Signatures:
+    """Return the signatures of methods, which are given by their stages, and others beside them."""
+    found = {method.__name__: Signature(stage, method) for stage, methods in stages.items() for method in methods}
+    return {**found, **others}
 
 
 def call(name: str, *arguments: object) -> Order:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -16,24 +16,7 @@ from lowtide.engine.teardown import release_frames
 from lowtide.probes.stages import stage
 
 
-class Served(Protocol):
-    """What each answer has of the object."""
-
-    @property
-    def awake(self) -> bool:
-        """Whether weights and KV cache have all their pages."""
-
-    def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them, by arena tag."""
-
-    def shutdown(self) -> None:
-        """Give everything up."""
-
-
-_Served = TypeVar("_Served", bound=Served)
-
-
-class ServedProcess(Generic[_Served]):
+class ServedProcess:
     """The object of this process, and what becomes of the orders that come for it.
 
     Attributes:
@@ -44,17 +27,17 @@ class ServedProcess(Generic[_Served]):
     signatures: ClassVar[Signatures]
 
     def __init__(self) -> None:
-        self.served: _Served | None = None
+        self.served: Any = None
         self._extensions = ExitStack()
         self._is_working = False
 
-    def create(self, *arguments: Any) -> _Served:
-        """Make the object."""
+    def create(self, *arguments: Any) -> None:
+        """Make the object, and have it `served`."""
         raise NotImplementedError
 
-    def num_requests(self) -> tuple[int, int]:
-        """How many requests run, and how many wait, in a process that keeps them."""
-        return 0, 0
+    def state(self) -> tuple[int, int, bool, dict[str, int]]:
+        """Return what an answer has of the object: see `Answer`, from `running` to `mapped`."""
+        return 0, 0, self.served.awake, self.served.memory_mapped()
 
     def serve(self, connection: Connection) -> None:
         """Answer the client's orders, until it says `shutdown` or closes the connection."""
@@ -89,13 +72,7 @@ class ServedProcess(Generic[_Served]):
             # After a create that failed; a shutdown has left them already.
             self._extensions.close()
             return Answer(error=error)
-        return Answer(
-            msgspec.Raw(msgspec.msgpack.encode(result)),
-            *self.num_requests(),
-            self.served.awake,
-            self.served.memory_mapped(),
-            error,
-        )
+        return Answer(msgspec.Raw(msgspec.msgpack.encode(result)), *self.state(), error)
 
     def _begin_work(self) -> None:
         self._is_working = True
@@ -105,7 +82,7 @@ class ServedProcess(Generic[_Served]):
         of = self.signatures[name].stage
         with nullcontext() if of is None else stage(of):
             if name == "create":
-                self.served = self.create(*arguments)
+                self.create(*arguments)
                 return None
             if name == "shutdown":
                 # Whatever its shutdown raises: the process ends next.
@@ -116,11 +93,11 @@ class ServedProcess(Generic[_Served]):
                 return None
             if self.served is None:
                 raise EngineStateError(name, "not created", ("create", "shutdown"))
-            return self.call(self.served, name, arguments)
+            return self.call(name, arguments)
 
-    def call(self, served: _Served, name: str, arguments: Sequence[Any]) -> object:
+    def call(self, name: str, arguments: Sequence[Any]) -> object:
         """Call a method of the object, which there is."""
-        return getattr(served, name)(*arguments)
+        return getattr(self.served, name)(*arguments)
 
 
 def client_has_gone() -> None:
@@ -139,21 +116,16 @@ def entered(extensions: Sequence[str]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for extension in extensions:
-            stack.enter_context(_load(extension))
+            name, _, argument = extension.partition("=")
+            try:
+                make = pkgutil.resolve_name(name)
+            except (ImportError, AttributeError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"process extension {extension!r} cannot be loaded ({error}); name it as module:function=argument"
+                ) from error
+            if not callable(make):
+                raise ConfigError(
+                    f"process extension {extension!r} names no function; name it as module:function=argument"
+                )
+            stack.enter_context(make(argument))
         yield
-
-
-def _load(extension: str) -> AbstractContextManager[Any]:
-    name, _, argument = extension.partition("=")
-    module, _, function = name.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), function)
-    # The last two: a name that is empty, or one that is relative.
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"process extension {extension!r} cannot be loaded ({error}); name it as module:function=argument"
-        ) from error
-    if not callable(make):
-        raise ConfigError(f"process extension {extension!r} names no function; name it as module:function=argument")
-    context: AbstractContextManager[Any] = make(argument)
-    return context

@@ -320,7 +320,7 @@ class OffloadedEngine(RuleBasedStateMachine):
     def add(self, prompt: list[int], max_tokens: int) -> None:
         request = Request(str(len(self.requests)), prompt, SamplingParams(max_tokens=max_tokens))
         self.requests[request.request_id] = request
-        self.core.add_request(request)
+        self.core.scheduler.add_request(request)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
