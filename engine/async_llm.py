@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, KVTransferError
-from lowtide.engine.kv.block_pool import KVCacheUsage
+from lowtide.engine.kv.kv_cache import KVCacheUsage
 from lowtide.engine.llm_engine import EngineState, LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.worker import SLEEPING_TAGS

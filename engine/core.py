@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from lowtide.engine.config import EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.errors import KVTransferError
-from lowtide.engine.kv.block_pool import KVCacheUsage
-from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
+from lowtide.engine.kv.kv_cache import KVCacheManager, KVCacheUsage, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
 from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
 from lowtide.engine.pages import open_backend

@@ -12,7 +12,7 @@ from lowtide.engine.config import PRESETS, EngineConfig
 from lowtide.engine.core import EngineCore, create_core, make_plan
 from lowtide.engine.core_process import CoreClient
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
-from lowtide.engine.kv.block_pool import KVCacheUsage
+from lowtide.engine.kv.kv_cache import KVCacheUsage
 from lowtide.engine.model_executor.weights import load_tokenizer
 from lowtide.engine.pages import check_device
 from lowtide.engine.ranks import rank_devices

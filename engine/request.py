@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -66,48 +66,37 @@ class RequestStatus(enum.Enum):
         return self in (self.FINISHED_STOPPED, self.FINISHED_LENGTH, self.FINISHED_ABORTED)
 
 
+@dataclass(eq=False)
 class Request:
     """One request inside the engine: its tokens so far and how many of them are in the KV cache.
 
     Prefill and decode are one thing here, as in vLLM V1: a step computes some of the tokens that are not yet computed,
     and a token is sampled when none is left.  A prompt that is empty is a `RequestError`.
+
+    Attributes:
+        prompt_token_ids: given to each output, and so made once.
+        token_ids: prompt, then what has been generated.
+        num_computed_tokens: leading tokens whose keys and values are in the KV cache.
+        num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+        arrival_index: how many requests came before; set by the scheduler.
+        block_hashes: hash of each full block of `token_ids`; extended by the KV cache manager.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrival_index",
-        "block_hashes",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "params",
-        "prompt_token_ids",
-        "request_id",
-        "status",
-        "token_ids",
-    )
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    arrival_index: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
 
-    def __init__(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        if not prompt_token_ids:
-            raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
-        self.request_id = request_id
-        self.params = params
-        self.prompt_token_ids = tuple(prompt_token_ids)
-        """Given to each output, and so made once."""
-        self.token_ids: list[int] = list(prompt_token_ids)
-        """Prompt, then what has been generated."""
-        self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        """Leading tokens whose keys and values are in the KV cache."""
-        self.num_cached_tokens = 0
-        """Prompt tokens that the prefix cache had when the request first ran."""
-        self.num_preemptions = 0
-        self.status = RequestStatus.WAITING
-        self.arrival_index = 0
-        """How many requests came before; set by the scheduler."""
-        self.block_hashes: list[bytes] = []
-        """Hash of each full block of `token_ids`; extended by the KV cache manager."""
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError(f"request {self.request_id!r} has an empty prompt; give at least one token")
+        self.prompt_token_ids = tuple(self.prompt_token_ids)
+        self.token_ids = list(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -117,19 +106,19 @@ class Request:
     @property
     def output_token_ids(self) -> tuple[int, ...]:
         """What has been generated so far."""
-        return tuple(self.token_ids[self.num_prompt_tokens :])
+        return tuple(self.token_ids[len(self.prompt_token_ids) :])
 
     @property
     def num_output_tokens(self) -> int:
         """How many tokens have been generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - len(self.prompt_token_ids)
 
     def output(self) -> RequestOutput:
         """What the user sees of the request now."""
         finished = self.status.is_finished
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=tuple(self.prompt_token_ids),
             token_ids=self.output_token_ids,
             finished=finished,
             finish_reason=self.status.value if finished else None,

@@ -9,7 +9,7 @@ import traceback
 import weakref
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar
@@ -170,13 +170,10 @@ def release_frames(error: BaseException, handled: BaseException | None) -> None:
         pending += [current.__cause__, current.__context__]
 
 
-def rolled_back() -> AbstractContextManager[None]:
-    """On an error, let go of the memory that the frames of the failed call hold, so that it is back at once."""
-    return _release_on_error(sys.exc_info()[1])
-
-
 @contextmanager
-def _release_on_error(handled: BaseException | None) -> Iterator[None]:
+def rolled_back() -> Iterator[None]:
+    """On an error, let go of the memory that the frames of the failed call hold, so that it is back at once."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except BaseException as error:

@@ -1,16 +1,20 @@
-"""The paged KV cache: its memory, and which blocks of it each request has (prefix sharing, eviction, offload)."""
+"""The paged KV cache: its memory, and which blocks each request has, on the device and on the host."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowtide.engine.config import Allocator, EngineConfig, ModelConfig
-from lowtide.engine.errors import ConfigError
-from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock, KVCacheUsage
-from lowtide.engine.kv.kv_offload import OffloadingManager
+from lowtide.engine.errors import ConfigError, EngineError
 from lowtide.engine.request import Request
+
+if TYPE_CHECKING:
+    from lowtide.engine.kv.kv_offload import OffloadingConnector
 
 
 def kv_cache_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
@@ -55,6 +59,344 @@ class KVCache:
         self.block_size = block_size
         shape, dtype = kv_cache_shape(config, num_blocks, block_size), config.torch_dtype
         self.layers = tuple((allocate(shape, dtype), allocate(shape, dtype)) for _ in range(config.num_layers))
+
+
+@dataclass
+class KVCacheBlock:
+    """Who needs one block, and which tokens it holds: a free block keeps its hash until it is given to somebody else.
+
+    Attributes:
+        ref_count: requests and transfers that hold it; 0 is free.
+        num_transfers: those of them that are copies to or from the host under way.
+        block_hash: of the tokens up to the block's end, when other requests may find it.
+    """
+
+    block_id: int
+    ref_count: int = 0
+    num_transfers: int = 0
+    block_hash: bytes | None = None
+
+    @property
+    def pending_transfer(self) -> bool:
+        """Whether transfers alone hold it: no request does, and it comes back when they are taken in."""
+        return 0 < self.ref_count == self.num_transfers
+
+
+@dataclass(frozen=True)
+class KVCacheUsage:
+    """Where the blocks are: `available + evictable == total - held` (the invariant of sglang's leak check).
+
+    Attributes:
+        total: all blocks.
+        available: free, with no contents that anyone could find.
+        evictable: free, kept for requests with the same prefix until the block is needed.
+        held: blocks that requests or transfers hold, shared ones counted once.
+        pending_transfer: those of `held` that transfers to or from the host alone hold.
+    """
+
+    total: int
+    available: int
+    evictable: int
+    held: int
+    pending_transfer: int = 0
+
+    @property
+    def free(self) -> int:
+        """Blocks that the next request can have."""
+        return self.available + self.evictable
+
+
+class BlockPool:
+    """All blocks: the free ones in the order in which they will be given out, and those that a hash finds.
+
+    As in vLLM V1, a free block stays findable until it is given out, and the one freed longest ago is given out first.
+    An ordered dict does what vLLM does with links between blocks: they would be reference cycles.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
+        self._free = OrderedDict((block.block_id, block) for block in self.blocks)
+        self._by_hash: dict[bytes, KVCacheBlock] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def usage(self) -> KVCacheUsage:
+        """Counts the blocks afresh from their own state, so that the count can contradict the bookkeeping."""
+        held = sum(block.ref_count > 0 for block in self.blocks)
+        evictable = sum(block.block_hash is not None for block in self._free.values())
+        return KVCacheUsage(
+            total=len(self.blocks),
+            available=len(self._free) - evictable,
+            evictable=evictable,
+            held=held,
+            pending_transfer=sum(block.pending_transfer for block in self.blocks),
+        )
+
+    def find(self, block_hash: bytes) -> KVCacheBlock | None:
+        """The block, held or free, that holds the tokens of this hash."""
+        return self._by_hash.get(block_hash)
+
+    def is_free(self, block: KVCacheBlock) -> bool:
+        """Whether nobody holds the block."""
+        return block.block_id in self._free
+
+    def take(self, count: int) -> list[KVCacheBlock]:
+        """Gives out `count` free blocks, each with one reference; what they held cannot be found any more."""
+        if count > len(self._free):
+            raise EngineError(f"{count} KV blocks were asked for and {len(self._free)} are free")
+        taken = []
+        for _ in range(count):
+            _, block = self._free.popitem(last=False)
+            if block.block_hash is not None:
+                del self._by_hash[block.block_hash]
+                block.block_hash = None
+            block.ref_count = 1
+            taken.append(block)
+        return taken
+
+    def share(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Adds a reference to blocks that hold a wanted prefix; free ones are free no more."""
+        for block in blocks:
+            if block.ref_count == 0:
+                del self._free[block.block_id]
+            block.ref_count += 1
+
+    def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Makes a full block findable; the first block with these tokens stays the one that is found."""
+        if block.block_hash is None and block_hash not in self._by_hash:
+            block.block_hash = block_hash
+            self._by_hash[block_hash] = block
+
+    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drops one reference to each block; those without any become free, in the order given."""
+        for block in blocks:
+            if block.ref_count == 0:
+                raise EngineError(f"KV block {block.block_id} is released twice: nobody holds it")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block.block_id] = block
+
+    def begin_transfer(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Adds a reference to blocks that are copied from or to: nobody else gets them before `end_transfer`."""
+        self.share(blocks)
+        for block in blocks:
+            block.num_transfers += 1
+
+    def end_transfer(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Drops the reference of `begin_transfer`, in the order given."""
+        for block in blocks:
+            block.num_transfers -= 1
+            self.release((block,))
+
+    def forget(self) -> None:
+        """Makes every block unfindable."""
+        for block in self._by_hash.values():
+            block.block_hash = None
+        self._by_hash.clear()
+
+
+@dataclass(eq=False)
+class HostBlock:
+    """One block's place in host memory; `ready` once the copy that fills it was taken in."""
+
+    slot: int
+    block_hash: bytes
+    ready: bool = False
+    num_transfers: int = 0
+
+
+class HostBlockStore:
+    """What host memory holds, by hash; the block that was used longest ago gives way."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._by_hash: OrderedDict[bytes, HostBlock] = OrderedDict()
+        # From its end: memory that is never needed is never touched.
+        self._free_slots = list(range(num_blocks - 1, -1, -1))
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._by_hash
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
+        """The leading blocks that can be loaded."""
+        found = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None or not block.ready:
+                break
+            found.append(block)
+        return found
+
+    def reserve(self, block_hash: bytes, protected: Collection[bytes]) -> HostBlock | None:
+        """A place for a block that is not in the store; None when all are taken by transfers or by `protected`."""
+        if not self._free_slots:
+            idle = (
+                block
+                for block in self._by_hash.values()
+                if block.num_transfers == 0 and block.block_hash not in protected
+            )
+            victim = next(idle, None)
+            if victim is None:
+                return None
+            self.discard(victim)
+        block = self._by_hash[block_hash] = HostBlock(self._free_slots.pop(), block_hash)
+        return block
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """Marks a prefix as just used; its end gives way before its beginning, without which it is of no use."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._by_hash:
+                self._by_hash.move_to_end(block_hash)
+
+    def discard(self, block: HostBlock) -> None:
+        """Forgets one block, if it is still there."""
+        if self._by_hash.get(block.block_hash) is block:
+            del self._by_hash[block.block_hash]
+            self._free_slots.append(block.slot)
+
+    def forget(self) -> None:
+        """Forgets all blocks."""
+        self._by_hash.clear()
+        self._free_slots = list(range(self._num_blocks - 1, -1, -1))
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Copies of whole KV blocks in one direction, from their plan until their end is taken in.
+
+    Attributes:
+        is_load: whether they go from the host to the device.
+        copies: the blocks, and where they are on the host.
+        held: the KV blocks that it holds; a load's are also those before it, which would otherwise be the first to make
+            room for it.
+        stale: it describes contents that were forgotten since.
+        cancelled: of what it wrote nothing can be said, as where it has an `error`.
+    """
+
+    is_load: bool
+    copies: Sequence[tuple[KVCacheBlock, HostBlock]]
+    held: Sequence[KVCacheBlock]
+    stale: bool = False
+    cancelled: bool = False
+    error: BaseException | None = None
+
+
+class OffloadingManager:
+    """Plans transfers and holds their blocks until their ends are taken in.  Pure bookkeeping, as the block pool is.
+
+    As in vLLM V1, the scheduler's side plans and keeps the books, and a connector of the worker copies.  A block that
+    is copied from or to has a reference of its own until the copy's end was *taken in*: an engine step does that, and
+    so does whoever must have all blocks back (vllm#38503 is what happens where only a step does it).
+    """
+
+    def __init__(self, pool: BlockPool, num_host_blocks: int) -> None:
+        self._pool = pool
+        self._store = HostBlockStore(num_host_blocks)
+        self._planned: deque[Transfer] = deque()
+        self._in_flight: list[Transfer] = []
+        self._loading: set[bytes] = set()
+
+    @property
+    def holds_blocks_alone(self) -> bool:
+        """Whether there are blocks that come free as soon as transfers are taken in."""
+        pending = (*self._planned, *self._in_flight)
+        return any(block.pending_transfer for transfer in pending for block in transfer.held)
+
+    def plan_save(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]) -> None:
+        """Plans to copy what the host does not have of a prefix, as far as there is room on the host."""
+        prefix = frozenset(hashes)
+        copies = []
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash in self._store:
+                continue
+            host_block = self._store.reserve(block_hash, prefix)
+            if host_block is None:
+                break  # what comes after a gap can never be loaded
+            copies.append((block, host_block))
+        self._store.touch(hashes)
+        if copies:
+            saved = [block for block, _ in copies]
+            self._pool.begin_transfer(saved)
+            self._plan(Transfer(False, copies, saved))
+
+    def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
+        """The leading blocks of these that the host has."""
+        return self._store.find(hashes)
+
+    def is_loading(self, block_hash: bytes) -> bool:
+        """Whether the block with these tokens is on its way to the device."""
+        return block_hash in self._loading
+
+    def plan_load(self, before: Sequence[KVCacheBlock], host_blocks: Sequence[HostBlock]) -> None:
+        """Plans to copy blocks to the device, where the prefix cache has them once the load is taken in.
+
+        As many KV blocks must be free, besides those `before`, which are on the device.
+        """
+        self._pool.begin_transfer(before)
+        taken = self._pool.take(len(host_blocks))
+        self._pool.begin_transfer(taken)
+        self._pool.release(taken)
+        self._loading.update(block.block_hash for block in host_blocks)
+        self._plan(Transfer(True, list(zip(taken, host_blocks, strict=True)), [*before, *taken]))
+
+    def submit(self, connector: OffloadingConnector) -> None:
+        """Hands what was planned to the connector."""
+        while self._planned:
+            self._in_flight.append(self._planned.popleft())
+            connector.begin(self._in_flight[-1])
+
+    def take_in(self, completed: Iterable[Transfer]) -> list[BaseException]:
+        """Gives back the blocks of transfers that have ended; the errors of those that failed, which never were."""
+        errors = []
+        for transfer in completed:
+            if transfer.error is not None:
+                errors.append(transfer.error)
+            if transfer in self._in_flight:
+                self._in_flight.remove(transfer)
+                self._end(transfer, succeeded=transfer.error is None and not transfer.cancelled)
+        return errors
+
+    def abandon(self) -> None:
+        """Gives back the blocks of all transfers; right only when no copy is under way and all ends were taken in.
+
+        What is left then never began, or its end was lost: an interrupt came between.
+        """
+        for transfer in [*self._planned, *self._in_flight]:
+            self._end(transfer, succeeded=False)
+        self._planned.clear()
+        self._in_flight.clear()
+
+    def forget(self) -> None:
+        """Forgets what the host has, and sees to it that no transfer under way brings anything of it back."""
+        for transfer in [*self._planned, *self._in_flight]:
+            transfer.stale = True
+        self._store.forget()
+
+    def _plan(self, transfer: Transfer) -> None:
+        for _, host_block in transfer.copies:
+            host_block.num_transfers += 1
+        self._planned.append(transfer)
+
+    def _end(self, transfer: Transfer, *, succeeded: bool) -> None:
+        for block, host_block in transfer.copies:
+            host_block.num_transfers -= 1
+            if transfer.is_load:
+                self._loading.discard(host_block.block_hash)
+            if not succeeded:
+                self._store.discard(host_block)
+            elif transfer.is_load and not transfer.stale:
+                self._pool.publish(block, host_block.block_hash)
+            elif not transfer.is_load:
+                # A stale one is not in the store any more.
+                host_block.ready = True
+        # The end of a prefix is given out again first, as everywhere.
+        self._pool.end_transfer(transfer.held[::-1])
 
 
 class KVCacheManager:

@@ -1,9 +1,4 @@
-"""KV offload: which blocks are copied to the host and which come back, who holds them meanwhile, and what copies them.
-
-As in vLLM V1, the scheduler's side plans and keeps the books, and a connector of the worker copies behind the steps'
-backs.  A block that is copied from or to has a reference of its own until the copy's end was *taken in*: an engine step
-does that, and so does whoever must have all blocks back (vllm#38503 is what happens where only a step does it).
-"""
+"""KV offload: what copies blocks to the host and back, behind the steps' backs; `OffloadingManager` plans it."""
 
 from __future__ import annotations
 
@@ -11,13 +6,11 @@ import ctypes
 import mmap
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import psutil
 import torch
@@ -25,141 +18,9 @@ import torch
 from lowtide.engine.device_allocator.arena import round_up
 from lowtide.engine.device_allocator.host_memory import HUGE_PAGE, HostBuffer
 from lowtide.engine.errors import KVTransferError, OutOfMemoryError
-from lowtide.engine.kv.block_pool import BlockPool, HostBlock, HostBlockStore, KVCacheBlock
+from lowtide.engine.kv.kv_cache import KVCache, Transfer
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import release_frames
-
-if TYPE_CHECKING:
-    from lowtide.engine.kv.kv_cache import KVCache
-
-
-@dataclass(eq=False)
-class Transfer:
-    """Copies of whole KV blocks in one direction, from their plan until their end is taken in.
-
-    Attributes:
-        is_load: whether they go from the host to the device.
-        copies: the blocks, and where they are on the host.
-        held: the KV blocks that it holds; a load's are also those before it, which would otherwise be the first to make
-            room for it.
-        stale: it describes contents that were forgotten since.
-        cancelled: of what it wrote nothing can be said, as where it has an `error`.
-    """
-
-    is_load: bool
-    copies: Sequence[tuple[KVCacheBlock, HostBlock]]
-    held: Sequence[KVCacheBlock]
-    stale: bool = False
-    cancelled: bool = False
-    error: BaseException | None = None
-
-
-class OffloadingManager:
-    """Plans transfers and holds their blocks until their ends are taken in.  Pure bookkeeping, as the block pool is."""
-
-    def __init__(self, pool: BlockPool, num_host_blocks: int) -> None:
-        self._pool = pool
-        self._store = HostBlockStore(num_host_blocks)
-        self._planned: deque[Transfer] = deque()
-        self._in_flight: list[Transfer] = []
-        self._loading: set[bytes] = set()
-
-    @property
-    def holds_blocks_alone(self) -> bool:
-        """Whether there are blocks that come free as soon as transfers are taken in."""
-        pending = (*self._planned, *self._in_flight)
-        return any(block.pending_transfer for transfer in pending for block in transfer.held)
-
-    def plan_save(self, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes]) -> None:
-        """Plans to copy what the host does not have of a prefix, as far as there is room on the host."""
-        prefix = frozenset(hashes)
-        copies = []
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            if block_hash in self._store:
-                continue
-            host_block = self._store.reserve(block_hash, prefix)
-            if host_block is None:
-                break  # what comes after a gap can never be loaded
-            copies.append((block, host_block))
-        self._store.touch(hashes)
-        if copies:
-            saved = [block for block, _ in copies]
-            self._pool.begin_transfer(saved)
-            self._plan(Transfer(False, copies, saved))
-
-    def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
-        """The leading blocks of these that the host has."""
-        return self._store.find(hashes)
-
-    def is_loading(self, block_hash: bytes) -> bool:
-        """Whether the block with these tokens is on its way to the device."""
-        return block_hash in self._loading
-
-    def plan_load(self, before: Sequence[KVCacheBlock], host_blocks: Sequence[HostBlock]) -> None:
-        """Plans to copy blocks to the device, where the prefix cache has them once the load is taken in.
-
-        As many KV blocks must be free, besides those `before`, which are on the device.
-        """
-        self._pool.begin_transfer(before)
-        taken = self._pool.take(len(host_blocks))
-        self._pool.begin_transfer(taken)
-        self._pool.release(taken)
-        self._loading.update(block.block_hash for block in host_blocks)
-        self._plan(Transfer(True, list(zip(taken, host_blocks, strict=True)), [*before, *taken]))
-
-    def submit(self, connector: OffloadingConnector) -> None:
-        """Hands what was planned to the connector."""
-        while self._planned:
-            self._in_flight.append(self._planned.popleft())
-            connector.begin(self._in_flight[-1])
-
-    def take_in(self, completed: Iterable[Transfer]) -> list[BaseException]:
-        """Gives back the blocks of transfers that have ended; the errors of those that failed, which never were."""
-        errors = []
-        for transfer in completed:
-            if transfer.error is not None:
-                errors.append(transfer.error)
-            if transfer in self._in_flight:
-                self._in_flight.remove(transfer)
-                self._end(transfer, succeeded=transfer.error is None and not transfer.cancelled)
-        return errors
-
-    def abandon(self) -> None:
-        """Gives back the blocks of all transfers; right only when no copy is under way and all ends were taken in.
-
-        What is left then never began, or its end was lost: an interrupt came between.
-        """
-        for transfer in [*self._planned, *self._in_flight]:
-            self._end(transfer, succeeded=False)
-        self._planned.clear()
-        self._in_flight.clear()
-
-    def forget(self) -> None:
-        """Forgets what the host has, and sees to it that no transfer under way brings anything of it back."""
-        for transfer in [*self._planned, *self._in_flight]:
-            transfer.stale = True
-        self._store.forget()
-
-    def _plan(self, transfer: Transfer) -> None:
-        for _, host_block in transfer.copies:
-            host_block.num_transfers += 1
-        self._planned.append(transfer)
-
-    def _end(self, transfer: Transfer, *, succeeded: bool) -> None:
-        for block, host_block in transfer.copies:
-            host_block.num_transfers -= 1
-            if transfer.is_load:
-                self._loading.discard(host_block.block_hash)
-            if not succeeded:
-                self._store.discard(host_block)
-            elif transfer.is_load and not transfer.stale:
-                self._pool.publish(block, host_block.block_hash)
-            elif not transfer.is_load:
-                # A stale one is not in the store any more.
-                host_block.ready = True
-        # The end of a prefix is given out again first, as everywhere.
-        self._pool.end_transfer(transfer.held[::-1])
-
 
 # What the thread does; a transfer's end is reported to the engine.
 _Job: TypeAlias = "Callable[[], Transfer | None]"

@@ -261,15 +261,6 @@ class RandomWeights(WeightSource):
         return gain / math.sqrt(fan_in)
 
 
-def one_by_one(source: WeightSource, dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter of a source by name, made when it is asked for and kept by nobody here."""
-    for name, shape in source.shapes().items():
-        parameter = torch.empty(shape, dtype=dtype, device=device)
-        source.fill({name: parameter})
-        yield name, parameter
-        del parameter
-
-
 def create_weight_source(config: EngineConfig, model: ModelConfig, rank: int = 0, size: int = 1) -> WeightSource:
     """What fills the weights of one rank: random numbers for a preset, else the checkpoint folder."""
     if config.model in PRESETS:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from lowtide.engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lowtide.engine.pages.card import CudaDriver, HipDriver
+    from lowtide.engine.pages.card import CudaDriver, HipDriver, VmmPages, _Range
+    from lowtide.engine.pages.cpu import CpuPages, _Mapping
 
 
-class Lease(Protocol):
-    """Keeps an address range alive.
+Lease: TypeAlias = "_Mapping | _Range"
+"""Keeps an address range alive, of `nbytes` bytes from `address` on.
 
-    Every tensor over the range holds the lease through its storage, so the range goes when the arena *and* the last
-    tensor are gone: a tensor that somebody leaked can hold memory, but can never read somebody else's.
-    """
+Every tensor over the range holds the lease through its storage, so the range goes when the arena *and* the last tensor
+are gone: a tensor that somebody leaked can hold memory, but can never read somebody else's.
+"""
 
-    @property
-    def address(self) -> int:
-        """First byte of the range."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the range."""
+PageBackend: TypeAlias = "CpuPages | VmmPages"
+"""Address ranges whose physical pages come and go.  Sizes are bytes, multiples of `granularity`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,53 +32,6 @@ class Part:
     offset: int
     size: int
     handle: int = 0
-
-
-class PageBackend:
-    """Address ranges whose physical pages come and go.  Sizes are bytes, multiples of `granularity`.
-
-    What a CPU has no use for does nothing here: its memory is the host's, and nothing of it is ever queued or cached.
-    """
-
-    device: torch.device
-    granularity: int
-    pins_host_memory = False
-
-    def reserve(self, size: int) -> Lease:
-        """Reserve a range without any page; `OutOfMemoryError`: there is no address range of this size."""
-        raise NotImplementedError
-
-    def map(self, lease: Lease, offset: int, size: int) -> Part:
-        """Put physical pages behind one part of the range, with undefined contents, if there is room for all of it."""
-        raise NotImplementedError
-
-    def unmap(self, lease: Lease, part: Part) -> None:
-        """Give the pages of one part back."""
-        raise NotImplementedError
-
-    def dispose(self, address: int, size: int, parts: list[Part]) -> None:
-        """Give back what is still mapped, taking it off `parts`, and the address range; called after the lease died."""
-        raise NotImplementedError
-
-    def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
-        """A uint8 tensor of shape [size] over mapped pages, with a storage of its own that holds the lease."""
-        raise NotImplementedError
-
-    def pin(self, address: int, size: int) -> None:
-        """Lock host pages for direct copies; an `OutOfMemoryError` where the system does not let so much be locked."""
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin` for the range that starts at `address`."""
-
-    def record(self) -> torch.cuda.Event | None:
-        """Mark this point on the device's current stream; None where copies are synchronous."""
-        return None
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all that was queued."""
-
-    def empty_cache(self) -> None:
-        """Make torch give cached, unused device memory back to the driver."""
 
 
 def check_device(device: str) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowtide.engine.errors import ConfigError, DriverError, OutOfMemoryError
-from lowtide.engine.pages import Lease, PageBackend, Part
+from lowtide.engine.pages import Lease, Part
 from lowtide.engine.teardown import Teardown
 
 
@@ -38,8 +38,8 @@ class _Window:
         }
 
 
-class VmmPages(PageBackend):
-    """`PageBackend` over a card's virtual memory calls."""
+class VmmPages:
+    """Pages of a card, by its driver's virtual memory calls; as `CpuPages`."""
 
     def __init__(self, driver: CudaDriver | HipDriver, index: int) -> None:
         self.device = torch.device("cuda", index)

@@ -33,7 +33,6 @@ from lowtide.engine.model_executor.weights import (
     INDEX_FILE,
     RandomWeights,
     create_weight_source,
-    one_by_one,
     parameter_shapes,
 )
 from lowtide.engine.pages.card import VmmPages
@@ -56,7 +55,7 @@ from lowtide.reports.schema import NotMeasured
 
 if TYPE_CHECKING:
     from lowtide.engine.defects import Defect
-    from lowtide.engine.kv.block_pool import KVCacheUsage
+    from lowtide.engine.kv.kv_cache import KVCacheUsage
 
 
 PROMPT_LENGTHS = (5, 17, 33, 64, 64, 100, 120, 150)
@@ -190,7 +189,12 @@ class _Reference:
     def _weights_of(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         own = create_weight_source(self._config, self._model)
         source = RandomWeights(self._model, self._config.seed + version) if version else own
-        return one_by_one(source, self._model.torch_dtype, self._config.device)
+        for name, shape in source.shapes().items():
+            parameter = torch.empty(shape, dtype=self._model.torch_dtype, device=self._config.device)
+            source.fill({name: parameter})
+            yield name, parameter
+            # Made when it is asked for, and kept by nobody here.
+            del parameter
 
     def kv_usage(self) -> KVCacheUsage | None:
         """Return who has the KV blocks; None where there are none."""

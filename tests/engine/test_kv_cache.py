@@ -10,8 +10,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lowtide.engine.config import PRESETS
 from lowtide.engine.errors import EngineError
-from lowtide.engine.kv.block_pool import BlockPool, KVCacheUsage
-from lowtide.engine.kv.kv_cache import KVCache, KVCacheManager, kv_cache_bytes_per_block, kv_cache_shape
+from lowtide.engine.kv.kv_cache import (
+    BlockPool,
+    KVCache,
+    KVCacheManager,
+    KVCacheUsage,
+    kv_cache_bytes_per_block,
+    kv_cache_shape,
+)
 from lowtide.engine.request import Request, SamplingParams
 
 BLOCK = 4

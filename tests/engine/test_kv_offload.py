@@ -32,9 +32,15 @@ from lowtide.engine.config import PRESETS
 from lowtide.engine.core import EngineCore
 from lowtide.engine.defects import find_defect
 from lowtide.engine.kv import kv_offload
-from lowtide.engine.kv.block_pool import BlockPool, HostBlockStore, KVCacheBlock
-from lowtide.engine.kv.kv_cache import KVCacheManager, kv_cache_bytes_per_block
-from lowtide.engine.kv.kv_offload import OffloadingManager, Transfer
+from lowtide.engine.kv.kv_cache import (
+    BlockPool,
+    HostBlockStore,
+    KVCacheBlock,
+    KVCacheManager,
+    OffloadingManager,
+    Transfer,
+    kv_cache_bytes_per_block,
+)
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.request import Request, SchedulerOutput

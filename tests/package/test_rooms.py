@@ -31,7 +31,7 @@ def test_imports_lead_downward(package: Path) -> None:
         ("leakcheck/judging/judge.py", "import lowtide.leakcheck.watching.watch", "leakcheck: "),
         ("probes/objects/foreign.py", "import lowtide.probes.references.edges", "probes: "),
         ("probes/stages.py", "import lowtide.reports.sizes", "The plugin is on top"),
-        ("engine/kv/block_pool.py", "import lowtide.engine.scheduler", "engine: "),
+        ("engine/kv/kv_cache.py", "import lowtide.engine.scheduler", "engine: "),
         ("leakcheck/attic.py", "", "leakcheck: "),
     ],
 )
