@@ -150,15 +150,9 @@ class EngineCore:
             ahead, self._ahead = self._ahead, None
             dict(ahead.sampled)
 
-    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
-        """End requests now; the last output of each."""
+    def abort(self, request_ids: Sequence[str] | None = None) -> list[RequestOutput]:
+        """End requests now, all of them if not told which; the last output of each."""
         outputs = self.scheduler.abort(request_ids)
-        self._settle()
-        return outputs
-
-    def abort_all(self) -> list[RequestOutput]:
-        """End every request now; the last output of each."""
-        outputs = self.scheduler.abort_all()
         self._settle()
         return outputs
 
@@ -209,7 +203,7 @@ class EngineCore:
                 tries again what has failed.
         """
         teardown = Teardown("shutting the engine down")
-        teardown.run("the requests", self.abort_all)
+        teardown.run("the requests", self.abort)
         teardown.run("the worker", self.worker.shutdown)
         teardown.run("the KV transfers", self.take_in_transfers)
         teardown.finish()

@@ -14,10 +14,17 @@ import msgspec
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.core import EngineCore, create_core, make_plan
 from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
-from lowtide.engine.processes.channel import Answer, Connection, Order, Signature, Signatures, call, signatures
-from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, on_interrupt
-from lowtide.engine.processes.client import Client
-from lowtide.engine.processes.served import ServedProcess
+from lowtide.engine.processes.channel import (
+    Answer,
+    Connection,
+    Order,
+    ServedProcess,
+    Signature,
+    Signatures,
+    call,
+    signatures,
+)
+from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket
@@ -56,7 +63,7 @@ class CoreProcess(ServedProcess):
 
     signatures: ClassVar[Signatures] = signatures(
         {
-            "infer": (EngineCore.add_request, EngineCore.step, EngineCore.abort, EngineCore.abort_all),
+            "infer": (EngineCore.add_request, EngineCore.step, EngineCore.abort),
             "reset_prefix_cache": (EngineCore.reset_prefix_cache,),
             "sleep": (EngineCore.prepare_sleep, EngineCore.forget_prefixes, Worker.sleep),
             "wake": (Worker.wake,),
@@ -167,16 +174,12 @@ class CoreClient(Client):
         if self._death is not None:
             raise self._death.with_traceback(None)
 
-    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: Sequence[str] | None = None) -> list[RequestOutput]:
         """As `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
         # What is no string is the name of no request. Who gives requests up because the core has ended must not hear
         # that once more.
-        known = [request_id for request_id in request_ids if isinstance(request_id, str)]
+        known = None if request_ids is None else [each for each in request_ids if isinstance(each, str)]
         return [] if self._death is not None else self._call("abort", known)
-
-    def abort_all(self) -> list[RequestOutput]:
-        """As `EngineCore.abort_all`; likewise."""
-        return [] if self._death is not None else self._call("abort_all")
 
     def load_bucket(self, bucket: Bucket) -> None:
         """As `Worker.load_bucket`, with an export for each process that has weights."""
@@ -226,7 +229,7 @@ class CoreClient(Client):
         self._require_usable()
         called = CoreProcess.signatures[name]
         sent = _checked(called, name, arguments)
-        if name not in ("abort", "abort_all"):
+        if name != "abort":
             # Who rolls a generation back must come to the end of it first.
             self.raise_late_interrupt()
         with HeldInterrupt() as held:

@@ -41,7 +41,7 @@ from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardC
 from lowtide.engine.pages import Part
 from lowtide.engine.pages.card import VmmPages
 from lowtide.engine.process_group import ProcessGroup
-from lowtide.engine.processes import child, served
+from lowtide.engine.processes import channel, child
 from lowtide.engine.processes.channel import call
 from lowtide.engine.processes.child import ChildProcess
 from lowtide.engine.ranks import MultiprocExecutor
@@ -736,7 +736,7 @@ def orphan_core() -> Iterator[None]:
 
     with (
         _left_running(lambda client: None),
-        replaced(served, "client_has_gone", wait),
+        replaced(channel, "client_has_gone", wait),
         # In a thread of its own, which has nothing else to do.
         replaced(child, "parent_has_ended", wait),
     ):

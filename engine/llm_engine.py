@@ -260,7 +260,7 @@ class LLMEngine:
             while mode == "wait" and core.has_unfinished_requests():
                 self._pending_outputs += [output for output in core.step() if output.finished]
             core.prepare_sleep(level)
-            self._pending_outputs += core.abort_all()
+            self._pending_outputs += core.abort()
             core.forget_prefixes()
             try:
                 core.worker.sleep(level)

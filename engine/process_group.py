@@ -74,17 +74,13 @@ class ProcessGroup(TensorParallelGroup):
     def break_off(self) -> None:
         """Let the other ranks fail that wait for this one in a collective, where that can be done: not with NCCL.
 
-        `suspend` and `resume` on all ranks make the group whole again.
+        `destroy` and `resume` on all ranks make the group whole again.
         """
         if self._place is not None and self._backend == "gloo":
             self.destroy()
 
-    def suspend(self) -> None:
-        """Give up what the group holds, NCCL's buffers on a card above all, until `resume`; as `destroy`."""
-        self.destroy()
-
     def resume(self) -> None:
-        """Make the group again after `suspend`, together with the other ranks; else does nothing."""
+        """Make the group again after `destroy`, together with the other ranks; else does nothing."""
         if self._group is None:
             self._make()
 
@@ -107,7 +103,7 @@ class ProcessGroup(TensorParallelGroup):
             distributed.broadcast(tokens, group_src=0, group=self._group)
 
     def destroy(self) -> None:
-        """Ends the group and its threads and gives its memory back; calling it again does nothing.
+        """Ends the group and its threads and gives its memory back, NCCL's buffers on a card above all; until `resume`.
 
         Not only the reference: torch lists its groups, and a group that is set to None lives on (Megatron-LM#6897).
         """

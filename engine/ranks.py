@@ -16,10 +16,8 @@ from lowtide.engine.errors import CollectiveError, EngineDeadError
 from lowtide.engine.model_executor.weights import create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.process_group import RankPlace
-from lowtide.engine.processes.channel import Connection, Order, Signature, Signatures, call, signatures
-from lowtide.engine.processes.child import END_S, ChildProcess, HeldInterrupt, on_interrupt
-from lowtide.engine.processes.client import Client
-from lowtide.engine.processes.served import ServedProcess
+from lowtide.engine.processes.channel import Connection, Order, ServedProcess, Signature, Signatures, call, signatures
+from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket, added

@@ -149,19 +149,18 @@ class Scheduler:
             outputs.append(request.output())
         return outputs
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Ends requests now and takes their blocks back; the last output of each. Ids of none are passed over."""
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
+        """Ends requests now, all of them if not told which, and takes their blocks back; the last output of each.
+
+        Ids of none are passed over.
+        """
         outputs = []
-        for request_id in request_ids:
+        for request_id in list(self._requests) if request_ids is None else request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
                 outputs.append(request.output())
         return outputs
-
-    def abort_all(self) -> list[RequestOutput]:
-        """Ends every request now; see `abort`."""
-        return self.abort(list(self._requests))
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False, with nothing changed, while requests or transfers hold blocks."""

@@ -206,7 +206,7 @@ class Worker:
     def suspend_group(self) -> None:
         """Give up what the ranks' process group holds, after a sleep."""
         if self.group is not None:
-            self.group.suspend()
+            self.group.destroy()
 
     def resume_group(self) -> None:
         """Make the ranks' process group again, once all ranks are awake."""

@@ -664,11 +664,11 @@ def test_a_teardown_step_that_raises_skips_none_and_all_errors_come_out(
         if broken.pop(0):
             raise BrokenError("ring")
 
-    def abort_all(self: object) -> list[Any]:
+    def abort(self: object) -> list[Any]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TransferRing, "close", close)
-    monkeypatch.setattr("lowtide.engine.core.EngineCore.abort_all", abort_all)
+    monkeypatch.setattr("lowtide.engine.core.EngineCore.abort", abort)
     with pytest.raises(BaseException) as caught:
         engine.shutdown()
     outer = caught.value

@@ -67,7 +67,7 @@ def test_ranks_can_suspend_it_and_make_it_again(tmp_path: Path) -> None:
         assert len(process_groups()) == 1
         assert group.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
         assert group.all_gather(torch.tensor([[1.0, 2.0]])).tolist() == [[1.0, 2.0]]
-        group.suspend()
+        group.destroy()
         assert process_groups() == []
         group.resume()
     group.resume()

@@ -160,7 +160,7 @@ def test_abort_all_ends_everything() -> None:
     scheduler = make()
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
-    assert [output.request_id for output in scheduler.abort_all()] == ["a", "b"]
+    assert [output.request_id for output in scheduler.abort()] == ["a", "b"]
     assert not scheduler.has_unfinished_requests()
 
 
@@ -206,7 +206,7 @@ def test_a_step_that_failed_leaves_nothing_in_the_prefix_cache() -> None:
     scheduler = make()
     add(scheduler, "a", [5] * 12)
     scheduler.schedule()
-    scheduler.abort_all()
+    scheduler.abort()
     assert scheduler.kv_cache_manager.usage.evictable == 0
 
 
@@ -215,7 +215,7 @@ def test_the_prefix_cache_is_reset_only_when_nothing_runs() -> None:
     add(scheduler, "a", 8, max_tokens=1)
     scheduler.schedule()
     assert not scheduler.reset_prefix_cache()
-    scheduler.abort_all()
+    scheduler.abort()
     assert scheduler.reset_prefix_cache()
 
 
