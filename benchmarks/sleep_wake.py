@@ -16,7 +16,7 @@ import machine
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.device_allocator.host_memory import HostBuffer
+from lowtide.engine.device_allocator.memory import HostBuffer
 from lowtide.engine.pages import PageBackend, open_backend
 
 BLOCK = 1 << 30

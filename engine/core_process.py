@@ -17,7 +17,6 @@ from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
 from lowtide.engine.processes.channel import (
     Answer,
     Connection,
-    Order,
     ServedProcess,
     Signature,
     Signatures,
@@ -228,7 +227,11 @@ class CoreClient(Client):
         """
         self._require_usable()
         called = CoreProcess.signatures[name]
-        sent = _checked(called, name, arguments)
+        try:
+            # As the core will read it: the cause says what it could not.
+            called.arguments(sent := call(name, *arguments))
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            raise ChannelError(f"{name} cannot be sent to the engine core: {error}") from error
         if name != "abort":
             # Who rolls a generation back must come to the end of it first.
             self.raise_late_interrupt()
@@ -258,13 +261,3 @@ class CoreClient(Client):
 
     def _killed(self, why: str) -> EngineDeadError:
         return EngineDeadError(f"{self.process.label} was killed: {why}")
-
-
-def _checked(called: Signature, name: str, arguments: Sequence[object]) -> Order:
-    """Return an order that the core can read; a `ChannelError` where it cannot, whose cause says why."""
-    try:
-        sent = call(name, *arguments)
-        called.arguments(sent)
-    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-        raise ChannelError(f"{name} cannot be sent to the engine core: {error}") from error
-    return sent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def round_up(size: int, unit: int) -> int:
 
 def padded(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes that a tensor takes in an arena."""
-    return round_up(_nbytes(shape, dtype), ALIGNMENT)
+    return round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
 
 
 class _Record:
@@ -89,7 +90,8 @@ class Arena:
         self.tag = tag
         self.capacity = round_up(max(capacity, 1), backend.granularity)
         self._backend = backend
-        self._used = 0
+        self.used = 0
+        """Bytes that `allocate` has handed out."""
         self._failed = False
         self._lease: Lease | None = backend.reserve(self.capacity)
         self._record = _Record(tag, backend, self._lease, self.capacity)
@@ -106,11 +108,6 @@ class Arena:
     def mapped(self) -> int:
         """Bytes with pages behind them, from the start of the range."""
         return self._record.mapped
-
-    @property
-    def used(self) -> int:
-        """Bytes that `allocate` has handed out."""
-        return self._used
 
     def map_to(self, size: int) -> None:
         """Map pages until the first `size` bytes have them; without room for all, the arena is as it was before."""
@@ -150,11 +147,11 @@ class Arena:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with undefined contents at the next free address, in a storage of its own, if there is room."""
-        start, size = self._used, padded(shape, dtype)
+        start, size, nbytes = self.used, padded(shape, dtype), math.prod(shape) * dtype.itemsize
         self.map_to(start + size)
         # The storage has exactly the tensor's bytes, so that whoever counts storages counts what is really used.
-        raw = self.bytes_at(start, _nbytes(shape, dtype)) if size else torch.empty(0, device=self._backend.device)
-        self._used = start + size
+        raw = self.bytes_at(start, nbytes) if size else torch.empty(0, device=self._backend.device)
+        self.used = start + size
         return tensor_over(raw, 0, shape, dtype)
 
     def close(self) -> None:
@@ -188,13 +185,6 @@ def tensor_over(raw: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
     tensor = torch.empty(0, dtype=dtype, device=raw.device)
     # Without strides it is laid out row by row.
     return tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape), ())
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count * dtype.itemsize
 
 
 Spec: TypeAlias = tuple[Sequence[int], torch.dtype]

@@ -1,14 +1,260 @@
-"""All memory of one engine: an arena per tag, and how their contents go to the host and come back."""
+"""All memory of one engine: its arenas, and the host memory through which their contents go and come back."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from lowtide.engine.device_allocator.arena import Arena, Workspace
-from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
+import torch
+
+from lowtide.engine.device_allocator.arena import Arena, Workspace, round_up
+from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import PageBackend
-from lowtide.engine.teardown import Teardown, undone_by
+from lowtide.engine.teardown import Teardown, WhenDropped, undone_by
+from lowtide.probes import stages
+
+# One page-table entry of the host's huge pages.
+HUGE_PAGE = 2 << 20
+
+
+class HostBuffer:
+    """An anonymous mapping in blocks of `block` bytes, each of which can be pinned on its own.
+
+    Pinning is slow (1.8 GB/s on an H200's host) only because the driver faults the memory in, 4 KiB at a time.  Pages
+    that were written to before, and are huge, are registered at 27 GB/s per thread.  So the first user of a block
+    fills it, and only then it is pinned.
+
+    Raises:
+        OutOfMemoryError: no address range of this size.
+    """
+
+    def __init__(self, tag: str, size: int, block: int, backend: PageBackend) -> None:
+        self.tag = tag
+        # Whole pages, because whole pages are what is pinned.
+        self.size = round_up(size, mmap.PAGESIZE)
+        self.block = block
+        # From when on its contents are not to be relied on.
+        self.closed = False
+        self._backend = backend
+        self._pinned: set[int] = set()
+        self._touched: set[int] = set()
+        reserved = round_up(self.size, HUGE_PAGE) + HUGE_PAGE
+        try:
+            self._mapping = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemoryError(f"no address range of {reserved} bytes on the host for {tag}: {error}") from error
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._skip = round_up(start, HUGE_PAGE) - start
+        self.address = start + self._skip
+        # A kernel without huge pages refuses; everything still works, the first touch is slower.
+        with contextlib.suppress(OSError, AttributeError):
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        stages.announce(self)
+        # For an owner that is dropped without `close`: pages must not go while the driver has them registered.
+        self._dropped = WhenDropped(
+            self, _unpin_all, backend, self.address, block, self._pinned, self._mapping, at_exit=False
+        )
+
+    def tensor(self, offset: int, size: int) -> torch.Tensor:
+        """A uint8 tensor of shape [size] over the buffer."""
+        self._touched.update(range(offset // self.block, -(-(offset + size) // self.block)))
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._skip + offset)
+
+    def pinned(self, offset: int) -> bool:
+        """Whether the block at `offset` is pinned."""
+        return offset // self.block in self._pinned
+
+    def pin(self, offset: int) -> None:
+        """Pin the block at `offset`; on a CPU, which copies nothing by itself, it stays ordinary memory.
+
+        An `OutOfMemoryError` where the system does not let that much memory be locked.
+        """
+        if not self._backend.pins_host_memory:
+            return
+        index = offset // self.block
+        start = index * self.block
+        self._backend.pin(self.address + start, min(self.block, self.size - start))
+        self._pinned.add(index)
+
+    def close(self) -> None:
+        """Unpin all blocks and give the memory back; calling it again does what is left to do, or nothing.
+
+        Raises:
+            ExceptionGroup: blocks that could not be unpinned; they are still there, and the others are not.
+        """
+        self.closed = True
+        teardown = Teardown(f"giving host memory ({self.tag}) back")
+        for index in sorted(self._pinned):
+            if teardown.run(
+                f"unpinning block {index}", partial(self._backend.unpin, self.address + index * self.block)
+            ):
+                self._pinned.discard(index)
+        # The mapping itself goes with the last tensor over it; its pages go now, but for those that the driver has.
+        for index in sorted(self._touched - self._pinned):
+            start = index * self.block
+            self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + start, min(self.block, self.size - start))
+            self._touched.discard(index)
+        if not self._pinned:
+            self._dropped.cancel()
+            stages.withdraw(self)
+        teardown.finish()
+
+    def read_pools(self) -> tuple[stages.PoolReading, ...]:
+        """What the probes see: pinned and ordinary bytes of the buffer apart."""
+        readings = []
+        kinds: tuple[tuple[stages.PoolKind, set[int]], ...] = (
+            ("pinned", self._pinned),
+            ("host", self._touched - self._pinned),
+        )
+        for kind, blocks in kinds:
+            ranges = tuple(
+                (self.address + index * self.block, min(self.block, self.size - index * self.block))
+                for index in sorted(blocks)
+            )
+            if ranges:
+                held = sum(length for _, length in ranges)
+                readings.append(stages.PoolReading(kind, self.tag, "cpu", self.size, held, ranges))
+        return tuple(readings)
+
+
+def _unpin_all(backend: PageBackend, address: int, block: int, pinned: set[int], mapping: mmap.mmap) -> None:
+    while pinned:
+        backend.unpin(address + pinned.pop() * block)
+
+
+# Measured on an H200 with 16 host cores: slots of 32 MiB are the smallest that reach the full rate of the bus, and
+# eight of them keep 16 draining threads busy.
+SLOT_BYTES = 32 << 20
+MAX_SLOTS = 8
+MAX_WORKERS = 16
+
+
+class TransferRing:
+    """A ring of pinned slots, kept from create to shutdown so that no sleep waits for fresh pinned memory.
+
+    Into an image that is not pinned yet, bytes go from the card into a slot, and a thread carries them on from there;
+    the image's block is pinned behind it, so the way back and every later sleep are one direct copy.
+    `total` bounds how much will ever be copied at once; a small model gets a small ring.
+
+    Raises:
+        OutOfMemoryError: no host memory for the ring.
+    """
+
+    def __init__(self, backend: PageBackend, total: int) -> None:
+        self._backend = backend
+        self.slot_bytes = min(SLOT_BYTES, round_up(max(total, 1), mmap.PAGESIZE))
+        slots = max(1, min(MAX_SLOTS, -(-total // self.slot_bytes)))
+        self._workers = min(MAX_WORKERS, os.cpu_count() or 1)
+        self._slots = HostBuffer("transfer ring", slots * self.slot_bytes, self.slot_bytes, backend)
+        try:
+            self._views = []
+            for index in range(slots):
+                view = self._slots.tensor(index * self.slot_bytes, self.slot_bytes)
+                view.zero_()
+                self._slots.pin(index * self.slot_bytes)
+                self._views.append(view)
+        except BaseException:
+            self._views = []
+            self._slots.close()
+            raise
+
+    def new_image(self, size: int) -> HostBuffer:
+        """A host buffer that fits `size` bytes of an arena, in blocks as large as the ring's slots."""
+        return HostBuffer("sleeping weights", size, self.slot_bytes, self._backend)
+
+    def save(self, arena: Arena, image: HostBuffer) -> None:
+        """Copy the arena's used bytes into `image`; on an error nothing of the arena has changed."""
+        inflight: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="lowtide-save") as workers:
+            try:
+                carried = 0
+                for offset in range(0, arena.used, self.slot_bytes):
+                    size = min(self.slot_bytes, arena.used - offset)
+                    source = arena.bytes_at(offset, size)
+                    if image.pinned(offset):
+                        image.tensor(offset, size).copy_(source, non_blocking=True)
+                        continue
+                    if len(inflight) == len(self._views):
+                        inflight.popleft().result()
+                    # Counted apart from the offsets, of which pinned blocks take some without a slot.
+                    slot = self._views[carried % len(self._views)][:size]
+                    carried += 1
+                    slot.copy_(source, non_blocking=True)
+                    arrived = self._backend.record()
+                    inflight.append(workers.submit(self._drain, slot, arrived, image, offset))
+                while inflight:
+                    inflight.popleft().result()
+            finally:
+                # Nothing may still write into a slot or the image when the caller lets go of them.
+                for future in inflight:
+                    future.cancel()
+                self._backend.synchronize()
+
+    def restore(self, image: HostBuffer, arena: Arena, size: int) -> None:
+        """Map `size` bytes of the arena and fill them from `image`; mapping a part overlaps the copy before it."""
+        offsets = range(0, size, self.slot_bytes)
+        ahead = {}
+        events: dict[int, torch.cuda.Event | None] = {}
+        slots = len(self._views)
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="lowtide-restore") as workers:
+            try:
+                for turn, offset in enumerate(offsets):
+                    for next_turn in range(turn, min(turn + slots, len(offsets))):
+                        start = offsets[next_turn]
+                        if next_turn in ahead or image.pinned(start):
+                            continue
+                        before = events.get(next_turn - slots)
+                        ahead[next_turn] = workers.submit(
+                            self._fill, next_turn % slots, before, image, start, min(self.slot_bytes, size - start)
+                        )
+                    length = min(self.slot_bytes, size - offset)
+                    while arena.mapped < offset + length:
+                        arena.map_part(size)
+                    if turn in ahead:
+                        ahead[turn].result()
+                        source = self._views[turn % slots][:length]
+                    else:
+                        source = image.tensor(offset, length)
+                    arena.bytes_at(offset, length).copy_(source, non_blocking=True)
+                    events[turn] = self._backend.record()
+            finally:
+                for future in ahead.values():
+                    future.cancel()
+                self._backend.synchronize()
+
+    def close(self) -> None:
+        """Unpin and give back the ring; `DriverError`: a slot could not be unpinned."""
+        self._views = []
+        self._slots.close()
+
+    @staticmethod
+    def _drain(slot: torch.Tensor, arrived: torch.cuda.Event | None, image: HostBuffer, offset: int) -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        _copy_on_host(image.tensor(offset, slot.numel()), slot)
+        try:
+            image.pin(offset)
+        except OutOfMemoryError:
+            # A limit on locked memory: this block stays pageable, and the way back goes through the ring.
+            return
+
+    def _fill(self, index: int, before: torch.cuda.Event | None, image: HostBuffer, offset: int, size: int) -> None:
+        if before is not None:
+            before.synchronize()
+        _copy_on_host(self._views[index][:size], image.tensor(offset, size))
+
+
+def _copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    # Not torch's copy_: it would start a pool of native threads below every worker.  memmove lets go of the
+    # interpreter lock, so the workers run side by side.
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
 
 # Not zero, which is what fresh pages mostly hold and what many tables may hold too; as an index it is out of range.
 POISON = 0xA5

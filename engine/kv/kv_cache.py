@@ -300,7 +300,8 @@ class OffloadingManager:
         self._store = HostBlockStore(num_host_blocks)
         self._planned: deque[Transfer] = deque()
         self._in_flight: list[Transfer] = []
-        self._loading: set[bytes] = set()
+        self.loading: set[bytes] = set()
+        """Hashes of the blocks that are on their way to the device."""
 
     @property
     def holds_blocks_alone(self) -> bool:
@@ -329,10 +330,6 @@ class OffloadingManager:
         """The leading blocks of these that the host has."""
         return self._store.find(hashes)
 
-    def is_loading(self, block_hash: bytes) -> bool:
-        """Whether the block with these tokens is on its way to the device."""
-        return block_hash in self._loading
-
     def plan_load(self, before: Sequence[KVCacheBlock], host_blocks: Sequence[HostBlock]) -> None:
         """Plans to copy blocks to the device, where the prefix cache has them once the load is taken in.
 
@@ -342,7 +339,7 @@ class OffloadingManager:
         taken = self._pool.take(len(host_blocks))
         self._pool.begin_transfer(taken)
         self._pool.release(taken)
-        self._loading.update(block.block_hash for block in host_blocks)
+        self.loading.update(block.block_hash for block in host_blocks)
         self._plan(Transfer(True, list(zip(taken, host_blocks, strict=True)), [*before, *taken]))
 
     def submit(self, connector: OffloadingConnector) -> None:
@@ -387,7 +384,7 @@ class OffloadingManager:
         for block, host_block in transfer.copies:
             host_block.num_transfers -= 1
             if transfer.is_load:
-                self._loading.discard(host_block.block_hash)
+                self.loading.discard(host_block.block_hash)
             if not succeeded:
                 self._store.discard(host_block)
             elif transfer.is_load and not transfer.stale:
@@ -464,7 +461,7 @@ class KVCacheManager:
         wanted = request.block_hashes[num_computed : (request.num_tokens - 1) // self.block_size]
         if not wanted:
             return False
-        if self.offload.is_loading(wanted[0]):
+        if wanted[0] in self.offload.loading:
             return True
         found = self.offload.find(wanted)
         if not found:

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from lowtide.engine.device_allocator.arena import round_up
-from lowtide.engine.device_allocator.host_memory import HUGE_PAGE, HostBuffer
+from lowtide.engine.device_allocator.memory import HUGE_PAGE, HostBuffer
 from lowtide.engine.errors import KVTransferError, OutOfMemoryError
 from lowtide.engine.kv.kv_cache import KVCache, Transfer
 from lowtide.engine.pages import PageBackend

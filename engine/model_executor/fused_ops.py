@@ -51,16 +51,6 @@ def rotary_table(config: ModelConfig, max_model_len: int, allocate: Allocator) -
     return table
 
 
-def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn heads [T, num_heads, head_dim] by the cosines and sines of their positions, [T, head_dim].
-
-    Dimension i is paired with i + head_dim / 2, as in Hugging Face checkpoints (the original pairs neighbours).
-    """
-    cosines, sines = rotation.unsqueeze(1).chunk(2, dim=-1)
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-
-
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -123,6 +113,8 @@ def rotate_and_cache(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn queries and keys by their positions, and put keys and values into the KV cache.
 
+    Dimension i is paired with i + head_dim / 2, as in Hugging Face checkpoints (the original pairs neighbours).
+
     Args:
         projected: [T, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values; may be overwritten.
         rotation: [T, head_dim], see `rotary_table`.
@@ -141,8 +133,11 @@ def rotate_and_cache(
         triton_kernels.rotate_and_cache(projected, rotation, key_cache, value_cache, slots)
         query, key, value = torch.split(projected, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         return query, key, value
-    turned, value = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-    query, key = torch.split(rotate(turned, rotation), [num_heads, num_kv_heads], dim=1)
+    heads, value = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    cosines, sines = rotation.unsqueeze(1).chunk(2, dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    query, key = torch.split(turned, [num_heads, num_kv_heads], dim=1)
     key_cache.flatten(0, 1).index_copy_(0, slots, key)
     value_cache.flatten(0, 1).index_copy_(0, slots, value)
     return query, key, value

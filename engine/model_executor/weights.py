@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -144,7 +143,7 @@ def _said(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-class WeightSource(ABC):
+class WeightSource:
     """Fills the model's parameters: when the engine is created, and again when it wakes from a level 2 sleep."""
 
     def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
@@ -154,13 +153,12 @@ class WeightSource(ABC):
         """Shape of each parameter of this rank, by its Hugging Face name."""
         return {name: shard.shape for name, shard in self._shards.items()}
 
-    @abstractmethod
     def check(self) -> None:
         """Proves, without taking memory for weights, that `fill` will find every parameter; raises otherwise."""
 
-    @abstractmethod
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Writes the parameters given in place, wherever they live; bit for bit the same each time."""
+        raise NotImplementedError
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -227,9 +225,6 @@ class RandomWeights(WeightSource):
         super().__init__(config, rank, size)
         self._seed = seed
 
-    def check(self) -> None:
-        """Nothing can be missing."""
-
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Draws the parameters given in place."""
@@ -243,7 +238,9 @@ class RandomWeights(WeightSource):
             parameter.zero_()
         else:
             shard = self._shards[name]
-            std = self._std(name, fan_in=shard.full_shape[-1])
+            gain = self.QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+            is_embedding = name == "model.embed_tokens.weight"
+            std = self.EMBEDDING_STD if is_embedding else gain / math.sqrt(shard.full_shape[-1])
             # Python's own hash of a string differs from process to process.
             digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
             generator = torch.Generator(device=parameter.device)
@@ -253,12 +250,6 @@ class RandomWeights(WeightSource):
                 return
             whole = parameter.new_empty(shard.full_shape).normal_(0.0, std, generator=generator)
             parameter.copy_(whole[shard.index])
-
-    def _std(self, name: str, fan_in: int) -> float:
-        if name == "model.embed_tokens.weight":
-            return self.EMBEDDING_STD
-        gain = self.QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
-        return gain / math.sqrt(fan_in)
 
 
 def create_weight_source(config: EngineConfig, model: ModelConfig, rank: int = 0, size: int = 1) -> WeightSource:

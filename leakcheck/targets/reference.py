@@ -25,7 +25,7 @@ from lowtide.engine import EngineConfig, EngineError, EngineState, EngineStateEr
 from lowtide.engine.config import PRESETS, load_model_config
 from lowtide.engine.core_process import CoreProcess
 from lowtide.engine.defects import replaced
-from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
+from lowtide.engine.device_allocator.memory import HostBuffer, TransferRing
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.kv.kv_offload import OffloadingConnector
 from lowtide.engine.model_executor import weights as checkpoint

@@ -16,7 +16,7 @@ from lowtide.engine import DriverError, EngineConfig, EngineState, LLMEngine, Ou
 from lowtide.engine.config import PRESETS
 from lowtide.engine.core import EngineCore
 from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
+from lowtide.engine.device_allocator.memory import HostBuffer, TransferRing
 from lowtide.engine.kv.kv_cache import HostBlock, KVCacheBlock, Transfer, kv_cache_bytes_per_block
 from lowtide.engine.pages import open_backend
 from lowtide.probes.device.driver import find_driver

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.engine.device_allocator import host_memory
+from lowtide.engine.device_allocator import memory
 from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.device_allocator.host_memory import HostBuffer, TransferRing
+from lowtide.engine.device_allocator.memory import HostBuffer, TransferRing
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.stages import announced_pools
@@ -32,12 +32,12 @@ def test_more_than_there_are_addresses_is_refused_with_its_bytes() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize("huge_page", [host_memory.HUGE_PAGE, 99 * MIB])
+@pytest.mark.parametrize("huge_page", [memory.HUGE_PAGE, 99 * MIB])
 def test_a_buffer_begins_at_a_huge_page_and_can_be_used_to_its_end(
     huge_page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of a size at which no kernel begins a mapping by itself, too.
-    monkeypatch.setattr(host_memory, "HUGE_PAGE", huge_page)
+    monkeypatch.setattr(memory, "HUGE_PAGE", huge_page)
     buffer = HostBuffer("offload", 3 * MIB + 1, MIB, CpuPages())
     assert buffer.address % huge_page == 0
     whole = buffer.tensor(0, buffer.size)
@@ -91,7 +91,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     # What an exception that `pytest.raises` caught still holds would be announced in the next test.
     if announced_pools():
         gc.collect()
-    monkeypatch.setattr("lowtide.engine.device_allocator.host_memory.SLOT_BYTES", SLOT)
+    monkeypatch.setattr("lowtide.engine.device_allocator.memory.SLOT_BYTES", SLOT)
 
 
 def filled(size: int, backend: CpuPages) -> tuple[Arena, torch.Tensor]:
@@ -152,7 +152,7 @@ def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.
 
     before = threading.active_count()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.device_allocator.memory._copy_on_host", refuse)
         with pytest.raises(OSError, match="bus error"):
             ring.save(arena, image)
     assert threading.active_count() == before
@@ -160,7 +160,7 @@ def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.
     arena.unmap_to(0)
     calls.clear()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.device_allocator.memory._copy_on_host", refuse)
         with pytest.raises(OSError, match="bus error"):
             ring.restore(image, arena, 20 * SLOT)
     assert threading.active_count() == before
@@ -262,12 +262,12 @@ def test_an_image_pinned_in_part_is_saved_right_however_slow_the_threads_are(mon
     for block in (0, 1, 2, 3, 4, 5, 7, 12):
         image.pin(block * SLOT)
     backend.refuse_after = 0
-    copy = host_memory._copy_on_host
+    copy = memory._copy_on_host
 
     def slowly(target: torch.Tensor, source: torch.Tensor) -> None:
         time.sleep(0.01)
         copy(target, source)
 
-    monkeypatch.setattr(host_memory, "_copy_on_host", slowly)
+    monkeypatch.setattr(memory, "_copy_on_host", slowly)
     ring.save(arena, image)
     assert torch.equal(image.tensor(0, size), contents)

@@ -23,8 +23,7 @@ from lowtide.engine import (
     RequestError,
     SamplingParams,
 )
-from lowtide.engine.device_allocator.host_memory import HostBuffer
-from lowtide.engine.device_allocator.memory import EngineMemory
+from lowtide.engine.device_allocator.memory import EngineMemory, HostBuffer
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.worker import Worker
@@ -465,7 +464,7 @@ def test_a_failed_save_leaves_the_engine_running(engine: LLMEngine, monkeypatch:
     expected = tokens(engine)
     before = footprint()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", no_host_memory)
+        patched.setattr("lowtide.engine.device_allocator.memory._copy_on_host", no_host_memory)
         with pytest.raises(OutOfMemoryError, match="no host memory"):
             engine.sleep(1)
     assert engine.state is EngineState.RUNNING
@@ -479,7 +478,7 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
     engine.create()
     ids = {engine.add_request(prompt, PARAMS) for prompt in PROMPTS}
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", no_host_memory)
+        patched.setattr("lowtide.engine.device_allocator.memory._copy_on_host", no_host_memory)
         with pytest.raises(OutOfMemoryError):
             engine.sleep(1, mode="wait")
     assert engine.has_unfinished_requests()
@@ -490,7 +489,7 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
 def test_a_shutdown_leaves_no_output_to_be_reported(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.create()
     engine.add_request(PROMPTS[0], PARAMS)
-    monkeypatch.setattr("lowtide.engine.device_allocator.host_memory._copy_on_host", no_host_memory)
+    monkeypatch.setattr("lowtide.engine.device_allocator.memory._copy_on_host", no_host_memory)
     with pytest.raises(OutOfMemoryError):
         engine.sleep(1, mode="wait")
     assert engine.has_unfinished_requests()
@@ -653,7 +652,7 @@ def test_a_teardown_step_that_raises_skips_none_and_all_errors_come_out(
     engine = LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB))
     engine.create()
     tokens(engine)
-    from lowtide.engine.device_allocator.host_memory import TransferRing
+    from lowtide.engine.device_allocator.memory import TransferRing
 
     real_close = TransferRing.close
 

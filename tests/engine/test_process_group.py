@@ -91,7 +91,7 @@ def test_an_engine_samples_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_cannot_be_created_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.engine.worker.RotaryEmbedding", lambda *_: 1 / 0)
+    monkeypatch.setattr("lowtide.engine.worker.rotary_table", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LLMEngine(CONFIG).create()
     assert process_groups() == []
