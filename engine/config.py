@@ -144,9 +144,22 @@ _MODEL_SIZES = (
 )
 
 
-def _llama3_rope(factor: float) -> RopeConfig:
-    return RopeConfig(theta=500_000.0, rope_type="llama3", factor=factor)
-
+# The shapes of Llama-3.2-1B.
+_1B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    max_position_embeddings=131_072,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0, rope_type="llama3", factor=32.0),
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
 
 # Random weights give no token the meaning "end", so the presets have no eos: every request runs to its max_tokens.
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -163,36 +176,16 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             max_position_embeddings=2048,
             rms_norm_eps=1e-5,
         ),
-        # The shapes of Llama-3.2-1B.
-        "1b": ModelConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=128_256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_layers=16,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=64,
-            max_position_embeddings=131_072,
-            rms_norm_eps=1e-5,
-            rope=_llama3_rope(factor=32.0),
-            tie_word_embeddings=True,
-            dtype="bfloat16",
-        ),
+        "1b": _1B,
         # The shapes of Llama-3.1-8B.
-        "8b": ModelConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=128_256,
+        "8b": replace(
+            _1B,
             hidden_size=4096,
             intermediate_size=14_336,
             num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
             head_dim=128,
-            max_position_embeddings=131_072,
-            rms_norm_eps=1e-5,
-            rope=_llama3_rope(factor=8.0),
-            dtype="bfloat16",
+            rope=replace(_1B.rope, factor=8.0),
+            tie_word_embeddings=False,
         ),
     }
 )

@@ -175,7 +175,10 @@ class EngineCore:
     def reload_weights(self) -> None:
         """Fill the weights in place from where they came, and forget what the former ones computed."""
         self.drain_transfers()
-        self.worker.reload_weights()
+        try:
+            self.worker.begin_reload()
+        finally:
+            self.worker.end_reload()
         self.forget_prefixes()
 
     def begin_update(self) -> None:

@@ -230,8 +230,8 @@ class CoreClient(Client):
         try:
             # As the core will read it: the cause says what it could not.
             called.arguments(sent := call(name, *arguments))
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
-            raise ChannelError(f"{name} cannot be sent to the engine core: {error}") from error
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as unsendable:
+            raise ChannelError(f"{name} cannot be sent to the engine core: {unsendable}") from unsendable
         if name != "abort":
             # Who rolls a generation back must come to the end of it first.
             self.raise_late_interrupt()

@@ -19,7 +19,7 @@ from lowtide.engine.ranks import rank_devices
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, rolled_back, undone_by
 from lowtide.engine.weight_transfer import BUCKET_BYTES, packed, release_cached
-from lowtide.engine.worker import SLEEPING_TAGS
+from lowtide.engine.worker import SLEEPING_TAGS, Worker
 from lowtide.probes.stages import stage
 
 if TYPE_CHECKING:
@@ -382,14 +382,17 @@ class LLMEngine:
             self._torn_down = True
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept."""
-        core = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.worker.preserved_tensors()
+        """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept.
+
+        None where the model is in other processes, and so are the addresses of graphs.
+        """
+        worker = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP).worker
+        return worker.preserved_tensors() if isinstance(worker, Worker) else {}
 
     def graph_addresses(self) -> dict[str, tuple[int, int]]:
         """Address and bytes of what captured CUDA graphs read and write, by name, as it was at capture."""
-        core = self._require("graph_addresses", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.worker.graph_addresses()
+        worker = self._require("graph_addresses", EngineState.RUNNING, EngineState.ASLEEP).worker
+        return worker.graph_addresses() if isinstance(worker, Worker) else {}
 
     def kv_cache_usage(self) -> KVCacheUsage:
         """Who has the KV blocks."""

@@ -154,13 +154,9 @@ class MultiprocExecutor(Client):
                 self._all(call("resume_group"))
             self._all(call("end_wake", list(tags)))
 
-    def reload_weights(self) -> None:
-        """As `Worker.reload_weights`; where one rank cannot, the others have their former weights again."""
-        try:
-            self._all(call("begin_reload"), call("undo_reload"))
-        finally:
-            if self._death is None:
-                self._all(call("end_reload"))
+    def begin_reload(self) -> None:
+        """As `Worker.begin_reload`; where one rank cannot, the others have their former weights again."""
+        self._all(call("begin_reload"), call("undo_reload"))
 
     def begin_update(self) -> None:
         """As `Worker.begin_update`, on all ranks or on none."""
@@ -176,8 +172,9 @@ class MultiprocExecutor(Client):
         self._all(call("undo_reload"))
 
     def end_reload(self) -> None:
-        """As `Worker.end_reload`, on all ranks."""
-        self._all(call("end_reload"))
+        """As `Worker.end_reload`, on all ranks that there are."""
+        if self._death is None:
+            self._all(call("end_reload"))
 
     def weight_checksums(self) -> dict[str, int]:
         """As `Worker.weight_checksums`, of whole parameters."""
@@ -198,32 +195,30 @@ class MultiprocExecutor(Client):
             store, self._store = self._store, -1
             os.close(store)
 
-    def _all(self, order: Order | Sequence[Order], undo: Order | None = None) -> list[Any]:
+    def _all(
+        self, order: Order | Sequence[Order], undo: Order | None = None, ranks: Sequence[ChildProcess] = ()
+    ) -> list[Any]:
         """Have every rank do the same, or each its own order; what each has returned.
 
         Args:
             order: for all, or one per rank.
             undo: what the ranks that could do it are told when others could not; after an interrupt, all of them.
+            ranks: those that have to, if not every one.
         """
-        orders = list(order) if isinstance(order, Sequence) else [order] * self._size
-        undone = list(self.children)
+        undone = told = ranks or self.children
+        orders = list(order) if isinstance(order, Sequence) else [order] * len(told)
         with undone_by(lambda teardown: self._undo(undo, undone, teardown)):
-            failed = self.exchange(dict(zip(undone, orders, strict=True)))
+            failed = self.exchange(dict(zip(told, orders, strict=True)))
             if failed:
-                undone = [rank for rank in undone if rank not in failed]
+                undone = [rank for rank in told if rank not in failed]
                 raise self._first_error(failed)
-        returned = zip(self.children, orders, strict=True)
+        returned = zip(told, orders, strict=True)
         return [RankProcess.signatures[order.name].returned(rank.answer) for rank, order in returned]
 
     def _undo(self, order: Order | None, ranks: Sequence[ChildProcess], undo: Teardown) -> None:
         if order is not None and self._death is None:
             for rank in ranks:
-                undo.run(rank.label, partial(self._one, rank, order))
-
-    def _one(self, rank: ChildProcess, order: Order) -> None:
-        failed = self.exchange({rank: order})
-        if failed:
-            raise self._first_error(failed)
+                undo.run(rank.label, partial(self._all, order, ranks=[rank]))
 
     def _first_error(self, failed: Sequence[ChildProcess]) -> BaseException:
         """The error of the first rank that failed by itself; the others' are noted in it."""

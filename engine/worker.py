@@ -213,15 +213,8 @@ class Worker:
         if self.group is not None:
             self.group.resume()
 
-    def reload_weights(self) -> None:
-        """Fill the weights from where they came; the present ones are kept on the host until that has worked."""
-        try:
-            self.begin_reload()
-        finally:
-            self.end_reload()
-
     def begin_reload(self) -> None:
-        """As `reload_weights`, but the former weights are kept for `undo_reload` until `end_reload`."""
+        """Fill the weights from where they came; the former ones are kept for `undo_reload` until `end_reload`."""
         self._source.check()
         self.memory.save_weights()
         with undone_by(lambda undo: undo.run("putting the weights back", self.undo_reload)):

@@ -185,10 +185,6 @@ class LlamaForCausalLM(nn.Module):
         hidden: torch.Tensor = self.model(input_ids, rotation, attention_metadata, workspace)
         return hidden
 
-    def attention_layers(self) -> dict[str, LlamaAttention]:
-        """The attention of every layer, by its name in the model."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, LlamaAttention)}
-
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
@@ -203,7 +199,8 @@ class StaticForwardContext:
     """
 
     def __init__(self, model: LlamaForCausalLM, kv_cache: KVCache) -> None:
-        self.layers = model.attention_layers()
+        attention = ((name, each) for name, each in model.named_modules() if isinstance(each, LlamaAttention))
+        self.layers: dict[str, LlamaAttention] = dict(attention)
         for layer in self.layers.values():
             layer.kv_cache = kv_cache.layers[layer.layer_index]
 

@@ -17,7 +17,6 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
 from msgspec import structs
 
 from lowtide.engine.errors import EngineDeadError
@@ -314,14 +313,6 @@ class Client:
         """Bytes with pages behind them in all processes together, by arena tag, as they were after the last call."""
         mapped = [child.answer.mapped for child in self.children]
         return {tag: sum(each[tag] for each in mapped) for tag in mapped[0]} if mapped else {}
-
-    def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """None: the tensors are in other processes, and so are the addresses of graphs."""
-        return {}
-
-    def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """As `preserved_tensors`."""
-        return {}
 
     @property
     def is_usable(self) -> bool:
