@@ -21,7 +21,7 @@ from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.fused_ops import has_kernels
 from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardContext
-from lowtide.engine.model_executor.sampling import Sampler
+from lowtide.engine.model_executor.sampling import sample
 from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.request import UNREAD, ScheduledRequest, SchedulerOutput
 from lowtide.engine.teardown import Teardown
@@ -84,7 +84,6 @@ class ModelRunner:
         model: LlamaForCausalLM,
         kv_cache: KVCache,
         block_table: BlockTable,
-        sampler: Sampler,
         workspaces: Sequence[Workspace],
         allocate: Allocator,
         group: ProcessGroup | None = None,
@@ -96,7 +95,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self.forward_context = StaticForwardContext(model, kv_cache)
         self.block_table = block_table
-        self._sampler = sampler
+        self._seed = config.seed
         self._workspaces = tuple(workspaces)
         self.decode_graphs: DecodeGraphs | None = None
         self._input_ids = allocate((config.max_num_batched_tokens,), torch.int64)
@@ -191,7 +190,7 @@ class ModelRunner:
         if not sampled:
             return {}
         logits = self.model.compute_logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        tokens = self._sampler.sample(logits, sampled)
+        tokens = sample(logits, sampled, self._seed)
         if self._group is not None:
             self._group.broadcast(tokens)
         launched = SampledTokens([item.request_id for item in sampled], tokens, self._copies)

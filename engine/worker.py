@@ -20,7 +20,6 @@ from lowtide.engine.model_executor.attention import workspace_bytes
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.fused_ops import rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.process_group import ProcessGroup, RankPlace
@@ -107,7 +106,6 @@ class Worker:
                 model,
                 kv_cache,
                 BlockTable(config.max_num_seqs, blocks_per_seq, config.block_size, runtime.allocate),
-                Sampler(config.seed),
                 self.memory.workspaces,
                 runtime.allocate,
                 self.group,

@@ -21,7 +21,6 @@ from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.fused_ops import rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.parallel_layers import TensorParallelGroup
-from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.weights import INDEX_FILE, CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.runner import ModelRunner
@@ -215,7 +214,6 @@ class Loop:
             self.model,
             KVCache(model_config.shard(size), num_blocks, config.block_size, poisoned),
             BlockTable(config.max_num_seqs, -(-max_model_len // config.block_size), config.block_size, poisoned),
-            Sampler(config.seed),
             [TorchWorkspace() for _ in range(config.num_micro_batches)],
             poisoned,
         )

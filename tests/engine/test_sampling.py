@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowtide.engine.errors import RequestError
-from lowtide.engine.model_executor.sampling import Sampler
+from lowtide.engine.model_executor.sampling import sample, uniform_draw
 from lowtide.engine.request import Request, SamplingParams, ScheduledRequest
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
@@ -26,7 +26,7 @@ def request(num_output_tokens: int = 0, arrival_index: int = 0, **params: Any) -
 def drawn(count: int = 400, logits: torch.Tensor = LOGITS, **params: Any) -> Counter[int]:
     """What one request draws at `count` positions from the same logits."""
     requests = [request(position, **params) for position in range(count)]
-    return Counter(Sampler(0).sample(logits.expand(count, -1), requests).tolist())
+    return Counter(sample(logits.expand(count, -1), requests, 0).tolist())
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -82,24 +82,24 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_every_request_of_a_batch_has_its_own_parameters() -> None:
     requests = [request(), request(temperature=1.0, top_k=1), request(temperature=5.0, seed=8)]
     logits = torch.stack([LOGITS.roll(shift) for shift in range(3)])
-    alone = [Sampler(0).sample(row.unsqueeze(0), [one]).item() for row, one in zip(logits, requests, strict=True)]
-    assert Sampler(0).sample(logits, requests).tolist() == alone
+    alone = [sample(row.unsqueeze(0), [one], 0).item() for row, one in zip(logits, requests, strict=True)]
+    assert sample(logits, requests, 0).tolist() == alone
 
 
 def test_a_seeded_draw_depends_on_neither_engine_nor_arrival() -> None:
     early, late = request(temperature=1.0, seed=4), request(arrival_index=9, temperature=1.0, seed=4)
-    assert Sampler(0).uniform(early) == Sampler(1).uniform(late)
+    assert uniform_draw(early, 0) == uniform_draw(late, 1)
 
 
 def test_without_a_seed_the_engines_seed_and_the_arrival_decide() -> None:
     first, second = request(temperature=1.0), request(arrival_index=1, temperature=1.0)
-    numbers = {Sampler(0).uniform(first), Sampler(0).uniform(second), Sampler(1).uniform(first)}
+    numbers = {uniform_draw(first, 0), uniform_draw(second, 0), uniform_draw(first, 1)}
     assert len(numbers) == 3
-    assert Sampler(0).uniform(first) in numbers
+    assert uniform_draw(first, 0) in numbers
 
 
 def test_the_numbers_of_one_request_are_spread_evenly() -> None:
-    numbers = [Sampler(0).uniform(request(position, seed=0)) for position in range(2000)]
+    numbers = [uniform_draw(request(position, seed=0), 0) for position in range(2000)]
     assert all(0 <= number < 1 for number in numbers)
     assert all(abs(sum(low <= number < low + 0.25 for number in numbers) - 500) < 80 for low in (0, 0.25, 0.5, 0.75))
 
