@@ -30,7 +30,7 @@ from lowtide.engine import runner, weight_transfer
 from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.core import EngineCore
 from lowtide.engine.core_process import CoreClient
-from lowtide.engine.device_allocator.arena import Arena, Spec, Workspace
+from lowtide.engine.device_allocator.arena import Arena, Spec, Workspace, WorkspaceViews
 from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.errors import ConfigError, OutOfMemoryError
 from lowtide.engine.kv.kv_cache import KVCache
@@ -508,15 +508,11 @@ def never_release(self: VmmPages, address: int, part: Part) -> None:
 def workspace_resize() -> Iterator[None]:
     """A workspace that grows drops its buffer and takes a new one: twice its bytes stay reserved."""
 
-    original = Workspace.get
-
-    def get(self: Workspace, *specs: Spec) -> list[torch.Tensor]:
-        views = original(self, *specs)
-        self._specs, self._views = (), []
-        return views
+    def get(self: WorkspaceViews, *specs: Spec) -> list[torch.Tensor]:
+        return self._workspace.get(*specs)
 
     # Nobody keeps a view, so that all that is left is what torch reserves.
-    with _reallocating(of_all=False), replaced(Workspace, "get", get):
+    with _reallocating(of_all=False), replaced(WorkspaceViews, "get", get):
         yield
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from lowtide.engine.config import Allocator, EngineConfig
-from lowtide.engine.device_allocator.arena import Workspace
+from lowtide.engine.device_allocator.arena import Workspace, WorkspaceViews
 from lowtide.engine.errors import ConfigError, EngineError
 from lowtide.engine.kv.kv_cache import KVCache
 from lowtide.engine.model_executor.attention import PagedDecodes, StepMetadata, build_attention_metadata
@@ -96,7 +96,7 @@ class ModelRunner:
         self.forward_context = StaticForwardContext(model, kv_cache)
         self.block_table = block_table
         self._seed = config.seed
-        self._workspaces = tuple(workspaces)
+        self._workspaces = tuple(map(WorkspaceViews, workspaces))
         self.decode_graphs: DecodeGraphs | None = None
         self._input_ids = allocate((config.max_num_batched_tokens,), torch.int64)
         self._positions = allocate((config.max_num_batched_tokens,), torch.int64)
@@ -198,7 +198,7 @@ class ModelRunner:
         return launched if self._runs_ahead else dict(launched)
 
     def _compute(
-        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: Workspace
+        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: WorkspaceViews
     ) -> torch.Tensor:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
         counts = [item.num_tokens for item in micro_batch]
@@ -242,7 +242,7 @@ class ModelRunner:
             raise EngineError("a step was planned on tokens of one before it, which are gone: plan it anew")
         return last.tokens[first : first + count]
 
-    def _lent(self, workspace: Workspace) -> dict[str, Any]:
+    def _lent(self, workspace: WorkspaceViews) -> dict[str, Any]:
         return {"workspace": workspace} if self._lends_workspace else {}
 
     def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:

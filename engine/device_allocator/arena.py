@@ -202,31 +202,18 @@ class Workspace:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._all: torch.Tensor | None = None
-        self._specs: tuple[Spec, ...] = ()
-        self._views: list[torch.Tensor] = []
 
     def get(self, *specs: Spec) -> list[torch.Tensor]:
         """Tensors of the given shapes and types, side by side, with undefined contents, valid until the next `get`.
 
-        Every layer asks for the same ones: they are cut once, and again only after others were asked for.
-
         Raises:
             OutOfMemoryError: the device has no room for the growth; the workspace is as it was.
         """
-        offsets, size = [], 0
-        for shape, dtype in specs:
-            offsets.append(size)
-            size += padded(shape, dtype)
-        # After a sleep there are no pages behind the views.
-        whole = self._reserve(size)
-        if specs != self._specs:
-            self._views = [
-                tensor_over(whole, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, specs, strict=True)
-            ]
-            self._specs = specs
-        return self._views
+        offsets, size = _layout(specs)
+        whole = self.reserve(size)
+        return [tensor_over(whole, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, specs, strict=True)]
 
-    def _reserve(self, size: int) -> torch.Tensor:
+    def reserve(self, size: int) -> torch.Tensor:
         """All of the memory, uint8 [at least size], after growing if need be; errors as `get`."""
         if self._all is None or self._all.numel() < size:
             if size > self._arena.capacity:
@@ -254,5 +241,36 @@ class Workspace:
 
     def close(self) -> None:
         """Give up the memory for good; `DriverError`: the driver did not take it back."""
-        self._all, self._specs, self._views = None, (), []
+        self._all = None
         self._arena.close()
+
+
+class WorkspaceViews:
+    """A workspace as one micro-batch uses it: every layer asks for the same tensors, and they are cut once.
+
+    They stay valid over steps and sleeps, because a workspace never moves.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._specs: tuple[Spec, ...] = ()
+        self._views: list[torch.Tensor] = []
+
+    def get(self, *specs: Spec) -> list[torch.Tensor]:
+        """As `Workspace.get`."""
+        _, size = _layout(specs)
+        # After a sleep there are no pages behind the views.
+        self._workspace.reserve(size)
+        if specs != self._specs:
+            self._views = self._workspace.get(*specs)
+            self._specs = specs
+        return self._views
+
+
+def _layout(specs: Sequence[Spec]) -> tuple[list[int], int]:
+    """Where each tensor starts, and how many bytes all of them take."""
+    offsets, size = [], 0
+    for shape, dtype in specs:
+        offsets.append(size)
+        size += padded(shape, dtype)
+    return offsets, size

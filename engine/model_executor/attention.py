@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowtide.engine.config import ModelConfig
-from lowtide.engine.device_allocator.arena import Workspace
+from lowtide.engine.device_allocator.arena import WorkspaceViews
 from lowtide.engine.model_executor.block_table import BlockTable
 
 MAX_GATHERED_TOKENS = 65_536
@@ -157,7 +157,7 @@ def paged_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     metadata: StepMetadata,
-    workspace: Workspace,
+    workspace: WorkspaceViews,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences, whose keys and values are in the cache.
 
@@ -214,7 +214,7 @@ def paged_attention(
 
 
 def _gather(
-    key_slots: torch.Tensor, value_slots: torch.Tensor, slots: torch.Tensor, workspace: Workspace
+    key_slots: torch.Tensor, value_slots: torch.Tensor, slots: torch.Tensor, workspace: WorkspaceViews
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [len(slots), num_kv_heads, head_dim] from the cache, in workspace memory."""
     shape = (slots.shape[0], *key_slots.shape[1:])

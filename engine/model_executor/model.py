@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowtide.engine.config import Allocator, ModelConfig
-from lowtide.engine.device_allocator.arena import Workspace
+from lowtide.engine.device_allocator.arena import WorkspaceViews
 from lowtide.engine.model_executor.attention import StepMetadata, paged_attention
 from lowtide.engine.model_executor.fused_ops import add_rms_norm, rotate_and_cache, silu_and_mul
 from lowtide.engine.model_executor.parallel_layers import (
@@ -58,7 +58,7 @@ class LlamaAttention(nn.Module):
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, attention_metadata: StepMetadata, workspace: Workspace
+        self, x: torch.Tensor, rotation: torch.Tensor, attention_metadata: StepMetadata, workspace: WorkspaceViews
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         assert self.kv_cache is not None
@@ -101,7 +101,7 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         rotation: torch.Tensor,
         attention_metadata: StepMetadata,
-        workspace: Workspace,
+        workspace: WorkspaceViews,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is to be added to the residual stream, and the stream, each [T, hidden_size] -> the same."""
         normed, residual = self.input_layernorm(x, residual)
@@ -125,7 +125,7 @@ class LlamaModel(nn.Module):
         input_ids: torch.Tensor,
         rotation: torch.Tensor,
         attention_metadata: StepMetadata,
-        workspace: Workspace,
+        workspace: WorkspaceViews,
     ) -> torch.Tensor:
         """[T] -> [T, hidden_size]."""
         x: torch.Tensor = self.embed_tokens(input_ids)
@@ -166,7 +166,7 @@ class LlamaForCausalLM(nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         attention_metadata: StepMetadata,
-        workspace: Workspace,
+        workspace: WorkspaceViews,
     ) -> torch.Tensor:
         """Computes new tokens of several sequences, flattened into one dimension, and caches their keys and values.
 

@@ -176,6 +176,10 @@ class TorchWorkspace:
         self._lent = [poisoned(shape, dtype) for shape, dtype in specs]
         return self._lent
 
+    def reserve(self, size: int) -> None:
+        for tensor in self._lent:
+            tensor.fill_(float("nan"))
+
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An allocator whose memory holds what no code may rely on."""

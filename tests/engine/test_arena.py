@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from lowtide.engine.device_allocator.arena import ALIGNMENT, Arena, Workspace, padded, tensor_over
+from lowtide.engine.device_allocator.arena import ALIGNMENT, Arena, Workspace, WorkspaceViews, padded, tensor_over
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
@@ -371,16 +371,18 @@ def test_dropped_pages_come_back_with_the_next_get() -> None:
 
 def test_views_are_cut_once_for_the_same_tensors_and_anew_for_others() -> None:
     _, workspace = make()
-    first = workspace.get(((100,), torch.float32))
-    assert workspace.get(((100,), torch.float32))[0] is first[0]
-    (other,) = workspace.get(((100,), torch.float16))
+    views = WorkspaceViews(workspace)
+    first = views.get(((100,), torch.float32))
+    assert views.get(((100,), torch.float32))[0] is first[0]
+    (other,) = views.get(((100,), torch.float16))
     assert other.dtype is torch.float16
 
 
 def test_views_have_pages_again_after_a_sleep() -> None:
     arena, workspace = make()
-    (kept,) = workspace.get(((MIB,), torch.uint8))
+    views = WorkspaceViews(workspace)
+    (kept,) = views.get(((MIB,), torch.uint8))
     workspace.drop_pages()
-    (again,) = workspace.get(((MIB,), torch.uint8))
+    (again,) = views.get(((MIB,), torch.uint8))
     assert again is kept
     assert arena.mapped == MIB
