@@ -128,7 +128,7 @@ def test_an_engine_has_it_from_create_to_shutdown() -> None:
 
 
 def test_an_engine_that_cannot_be_created_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.engine.worker.RotaryEmbedding", lambda *_: 1 / 0)
+    monkeypatch.setattr("lowtide.engine.worker.rotary_table", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LLMEngine(EngineConfig(kv_cache_bytes=MIB, kv_transport_bytes=MIB)).create()
     assert transports() == []
