@@ -24,9 +24,8 @@ from typing import Any
 import msgspec
 
 from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
-from lowtide.probes.objects.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
+from lowtide.probes.objects.foreign import TOOLS_OF_MONITORING, is_a, module_of_class, mro_of, namespace_of, type_name
 from lowtide.probes.originals import contents, gc, loaded, logging, os, resource, signal, sys, threading
-from lowtide.probes.references.interpreter_holders import TOOLS_OF_MONITORING
 
 Text = Callable[[Any], str]
 

@@ -24,6 +24,9 @@ from lowtide.probes.originals import gc, os, threading
 MISSING = object()
 """What `attribute` gives where there is none, or where finding it could run foreign code."""
 
+TOOLS_OF_MONITORING = 6
+"""Tools that `sys.monitoring` knows by their number; two more are the interpreter's own."""
+
 LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
 """The type of what `functools.lru_cache` makes of a function."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowtide.probes.objects.address_table import Ints
-from lowtide.probes.objects.foreign import described, is_a, type_name
+from lowtide.probes.objects.foreign import TOOLS_OF_MONITORING, described, is_a, type_name
 from lowtide.probes.objects.identities import object_at
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import loaded, os, signal, sys, threading
@@ -30,9 +30,6 @@ _LINK = -16
 
 _MONITORED = 8 * 20
 """Words: a function of each of eight tools for each event, of which CPython 3.12 has seventeen."""
-
-TOOLS_OF_MONITORING = 6
-"""Tools that `sys.monitoring` knows by their number; two more are the interpreter's own."""
 
 _MOST_HOOKS = 1000
 

@@ -18,6 +18,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -156,28 +157,6 @@ def in_tokyo() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "JST-9")
         time.tzset()
-
-
-# Private before Python 3.14, where `concurrent.interpreters` comes.
-INTERPRETERS: Any = importlib.import_module("_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters")
-MADE: list[Any] = []
-
-
-def end_interpreter() -> None:
-    """End it if it is there still; before Python 3.13 it also ends with the last object that has its number."""
-    if len(INTERPRETERS.list_all()) > 1:
-        INTERPRETERS.destroy(MADE[0])
-    MADE.clear()
-
-
-def next_interpreter() -> int:
-    """Return the number of the next one to be made; the numbers are not used again."""
-    first = INTERPRETERS.create()
-    INTERPRETERS.destroy(first)
-    return int(first) + 1
-
-
-NEXT = next_interpreter()
 
 
 def of_monitoring() -> dict[str, tuple[Callable[[ExitStack], None], str]]:
@@ -392,10 +371,6 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
     ),
     "sys.getprofile()": (call(lambda: sys.setprofile(hook), lambda: sys.setprofile(None)), "sys.setprofile(None)"),
     **of_monitoring(),
-    f"interpreter {NEXT} of {INTERPRETERS.__name__}": (
-        call(lambda: MADE.append(INTERPRETERS.create()), end_interpreter),
-        f"{INTERPRETERS.__name__}.destroy({NEXT})",
-    ),
     "sys.getswitchinterval()": (
         call(lambda: sys.setswitchinterval(0.01), lambda: sys.setswitchinterval(0.005)),
         "sys.setswitchinterval(0.005)",
@@ -579,6 +554,32 @@ def test_a_change_is_seen_and_undone_by_the_code_that_is_named(name: str, reader
                 put_back(changes)
                 assert changes_between(before, reader.read()) == []
     assert reader.read() == before
+
+
+_WITH_INTERPRETER = """
+import importlib
+import sys
+
+from lowtide.leakcheck.resources.settings import changes_between, undo
+from lowtide.probes.host.counters import SettingReader
+
+# Private before Python 3.14, where `concurrent.interpreters` comes.
+name = "_xxsubinterpreters" if sys.version_info < (3, 13) else "_interpreters"
+interpreters, reader = importlib.import_module(name), SettingReader()
+before = reader.read()
+made = interpreters.create()
+(change,) = changes_between(before, reader.read())
+assert change.setting == f"interpreter {int(made)} of {name}", change
+line = undo(change)
+assert line == f"{name}.destroy({int(made)})", line
+exec(f"import {name}; {line}")
+assert changes_between(before, reader.read()) == []
+"""
+
+
+def test_an_interpreter_that_is_left_is_a_change_and_ended_by_the_code_that_is_named() -> None:
+    """In a process of its own: where there was one, Python answers whether a thread holds the GIL by yes for ever."""
+    subprocess.run([sys.executable, "-c", _WITH_INTERPRETER], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_the_code_for_a_handler_of_the_root_logger_holds_where_pytest_has_put_others(reader: SettingReader) -> None:
