@@ -29,13 +29,13 @@ class Counting(Protocol):
     """Hears how far requests are, in the engine's thread."""
 
     def begun(self, output: RequestOutput) -> None:
-        """A request has its first tokens."""
+        """Note that a request has its first tokens."""
 
     def generated(self, tokens: int) -> None:
-        """There are so many tokens more."""
+        """Note that there are so many tokens more."""
 
     def finished(self, reason: str) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
 
 
 @dataclass(frozen=True)
@@ -171,18 +171,18 @@ class AsyncLLM:
             self._orders.put(_Order(lambda: self._abort(ids, reason)))
 
     async def sleep(self, level: int, mode: Literal["wait", "abort"]) -> int:
-        """As `LLMEngine.sleep`; one that sleeps already sleeps on.  Returns the level at which it sleeps.
+        """Do as `LLMEngine.sleep`; one that sleeps already sleeps on.  Returns the level at which it sleeps.
 
         With `wait`, what runs goes on as ever until its end, and what comes meanwhile waits until the wake.
         """
         return await self._call(lambda: self._sleep(level, mode), drains=mode == "wait")
 
     async def wake(self, tags: Sequence[str] | None) -> bool:
-        """As `LLMEngine.wake`; what is awake already stays so.  Returns whether all of it is awake."""
+        """Do as `LLMEngine.wake`; what is awake already stays so.  Returns whether all of it is awake."""
         return await self._call(lambda: self._wake(tags))
 
     async def reset_prefix_cache(self) -> bool:
-        """As `LLMEngine.reset_prefix_cache`; True while it sleeps, because a sleep forgets them."""
+        """Do as `LLMEngine.reset_prefix_cache`; True while it sleeps, because a sleep forgets them."""
         return await self._call(lambda: self._sleep_level > 0 or self._engine.reset_prefix_cache())
 
     async def is_sleeping(self) -> bool:

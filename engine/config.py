@@ -124,7 +124,7 @@ class ModelConfig:
         return DTYPES[self.dtype]
 
     def shard(self, size: int) -> ModelConfig:
-        """The shape of the layers that one of `size` ranks has: its part of heads and neurons, and the vocabulary."""
+        """Return the shape of the layers that one of `size` ranks has: its part of heads, neurons and vocabulary."""
         parts = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
         for name, whole in parts.items():
             if whole % size:
@@ -328,7 +328,7 @@ class EngineConfig:
 
 
 def load_model_config(config: EngineConfig) -> ModelConfig:
-    """The shape of the model that `config` names, with its dtype override; a `CheckpointError` where there is none."""
+    """Return the shape of the model that `config` names, with its dtype override; `CheckpointError`: there is none."""
     preset = PRESETS.get(config.model)
     if preset is None and not Path(config.model).is_dir():
         raise CheckpointError(
@@ -410,7 +410,7 @@ class _HFGenerationConfig(msgspec.Struct):
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """Reads config.json (and the eos of generation_config.json) of a Hugging Face checkpoint folder.
+    """Read config.json (and the eos of generation_config.json) of a Hugging Face checkpoint folder.
 
     Both spellings are understood: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
 

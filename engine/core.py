@@ -50,7 +50,7 @@ def make_plan(config: EngineConfig) -> Plan:
 
 
 def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
-    """The engine's core, with all its memory.
+    """Return the engine's core, with all its memory.
 
     Raises:
         OutOfMemoryError: no room; memory is back where it was.
@@ -106,11 +106,11 @@ class EngineCore:
         self.scheduler.add_request(Request(request_id, prompt_token_ids, params))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do."""
+        """Return whether a step has something to do."""
         return self.scheduler.has_unfinished_requests()
 
     def num_requests(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
+        """Return how many requests run, and how many wait."""
         return len(self.scheduler.running), len(self.scheduler.waiting)
 
     def step(self) -> list[RequestOutput]:
@@ -166,7 +166,7 @@ class EngineCore:
         self.scheduler.kv_cache_manager.forget()
 
     def prepare_sleep(self, level: int) -> None:
-        """All of a sleep that can fail for want of something."""
+        """Do all of a sleep that can fail for want of something."""
         self.drain_transfers()
         self.worker.prepare_sleep(level)
 
@@ -195,7 +195,7 @@ class EngineCore:
     # --- its end ----------------------------------------------------------------------------------------------------
 
     def kv_cache_usage(self) -> KVCacheUsage:
-        """Who has the KV blocks."""
+        """Return who has the KV blocks."""
         return self.scheduler.kv_cache_manager.usage
 
     def shutdown(self) -> None:

@@ -52,7 +52,7 @@ class CoreProcess(ServedProcess):
         self.served = create_core(config, make_plan(config))
 
     def state(self) -> tuple[int, int, bool, dict[str, int]]:
-        """As `ServedProcess.state`."""
+        """Do as `ServedProcess.state`."""
         worker = self.served.worker
         return (*self.served.num_requests(), worker.awake, worker.memory_mapped())
 
@@ -149,7 +149,7 @@ class CoreClient(Client):
         return self
 
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """As `EngineCore.add_request`."""
+        """Do as `EngineCore.add_request`."""
         try:
             self._call("add_request", request_id, list(prompt_token_ids), params)
         except ChannelError as error:
@@ -159,11 +159,11 @@ class CoreClient(Client):
             ) from error
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do; False where the core has ended."""
+        """Return whether a step has something to do; False where the core has ended."""
         return any(self.num_requests())
 
     def num_requests(self) -> tuple[int, int]:
-        """As `EngineCore.num_requests`, after the last call."""
+        """Do as `EngineCore.num_requests`, after the last call."""
         return self.process.answer.running, self.process.answer.waiting
 
     def check_health(self) -> None:
@@ -174,14 +174,14 @@ class CoreClient(Client):
             raise self._death.with_traceback(None)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[RequestOutput]:
-        """As `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
+        """Do as `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
         # What is no string is the name of no request. Who gives requests up because the core has ended must not hear
         # that once more.
         known = None if request_ids is None else [each for each in request_ids if isinstance(each, str)]
         return [] if self._death is not None else self._call("abort", known)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """As `Worker.load_bucket`, with an export for each process that has weights."""
+        """Do as `Worker.load_bucket`, with an export for each process that has weights."""
         self._call("load_bucket", bucket.shared(self._receivers))
 
     step = forwarded(EngineCore.step)

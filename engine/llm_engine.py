@@ -55,7 +55,7 @@ _ALLOWED = {
 
 
 def allowed_calls(state: EngineState, awake_tags: Collection[str]) -> Sequence[str]:
-    """What may be called in a state, as an error says it; the tags are those that are awake of one asleep in part."""
+    """Return what may be called in a state, as an error says it; the tags are those awake of one asleep in part."""
     if state is not EngineState.ASLEEP or not awake_tags:
         return _ALLOWED[state]
     asleep = next(tag for tag in SLEEPING_TAGS if tag not in awake_tags)
@@ -193,11 +193,11 @@ class LLMEngine:
         return self._add(core, request_id, prompt, params or SamplingParams())
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do, or something to report."""
+        """Return whether `step` has something to do, or something to report."""
         return bool(self._pending_outputs) or (self._core is not None and self._core.has_unfinished_requests())
 
     def num_requests(self) -> tuple[int, int]:
-        """How many requests run, and how many wait: they have not begun, or gave way to others."""
+        """Return how many requests run, and how many wait: they have not begun, or gave way to others."""
         return (0, 0) if self._core is None else self._core.num_requests()
 
     def check_health(self) -> None:
@@ -382,7 +382,7 @@ class LLMEngine:
             self._torn_down = True
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept.
+        """Return every tensor on the device whose contents must survive a sleep, by name; to be looked at, not kept.
 
         None where the model is in other processes, and so are the addresses of graphs.
         """
@@ -395,12 +395,12 @@ class LLMEngine:
         return worker.graph_addresses() if isinstance(worker, Worker) else {}
 
     def kv_cache_usage(self) -> KVCacheUsage:
-        """Who has the KV blocks."""
+        """Return who has the KV blocks."""
         core = self._require("kv_cache_usage", EngineState.RUNNING, EngineState.ASLEEP)
         return core.kv_cache_usage()
 
     def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them, by arena tag; empty before `create`."""
+        """Return the bytes with pages behind them, by arena tag; empty before `create`."""
         return {} if self._core is None else self._core.worker.memory_mapped()
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -414,7 +414,7 @@ class LLMEngine:
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
-        """A call that computes or moves memory: a stage, whose failure is rolled back."""
+        """Run a call that computes or moves memory: a stage, whose failure is rolled back."""
         with stage(name), rolled_back():
             yield
             if isinstance(self._core, CoreClient):

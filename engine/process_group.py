@@ -85,25 +85,25 @@ class ProcessGroup(TensorParallelGroup):
             self._make()
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in place; `CollectiveError`: another rank has broken off."""
+        """Return the sum of all ranks' tensors, in place; `CollectiveError`: another rank has broken off."""
         with _as_collective_error():
             distributed.all_reduce(partial, group=self._group)
         return partial
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """As `TensorParallelGroup.all_gather`; `CollectiveError`: another rank has broken off."""
+        """Do as `TensorParallelGroup.all_gather`; `CollectiveError`: another rank has broken off."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         with _as_collective_error():
             distributed.all_gather(parts, part.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, tokens: torch.Tensor) -> None:
-        """All ranks get rank 0's tokens, in place: draws from equal logits must not differ in a last bit."""
+        """Give all ranks rank 0's tokens, in place: draws from equal logits must not differ in a last bit."""
         if self._group is not None:
             distributed.broadcast(tokens, group_src=0, group=self._group)
 
     def destroy(self) -> None:
-        """Ends the group and its threads and gives its memory back, NCCL's buffers on a card above all; until `resume`.
+        """End the group and its threads and gives its memory back, NCCL's buffers on a card above all; until `resume`.
 
         Not only the reference: torch lists its groups, and a group that is set to None lives on (Megatron-LM#6897).
         """

@@ -74,7 +74,7 @@ class RankProcess(ServedProcess):
 
 
 def rank_devices(config: EngineConfig) -> list[str]:
-    """The device of each rank: the CPU, or the card that the setting names and the next ones."""
+    """Return the device of each rank: the CPU, or the card that the setting names and the next ones."""
     if config.tensor_parallel_size == 1:
         return [config.device]
     kind, _, first = config.device.partition(":")
@@ -132,11 +132,11 @@ class MultiprocExecutor(Client):
             undo.run("making it again", partial(self._all, call("resume_group")))
 
     def prepare_sleep(self, level: int) -> None:
-        """As `Worker.prepare_sleep`, on all ranks or on none."""
+        """Do as `Worker.prepare_sleep`, on all ranks or on none."""
         self._all(call("prepare_sleep", level), call("undo_prepare_sleep"))
 
     def sleep(self, level: int) -> None:
-        """As `Worker.sleep`; where one rank cannot, the others are awake again."""
+        """Do as `Worker.sleep`; where one rank cannot, the others are awake again."""
         self._all(call("sleep", level), call("begin_wake", list(SLEEPING_TAGS)))
         self.suspend_groups()
 
@@ -145,7 +145,7 @@ class MultiprocExecutor(Client):
         self._all(call("suspend_group"))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """As `Worker.wake`; where one rank cannot, the others sleep again."""
+        """Do as `Worker.wake`; where one rank cannot, the others sleep again."""
         undo = call("undo_wake", list(tags))
         self._all(call("begin_wake", list(tags)), undo)
         # Also on those that failed: all of them are awake.
@@ -155,29 +155,29 @@ class MultiprocExecutor(Client):
             self._all(call("end_wake", list(tags)))
 
     def begin_reload(self) -> None:
-        """As `Worker.begin_reload`; where one rank cannot, the others have their former weights again."""
+        """Do as `Worker.begin_reload`; where one rank cannot, the others have their former weights again."""
         self._all(call("begin_reload"), call("undo_reload"))
 
     def begin_update(self) -> None:
-        """As `Worker.begin_update`, on all ranks or on none."""
+        """Do as `Worker.begin_update`, on all ranks or on none."""
         self._all(call("begin_update"), call("end_reload"))
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """As `Worker.load_bucket`, each rank by an export of its own; after an error comes `undo_reload`."""
+        """Do as `Worker.load_bucket`, each rank by an export of its own; after an error comes `undo_reload`."""
         shared = bucket.shared(self._size)
         self._all([call("load_bucket", ReceivedBucket(shared.tensors, [export])) for export in shared.exports])
 
     def undo_reload(self) -> None:
-        """As `Worker.undo_reload`, on all ranks."""
+        """Do as `Worker.undo_reload`, on all ranks."""
         self._all(call("undo_reload"))
 
     def end_reload(self) -> None:
-        """As `Worker.end_reload`, on all ranks that there are."""
+        """Do as `Worker.end_reload`, on all ranks that there are."""
         if self._death is None:
             self._all(call("end_reload"))
 
     def weight_checksums(self) -> dict[str, int]:
-        """As `Worker.weight_checksums`, of whole parameters."""
+        """Do as `Worker.weight_checksums`, of whole parameters."""
         return added(self._all(call("weight_checksums")))
 
     def shutdown(self) -> None:
@@ -221,7 +221,7 @@ class MultiprocExecutor(Client):
                 undo.run(rank.label, partial(self._all, order, ranks=[rank]))
 
     def _first_error(self, failed: Sequence[ChildProcess]) -> BaseException:
-        """The error of the first rank that failed by itself; the others' are noted in it."""
+        """Return the error of the first rank that failed by itself; the others' are noted in it."""
         errors = [rank.error() for rank in failed]
         first = min(errors, key=lambda error: isinstance(error, CollectiveError))
         others = [(rank, error) for rank, error in zip(failed, errors, strict=True) if error is not first]

@@ -114,7 +114,7 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     def output(self) -> RequestOutput:
-        """What the user sees of the request now."""
+        """Return what the user sees of the request now."""
         finished = self.status.is_finished
         return RequestOutput(
             request_id=self.request_id,

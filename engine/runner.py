@@ -111,7 +111,7 @@ class ModelRunner:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
     def capture_graphs(self, config: EngineConfig, allocate: Allocator) -> None:
-        """Captures the decode step as CUDA graphs, which `execute_model` uses from then on where it can."""
+        """Capture the decode step as CUDA graphs, which `execute_model` uses from then on where it can."""
         graphs = DecodeGraphs(
             partial(self.model.forward, **self._lent(self._workspaces[0])),
             self.block_table,
@@ -129,7 +129,7 @@ class ModelRunner:
         self.decode_graphs = graphs
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor whose contents must survive a sleep at level 1 and at level 2, by name.
+        """Return every tensor whose contents must survive a sleep at level 1 and at level 2, by name.
 
         Weights have their checkpoint's names. What is not here is written before it is read: KV cache, workspaces,
         the block table's rows, the step's inputs.
@@ -160,7 +160,7 @@ class ModelRunner:
     # makes tensors that live on.
     @torch.no_grad()
     def execute_model(self, output: SchedulerOutput) -> Mapping[str, int]:
-        """Computes a step; the next token by request id, for each request whose last token was computed.
+        """Compute a step; the next token by request id, for each request whose last token was computed.
 
         The device is waited for once, for the sampled tokens: at the end, or where the engine runs ahead, when they are
         looked at.
@@ -246,7 +246,7 @@ class ModelRunner:
         return {"workspace": workspace} if self._lends_workspace else {}
 
     def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Gives each scheduled request a row of the block table that lists its blocks."""
+        """Give each scheduled request a row of the block table that lists its blocks."""
         present = {_life(item) for item in scheduled}
         for life in [life for life in self._row_of if life not in present]:
             row = self._row_of.pop(life)
@@ -262,7 +262,7 @@ class ModelRunner:
 
 
 def _life(item: ScheduledRequest) -> tuple[int, int]:
-    """What one row of the block table is for.
+    """Return what one row of the block table is for.
 
     Not the request's id, which a later request may have again, and not the request alone: one that was preempted has
     other blocks when it is back.
@@ -271,7 +271,7 @@ def _life(item: ScheduledRequest) -> tuple[int, int]:
 
 
 def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> list[list[ScheduledRequest]]:
-    """Splits a step into at most `count` parts with about as many tokens, none of them empty.
+    """Split a step into at most `count` parts with about as many tokens, none of them empty.
 
     Within each part, requests with one new token come first and the longest of them at the front, as the attention
     wants them.
@@ -291,7 +291,7 @@ def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> li
 
 
 def _upload(buffer: torch.Tensor, start: int, values: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Copies host values into a buffer from `start` on; the part of the buffer that now holds them."""
+    """Copy host values into a buffer from `start` on; the part of the buffer that now holds them."""
     part = buffer[start : start + len(values)]
     part.copy_(torch.from_numpy(values), non_blocking=True)
     return part
@@ -301,7 +301,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def supports_kw(function: Callable[..., Any], name: str) -> bool:
-    """Whether a callable takes a keyword argument of that name; `ConfigError`: it does not say what it takes.
+    """Return whether a callable takes a keyword argument of that name; `ConfigError`: it does not say what it takes.
 
     The answer is kept nowhere: a cache's key that is a bound method keeps its object, which may be the model with all
     its weights (vllm#38503).

@@ -51,7 +51,7 @@ class Scheduler:
         self._num_arrived = 0
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do."""
+        """Return whether a step has something to do."""
         return bool(self._requests)
 
     def add_request(self, request: Request) -> None:
@@ -132,7 +132,7 @@ class Scheduler:
         return SchedulerOutput(tuple(following), ())
 
     def update_from_output(self, output: SchedulerOutput, sampled_tokens: Mapping[str, int]) -> list[RequestOutput]:
-        """Takes in what a step computed and sampled; one output for each request with a new token."""
+        """Take in what a step computed and sampled; one output for each request with a new token."""
         outputs = []
         for item in output.scheduled:
             request = self._requests.get(item.request_id)
@@ -150,7 +150,7 @@ class Scheduler:
         return outputs
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
-        """Ends requests now, all of them if not told which, and takes their blocks back; the last output of each.
+        """End requests now, all of them if not told which, and takes their blocks back; the last output of each.
 
         Ids of none are passed over.
         """
@@ -170,7 +170,7 @@ class Scheduler:
         return ScheduledRequest.of(request, num_tokens, self.kv_cache_manager.block_ids(request.request_id))
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[str]) -> bool:
-        """Takes blocks for a running request, from those that came last if need be.
+        """Take blocks for a running request, from those that came last if need be.
 
         False when it had to go itself, or when nobody need give way, because blocks are about to come free.
         """

@@ -142,7 +142,7 @@ class Teardown:
 
 @contextmanager
 def undone_by(undo: Callable[[Teardown], object]) -> Iterator[None]:
-    """On an error, run the steps that undo what was done; the error notes which of them have failed."""
+    """Run, on an error, the steps that undo what was done; the error notes which of them have failed."""
     try:
         yield
     except BaseException as error:
@@ -172,7 +172,7 @@ def release_frames(error: BaseException, handled: BaseException | None) -> None:
 
 @contextmanager
 def rolled_back() -> Iterator[None]:
-    """On an error, let go of the memory that the frames of the failed call hold, so that it is back at once."""
+    """Let go, on an error, of the memory that the frames of the failed call hold, so that it is back at once."""
     handled = sys.exc_info()[1]
     try:
         yield

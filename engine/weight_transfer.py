@@ -203,7 +203,7 @@ class ReceivedBucket(msgspec.Struct, frozen=True):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """As `SentBucket.opened`."""
+        """Do as `SentBucket.opened`."""
         (own,) = self.exports
         with opened(own) as data:
             yield {each.name: each.over(data) for each in self.tensors}

@@ -120,11 +120,11 @@ class Worker:
             announce(self)  # whoever judges the engine may be in another process
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor whose contents must survive a sleep, by name; see `ModelRunner.preserved_tensors`."""
+        """Return every tensor whose contents must survive a sleep, by name; see `ModelRunner.preserved_tensors`."""
         return self.model_runner.preserved_tensors()
 
     def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """What the CUDA graphs read and write at fixed places: (address, bytes) by name, as it was at their capture.
+        """Return what the CUDA graphs read and write at fixed places: (address, bytes) by name, as at their capture.
 
         Names are those of `preserved_tensors` where a tensor is in both; empty without graphs.
         """
@@ -137,7 +137,7 @@ class Worker:
         return all(self.memory.arena(tag).mapped >= self.memory.arena(tag).used for tag in SLEEPING_TAGS)
 
     def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them, by arena tag."""
+        """Return the bytes with pages behind them, by arena tag."""
         return self.memory.mapped()
 
     def execute_model(self, output: SchedulerOutput) -> Mapping[str, int]:
@@ -145,8 +145,8 @@ class Worker:
         return self.model_runner.execute_model(output)
 
     def prepare_sleep(self, level: int) -> None:
-        """All of a sleep that can fail for want of something: level 1 saves the weights, level 2 makes sure that they
-        can be loaded again, and no copy may still use pages that go.  On an error nothing has changed.
+        """Do all of a sleep that can fail for want of something: level 1 saves the weights, level 2 makes sure that
+        they can be loaded again, and no copy may still use pages that go.  On an error nothing has changed.
         """
         if self.kv_connector is not None:
             self.kv_connector.flush()
@@ -179,7 +179,7 @@ class Worker:
             self.end_wake(tags)
 
     def begin_wake(self, tags: Sequence[str]) -> None:
-        """As `wake`, but what `undo_wake` needs is kept until `end_wake`: other ranks may fail."""
+        """Do as `wake`, but what `undo_wake` needs is kept until `end_wake`: other ranks may fail."""
         with undone_by(partial(self._drop, tags)):
             for tag in tags:
                 self.memory.restore(tag, self._reload_weights if tag == "weights" else None)
@@ -197,7 +197,7 @@ class Worker:
             self.memory.forget_weights()
 
     def break_off(self) -> None:
-        """After a step that failed: let the ranks fail too that wait for this one in a collective."""
+        """Let the ranks fail, too, that wait for this one in a collective, after a step that failed."""
         if self.group is not None:
             self.group.break_off()
 
@@ -314,7 +314,7 @@ class HeapFreeze:
     """
 
     def freeze(self) -> None:
-        """Collects, and freezes what is left; does nothing where the program has frozen its heap itself."""
+        """Collect, and freeze what is left; do nothing where the program has frozen its heap itself."""
         if not _FROZEN_BY and gc.get_freeze_count() > _OWN_OF_PYTHON:
             return
         gc.collect()

@@ -28,12 +28,12 @@ _HELD_HERE = 2
 
 
 def round_up(size: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is at least `size`."""
+    """Return the smallest multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit
 
 
 def padded(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes that a tensor takes in an arena."""
+    """Return the bytes that a tensor takes in an arena."""
     return round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT)
 
 
@@ -142,11 +142,11 @@ class Arena:
             parts.pop()
 
     def bytes_at(self, offset: int, size: int) -> torch.Tensor:
-        """A uint8 tensor of shape [size] over mapped bytes of the arena."""
+        """Return a uint8 tensor of shape [size] over mapped bytes of the arena."""
         return self._backend.tensor(self._require_lease(), offset, size)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with undefined contents at the next free address, in a storage of its own, if there is room."""
+        """Return a tensor with undefined contents at the next free address, in a storage of its own, if it fits."""
         start, size, nbytes = self.used, padded(shape, dtype), math.prod(shape) * dtype.itemsize
         self.map_to(start + size)
         # The storage has exactly the tensor's bytes, so that whoever counts storages counts what is really used.
@@ -178,7 +178,7 @@ class Arena:
 
 
 def tensor_over(raw: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor in the storage of `raw`, `offset` bytes into it.
+    """Return a contiguous tensor in the storage of `raw`, `offset` bytes into it.
 
     Not a view: a view would keep `raw` itself alive as its base.
     """
@@ -214,7 +214,7 @@ class Workspace:
         return [tensor_over(whole, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, specs, strict=True)]
 
     def reserve(self, size: int) -> torch.Tensor:
-        """All of the memory, uint8 [at least size], after growing if need be; errors as `get`."""
+        """Return all of the memory, uint8 [at least size], after growing if need be; errors as `get`."""
         if self._all is None or self._all.numel() < size:
             if size > self._arena.capacity:
                 raise OutOfMemoryError(
@@ -257,7 +257,7 @@ class WorkspaceViews:
         self._views: list[torch.Tensor] = []
 
     def get(self, *specs: Spec) -> list[torch.Tensor]:
-        """As `Workspace.get`."""
+        """Do as `Workspace.get`."""
         _, size = _layout(specs)
         # After a sleep there are no pages behind the views.
         self._workspace.reserve(size)
@@ -268,7 +268,7 @@ class WorkspaceViews:
 
 
 def _layout(specs: Sequence[Spec]) -> tuple[list[int], int]:
-    """Where each tensor starts, and how many bytes all of them take."""
+    """Return where each tensor starts, and how many bytes all of them take."""
     offsets, size = [], 0
     for shape, dtype in specs:
         offsets.append(size)

@@ -62,12 +62,12 @@ class HostBuffer:
         )
 
     def tensor(self, offset: int, size: int) -> torch.Tensor:
-        """A uint8 tensor of shape [size] over the buffer."""
+        """Return a uint8 tensor of shape [size] over the buffer."""
         self._touched.update(range(offset // self.block, -(-(offset + size) // self.block)))
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=self._skip + offset)
 
     def pinned(self, offset: int) -> bool:
-        """Whether the block at `offset` is pinned."""
+        """Return whether the block at `offset` is pinned."""
         return offset // self.block in self._pinned
 
     def pin(self, offset: int) -> None:
@@ -106,7 +106,7 @@ class HostBuffer:
         teardown.finish()
 
     def read_pools(self) -> tuple[stages.PoolReading, ...]:
-        """What the probes see: pinned and ordinary bytes of the buffer apart."""
+        """Return what the probes see: pinned and ordinary bytes of the buffer apart."""
         readings = []
         kinds: tuple[tuple[stages.PoolKind, set[int]], ...] = (
             ("pinned", self._pinned),
@@ -165,7 +165,7 @@ class TransferRing:
             raise
 
     def new_image(self, size: int) -> HostBuffer:
-        """A host buffer that fits `size` bytes of an arena, in blocks as large as the ring's slots."""
+        """Return a host buffer that fits `size` bytes of an arena, in blocks as large as the ring's slots."""
         return HostBuffer("sleeping weights", size, self.slot_bytes, self._backend)
 
     def save(self, arena: Arena, image: HostBuffer) -> None:
@@ -299,11 +299,11 @@ class EngineMemory:
             self._ring = TransferRing(backend, weights)
 
     def arena(self, tag: str) -> Arena:
-        """The arena of one tag: `weights`, `kv_cache` or `runtime`."""
+        """Return the arena of one tag: `weights`, `kv_cache` or `runtime`."""
         return self._arenas[tag]
 
     def mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them, by tag."""
+        """Return the bytes with pages behind them, by tag."""
         sizes = {tag: arena.mapped for tag, arena in self._arenas.items()}
         sizes["workspace"] = sum(workspace.mapped for workspace in self.workspaces)
         return sizes

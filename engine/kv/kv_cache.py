@@ -23,7 +23,7 @@ def kv_cache_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tup
 
 
 def kv_cache_bytes_per_block(config: ModelConfig, block_size: int) -> int:
-    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+    """Return the bytes of one block: keys and values of `block_size` tokens in all layers."""
     return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * config.torch_dtype.itemsize
 
 
@@ -124,7 +124,7 @@ class BlockPool:
         return len(self._free)
 
     def usage(self) -> KVCacheUsage:
-        """Counts the blocks afresh from their own state, so that the count can contradict the bookkeeping."""
+        """Count the blocks afresh from their own state, so that the count can contradict the bookkeeping."""
         held = sum(block.ref_count > 0 for block in self.blocks)
         evictable = sum(block.block_hash is not None for block in self._free.values())
         return KVCacheUsage(
@@ -136,15 +136,15 @@ class BlockPool:
         )
 
     def find(self, block_hash: bytes) -> KVCacheBlock | None:
-        """The block, held or free, that holds the tokens of this hash."""
+        """Return the block, held or free, that holds the tokens of this hash."""
         return self._by_hash.get(block_hash)
 
     def is_free(self, block: KVCacheBlock) -> bool:
-        """Whether nobody holds the block."""
+        """Return whether nobody holds the block."""
         return block.block_id in self._free
 
     def take(self, count: int) -> list[KVCacheBlock]:
-        """Gives out `count` free blocks, each with one reference; what they held cannot be found any more."""
+        """Give out `count` free blocks, each with one reference; what they held cannot be found any more."""
         if count > len(self._free):
             raise EngineError(f"{count} KV blocks were asked for and {len(self._free)} are free")
         taken = []
@@ -158,20 +158,20 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Adds a reference to blocks that hold a wanted prefix; free ones are free no more."""
+        """Add a reference to blocks that hold a wanted prefix; free ones are free no more."""
         for block in blocks:
             if block.ref_count == 0:
                 del self._free[block.block_id]
             block.ref_count += 1
 
     def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Makes a full block findable; the first block with these tokens stays the one that is found."""
+        """Make a full block findable; the first block with these tokens stays the one that is found."""
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
 
     def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drops one reference to each block; those without any become free, in the order given."""
+        """Drop one reference to each block; those without any become free, in the order given."""
         for block in blocks:
             if block.ref_count == 0:
                 raise EngineError(f"KV block {block.block_id} is released twice: nobody holds it")
@@ -180,19 +180,19 @@ class BlockPool:
                 self._free[block.block_id] = block
 
     def begin_transfer(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Adds a reference to blocks that are copied from or to: nobody else gets them before `end_transfer`."""
+        """Add a reference to blocks that are copied from or to: nobody else gets them before `end_transfer`."""
         self.share(blocks)
         for block in blocks:
             block.num_transfers += 1
 
     def end_transfer(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drops the reference of `begin_transfer`, in the order given."""
+        """Drop the reference of `begin_transfer`, in the order given."""
         for block in blocks:
             block.num_transfers -= 1
             self.release((block,))
 
     def forget(self) -> None:
-        """Makes every block unfindable."""
+        """Make every block unfindable."""
         for block in self._by_hash.values():
             block.block_hash = None
         self._by_hash.clear()
@@ -224,7 +224,7 @@ class HostBlockStore:
         return len(self._by_hash)
 
     def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
-        """The leading blocks that can be loaded."""
+        """Return the leading blocks that can be loaded."""
         found = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -234,7 +234,7 @@ class HostBlockStore:
         return found
 
     def reserve(self, block_hash: bytes, protected: Collection[bytes]) -> HostBlock | None:
-        """A place for a block that is not in the store; None when all are taken by transfers or by `protected`."""
+        """Return a place for a block that is not in the store; None when transfers or `protected` take all."""
         if not self._free_slots:
             idle = (
                 block
@@ -249,7 +249,7 @@ class HostBlockStore:
         return block
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Marks a prefix as just used; its end gives way before its beginning, without which it is of no use."""
+        """Mark a prefix as just used; its end gives way before its beginning, without which it is of no use."""
         for block_hash in reversed(hashes):
             if block_hash in self._by_hash:
                 self._by_hash.move_to_end(block_hash)
@@ -327,7 +327,7 @@ class OffloadingManager:
             self._plan(Transfer(False, copies, saved))
 
     def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
-        """The leading blocks of these that the host has."""
+        """Return the leading blocks of these that the host has."""
         return self._store.find(hashes)
 
     def plan_load(self, before: Sequence[KVCacheBlock], host_blocks: Sequence[HostBlock]) -> None:
@@ -349,7 +349,7 @@ class OffloadingManager:
             connector.begin(self._in_flight[-1])
 
     def take_in(self, completed: Iterable[Transfer]) -> list[BaseException]:
-        """Gives back the blocks of transfers that have ended; the errors of those that failed, which never were."""
+        """Give back the blocks of transfers that have ended; the errors of those that failed, which never were."""
         errors = []
         for transfer in completed:
             if transfer.error is not None:
@@ -360,7 +360,7 @@ class OffloadingManager:
         return errors
 
     def abandon(self) -> None:
-        """Gives back the blocks of all transfers; right only when no copy is under way and all ends were taken in.
+        """Give back the blocks of all transfers; right only when no copy is under way and all ends were taken in.
 
         What is left then never began, or its end was lost: an interrupt came between.
         """
@@ -449,7 +449,7 @@ class KVCacheManager:
         return found
 
     def await_offloaded(self, request: Request, computed_blocks: Sequence[KVCacheBlock], budget: int) -> bool:
-        """Whether a request must wait before it can start: for its next blocks, which the host has, or for their room.
+        """Return whether a request must wait before it can start: for its next blocks on the host, or for room.
 
         When there is room, the blocks are planned to be loaded; `get_computed_blocks` gives them once they are there.
         The room asked for is that of the whole start, of `budget` tokens at most, for a request that then had to wait
@@ -477,7 +477,7 @@ class KVCacheManager:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()
     ) -> list[KVCacheBlock] | None:
-        """Makes room for the next tokens of a request; None, with nothing changed, when there are too few blocks.
+        """Make room for the next tokens of a request; None, with nothing changed, when there are too few blocks.
 
         Asked again for the same tokens (a step that failed is run again), it finds the room there already.
 
@@ -522,7 +522,7 @@ class KVCacheManager:
             self.offload.plan_save(blocks, request.block_hashes[:num_full])
 
     def free(self, request: Request) -> None:
-        """Takes back the blocks of a request, if it holds any; the last tokens' block is given out again first."""
+        """Take back the blocks of a request, if it holds any; the last tokens' block is given out again first."""
         held = self._held.pop(request.request_id, [])
         self._pool.release(self._pool.blocks[block_id] for block_id in reversed(held))
 
@@ -544,7 +544,7 @@ class KVCacheManager:
             self.offload.forget()
 
     def _extend_hashes(self, request: Request) -> None:
-        """A block's hash covers its tokens and all before them, by the hash of the block before (as in vLLM V1)."""
+        """Hash full blocks: a hash covers a block's tokens and all before them, by the hash before (as in vLLM V1)."""
         hashes, size = request.block_hashes, self.block_size
         for start in range(len(hashes) * size, request.num_tokens - size + 1, size):
             parent = hashes[-1] if hashes else b""

@@ -55,7 +55,7 @@ class HostSlots:
         self._prepared: set[int] = set()
 
     def slot(self, index: int) -> torch.Tensor:
-        """A uint8 tensor of shape [slot_bytes]."""
+        """Return a uint8 tensor of shape [slot_bytes]."""
         group, position = divmod(index, self._group)
         start = group * self._buffer.block
         if group not in self._prepared:
@@ -64,7 +64,7 @@ class HostSlots:
         return self._buffer.tensor(start + position * self.slot_bytes, self.slot_bytes)
 
     def close(self) -> None:
-        """As `HostBuffer.close`."""
+        """Do as `HostBuffer.close`."""
         self._buffer.close()
 
     def _prepare(self, start: int) -> None:
@@ -130,7 +130,7 @@ class OffloadingConnector:
             )
 
     def take_completed(self) -> list[Transfer]:
-        """The transfers that have ended and were not reported before; waits for none."""
+        """Return the transfers that have ended and were not reported before; waits for none."""
         return [self._completed.get() for _ in range(self._completed.qsize())]
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class OffloadingConnector:
             )
 
     def _transfer(self, transfer: Transfer, after: torch.cuda.Event | None) -> Transfer:
-        """Runs in the thread."""
+        """Run in the thread."""
         try:
             self._copy(transfer, after)
         except BaseException as error:  # noqa: BLE001 - raised where it is taken in

@@ -46,7 +46,7 @@ class KVTransport:
         stages.announce(self)
 
     def read_pools(self) -> tuple[stages.PoolReading, ...]:
-        """What the probes see."""
+        """Return what the probes see."""
         kind: stages.PoolKind = "pinned" if self.backend.pins_host_memory else "host"
         ranges = ((self.address, self.size),)
         return (stages.PoolReading(kind, "kv transport", "cpu", self.size, self.size, ranges),)

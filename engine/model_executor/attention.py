@@ -18,7 +18,7 @@ MAX_GATHERED_TOKENS = 65_536
 
 
 def workspace_bytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes that one micro-batch's workspace is asked for at most, before alignment: gathered keys and values."""
+    """Return the bytes that one micro-batch's workspace is asked for at most, before alignment: keys and values."""
     tokens = min(max_num_seqs * max_model_len, max(MAX_GATHERED_TOKENS, max_model_len))
     return 2 * tokens * model.num_kv_heads * model.head_dim * model.torch_dtype.itemsize
 
@@ -104,7 +104,7 @@ def build_attention_metadata(
     block_size: int,
     dtype: torch.dtype,
 ) -> AttentionMetadata:
-    """Prepares, once per step, what all layers share.
+    """Prepare, once per step, what all layers share.
 
     Args:
         query_lens: new tokens of each sequence; those with one come first, longest sequence first.

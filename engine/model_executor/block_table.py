@@ -42,7 +42,7 @@ class BlockTable:
         self.create_pointers(allocate)
 
     def create_pointers(self, allocate: Allocator) -> None:
-        """Makes the pointer, stride and size tensors and fills them; nobody ever writes them again.
+        """Make the pointer, stride and size tensors and fills them; nobody ever writes them again.
 
         So their contents must outlive every sleep, and graphs captured before must be captured anew
         (vllm#40648 is both going wrong).
@@ -54,7 +54,7 @@ class BlockTable:
             tensor.fill_(value)
 
     def pointer_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that lead to the table, by name."""
+        """Return the tensors that lead to the table, by name."""
         return {
             "table_ptrs": self.table_ptrs,
             "table_strides": self.table_strides,
@@ -62,7 +62,7 @@ class BlockTable:
         }
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of the table, found through the pointer tensors: int32 [B, max_blocks_per_seq] for rows int64 [B].
+        """Return some rows of the table, by the pointer tensors: int32 [B, max_blocks_per_seq] for rows int64 [B].
 
         Raises:
             EngineError: the pointer tensors do not lead to the table. Only where the host can look at them without
@@ -89,7 +89,7 @@ class BlockTable:
         return self._num_blocks[row]
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
-        """Adds blocks at a row's end."""
+        """Add blocks at a row's end."""
         if not block_ids:
             return
         start = self._num_blocks[row]
@@ -98,11 +98,11 @@ class BlockTable:
         self._changed.add(row)
 
     def clear(self, row: int) -> None:
-        """Empties a row; what the device still has of it is not read any more."""
+        """Empty a row; what the device still has of it is not read any more."""
         self._num_blocks[row] = 0
 
     def commit(self) -> None:
-        """Copies the rows that changed to the device, as one range."""
+        """Copy the rows that changed to the device, as one range."""
         if self._changed:
             first, last = min(self._changed), max(self._changed) + 1
             self.device_table[first:last].copy_(torch.from_numpy(self._host[first:last]), non_blocking=True)

@@ -82,7 +82,7 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def capture(self, read: Mapping[str, torch.Tensor]) -> None:
-        """Captures a graph for every batch size; without room on the card, none is held.
+        """Capture a graph for every batch size; without room on the card, none is held.
 
         Of what they `read` beside their own inputs, by name, addresses are recorded, and nothing is kept.
         """
@@ -115,7 +115,7 @@ class DecodeGraphs:
         seq_lens: Sequence[int],
         sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes one token of each of B sequences; see `PagedDecodes` for the arguments, each of B numbers.
+        """Compute one token of each of B sequences; see `PagedDecodes` for the arguments, each of B numbers.
 
         Token ids that are on the device alone come as `sampled`, int64 [B], beside any.
 
@@ -130,7 +130,7 @@ class DecodeGraphs:
         return self._hidden[:count]
 
     def close(self) -> None:
-        """Gives the graphs up, and lets go of all that they use; calling it again does nothing.
+        """Give the graphs up, and lets go of all that they use; calling it again does nothing.
 
         Their pool's memory is torch's cache then: emptying that gives it back to the driver.
         """
@@ -146,14 +146,14 @@ class DecodeGraphs:
         teardown.finish()
 
     def _upload(self, inputs: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> None:
-        """Puts a batch into the static inputs, and padding behind it."""
+        """Put a batch into the static inputs, and padding behind it."""
         self._staged[:] = _PADDING
         for place, values in zip(self._staged, inputs, strict=False):
             place[: len(values)] = values
         self._inputs.copy_(torch.from_numpy(self._staged), non_blocking=True)
 
     def _compute(self, size: int) -> None:
-        """What one graph does: hidden states of the inputs' first `size` places."""
+        """Do what one graph does: hidden states of the inputs' first `size` places."""
         input_ids, positions, slots, rows, seq_lens = self._inputs[:, :size]
         metadata = PagedDecodes(self._block_table, rows, seq_lens, slots)
         self._hidden[:size].copy_(self._forward(input_ids, positions, metadata))
@@ -183,7 +183,7 @@ class DecodeGraphs:
 
 
 def _clear_library_workspaces() -> None:
-    """Takes cuBLAS's workspaces, one per stream, out of the list in which torch keeps them for ever.
+    """Take cuBLAS's workspaces, one per stream, out of the list in which torch keeps them for ever.
 
     Before a capture, the next one is made in the graphs' pool; after it, that one goes with the pool, and no clearing
     by anybody takes it from the graphs.  As torch does it for graphs of its own (torch/_inductor/cudagraph_trees.py).

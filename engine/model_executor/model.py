@@ -103,7 +103,7 @@ class LlamaDecoderLayer(nn.Module):
         attention_metadata: StepMetadata,
         workspace: WorkspaceViews,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is to be added to the residual stream, and the stream, each [T, hidden_size] -> the same."""
+        """Return what is to be added to the residual stream, and the stream, each [T, hidden_size] -> the same."""
         normed, residual = self.input_layernorm(x, residual)
         attended = self.self_attn(normed, rotation, attention_metadata, workspace)
         normed, residual = self.post_attention_layernorm(attended, residual)
@@ -168,7 +168,7 @@ class LlamaForCausalLM(nn.Module):
         attention_metadata: StepMetadata,
         workspace: WorkspaceViews,
     ) -> torch.Tensor:
-        """Computes new tokens of several sequences, flattened into one dimension, and caches their keys and values.
+        """Compute new tokens of several sequences, flattened into one dimension, and cache their keys and values.
 
         The layers must be bound to a KV cache by a `StaticForwardContext`; it is written at the new tokens' slots.
 

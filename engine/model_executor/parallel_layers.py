@@ -29,11 +29,11 @@ class TensorParallelGroup:
     size = 1
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, on every rank; may be computed in place."""
+        """Return the sum of all ranks' tensors, on every rank; may be computed in place."""
         return partial
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n]."""
+        """Return all ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n]."""
         return part
 
 
@@ -67,7 +67,7 @@ def split(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def shard_parameter(name: str, shape: tuple[int, ...], rank: int = 0, size: int = 1) -> Shard:
-    """The part of one parameter that a rank has.
+    """Return the part of one parameter that a rank has.
 
     A bias that is added to a sum over ranks is whole on each of them, and rank 0 adds it.
     """
@@ -80,7 +80,7 @@ def shard_parameter(name: str, shape: tuple[int, ...], rank: int = 0, size: int 
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocator) -> nn.Parameter:
-    """A parameter that lives where the allocator says from the start; contents come from a `WeightSource` later."""
+    """Return a parameter that lives where the allocator says; contents come from a `WeightSource` later."""
     return nn.Parameter(allocate(shape, dtype), requires_grad=False)
 
 

@@ -52,7 +52,7 @@ def _draw(logits: torch.Tensor, requests: Sequence[ScheduledRequest], engine_see
 
 
 def uniform_draw(request: ScheduledRequest, engine_seed: int) -> float:
-    """The number in [0, 1) that chooses the request's next token."""
+    """Return the number in [0, 1) that chooses the request's next token."""
     seed = request.params.seed
     origin = f"engine:{engine_seed}:{request.arrival_index}" if seed is None else f"request:{seed}"
     digest = hashlib.blake2b(f"{origin}:{request.num_output_tokens}".encode(), digest_size=8).digest()

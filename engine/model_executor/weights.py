@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
 
 
 def locate_tensors(folder: str | Path, names: Mapping[str, tuple[int, ...]]) -> dict[Path, list[str]]:
-    """Which file of a checkpoint folder holds which of the tensors, given by name and shape; reads headers only.
+    """Return which file of a checkpoint folder holds which of the tensors, given by name and shape; reads headers only.
 
     Raises:
         CheckpointError: a file is missing, cut short or damaged, or a tensor is missing, misshapen or of a dtype that
@@ -89,7 +89,7 @@ def _files(folder: Path, names: Mapping[str, tuple[int, ...]]) -> dict[Path, lis
 def copy_tensors(
     files: Mapping[Path, list[str]], parameters: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
 ) -> None:
-    """Copies tensors of safetensors files in place into `parameters`, cast to each parameter's dtype.
+    """Copy tensors of safetensors files in place into `parameters`, cast to each parameter's dtype.
 
     Files are opened one after the other and closed again; no more than one tensor is held besides the parameters.
 
@@ -110,7 +110,7 @@ def copy_tensors(
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file, open for reading and closed at the end; its errors come out as `CheckpointError`."""
+    """Open a safetensors file for reading, closed at the end; its errors come out as `CheckpointError`."""
     safetensors = _optional_import("safetensors")
     try:
         with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
@@ -120,7 +120,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder; None when it has no tokenizer.json."""
+    """Return the tokenizer of a checkpoint folder; None when it has no tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         return None
@@ -157,7 +157,7 @@ class WeightSource:
         """Proves, without taking memory for weights, that `fill` will find every parameter; raises otherwise."""
 
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Writes the parameters given in place, wherever they live; bit for bit the same each time."""
+        """Write the parameters given in place, wherever they live; bit for bit the same each time."""
         raise NotImplementedError
 
 
@@ -174,7 +174,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Shard]:
-    """The part of every parameter that one of `size` ranks has, by name, in the order of `parameter_shapes`."""
+    """Return the part of every parameter that one of `size` ranks has, by name, in the order of `parameter_shapes`."""
     return {name: shard_parameter(name, shape, rank, size) for name, shape in parameter_shapes(config).items()}
 
 
@@ -187,12 +187,12 @@ class CheckpointWeights(WeightSource):
         self._shapes = parameter_shapes(config)
 
     def check(self) -> None:
-        """Reads the headers of all files; `CheckpointError`: a file or tensor is missing or does not fit the model."""
+        """Read the headers of all files; `CheckpointError`: a file or tensor is missing or does not fit the model."""
         locate_tensors(self._folder, self._shapes)
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copies the tensors of these parameters in place, cast to each parameter's dtype.
+        """Copy the tensors of these parameters in place, cast to each parameter's dtype.
 
         The headers are checked again first: at a wake, the folder may no longer be what it was, and `copy_` would
         broadcast a misshapen tensor without a word.
@@ -253,7 +253,7 @@ class RandomWeights(WeightSource):
 
 
 def create_weight_source(config: EngineConfig, model: ModelConfig, rank: int = 0, size: int = 1) -> WeightSource:
-    """What fills the weights of one rank: random numbers for a preset, else the checkpoint folder."""
+    """Return what fills the weights of one rank: random numbers for a preset, else the checkpoint folder."""
     if config.model in PRESETS:
         return RandomWeights(model, config.seed, rank, size)
     return CheckpointWeights(config.model, model, rank, size)

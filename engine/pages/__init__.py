@@ -35,7 +35,7 @@ class Part:
 
 
 def check_device(device: str) -> torch.device:
-    """The device that `device` names: "cpu", "cuda" or "cuda:N" (which is also what torch calls an AMD card).
+    """Return the device that `device` names: "cpu", "cuda" or "cuda:N" (which is also what torch calls an AMD card).
 
     Raises:
         ConfigError: the device is of another kind, or there is none here.
@@ -57,7 +57,7 @@ def check_device(device: str) -> torch.device:
 
 
 def open_backend(device: str) -> PageBackend:
-    """The backend for `device`; errors as `check_device`, and where its driver's bindings are missing."""
+    """Return the backend for `device`; errors as `check_device`, and where its driver's bindings are missing."""
     wanted = check_device(device)
     if wanted.type == "cpu":
         from lowtide.engine.pages.cpu import CpuPages
@@ -69,7 +69,7 @@ def open_backend(device: str) -> PageBackend:
 
 
 def open_driver(index: int) -> CudaDriver | HipDriver:
-    """The memory calls of a card's driver, CUDA's or ROCm's; `ConfigError`: its bindings are missing."""
+    """Return the memory calls of a card's driver, CUDA's or ROCm's; `ConfigError`: its bindings are missing."""
     if torch.version.hip is not None:
         from lowtide.engine.pages.card import HipDriver, load_hip
 

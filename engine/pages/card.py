@@ -94,7 +94,7 @@ class VmmPages:
         self._driver.release(part.handle)
 
     def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
-        """A uint8 tensor [size] on the card; the pages must be mapped, because torch asks the driver whose they are."""
+        """Return a uint8 tensor [size] on the card; the pages must be mapped: torch asks the driver whose they are."""
         return torch.as_tensor(_Window(lease, offset, size), device=self.device)
 
     def pin(self, address: int, size: int) -> None:
@@ -106,7 +106,7 @@ class VmmPages:
         self._driver.host_unregister(address)
 
     def record(self) -> torch.cuda.Event | None:
-        """An event on the current stream."""
+        """Return an event on the current stream."""
         event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return event
 
@@ -269,7 +269,7 @@ class MemAccessDesc(ctypes.Structure):
 
 
 def load_hip() -> ctypes.CDLL:
-    """The HIP runtime that torch has loaded already, else the system's."""
+    """Return the HIP runtime that torch has loaded already, else the system's."""
     problems = []
     # By soname first: the loader then answers with the copy that torch brought and never loads a second runtime.
     for name in ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"):
@@ -281,7 +281,7 @@ def load_hip() -> ctypes.CDLL:
 
 
 class HipDriver:
-    """As `CudaDriver`, for one AMD card; `library` is the loaded HIP runtime."""
+    """Do as `CudaDriver`, for one AMD card; `library` is the loaded HIP runtime."""
 
     def __init__(self, library: Any, index: int) -> None:
         self._hip = library

@@ -75,11 +75,11 @@ class CpuPages:
         lease.madvise(mmap.MADV_DONTNEED, part.offset, part.size)
 
     def dispose(self, address: int, size: int, parts: list[Part]) -> None:
-        """Nothing to do: the mapping went with its lease, after whose death this is called."""
+        """Do nothing: the mapping went with its lease, after whose death this is called."""
         parts.clear()
 
     def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
-        """A uint8 tensor of shape [size] over mapped pages, with a storage of its own that holds the lease."""
+        """Return a uint8 tensor of shape [size] over mapped pages, with a storage of its own that holds the lease."""
         assert isinstance(lease, _Mapping)
         return torch.frombuffer(lease, dtype=torch.uint8, count=size, offset=offset)
 

@@ -63,7 +63,7 @@ class Connection:
         stream.setblocking(False)
 
     def fileno(self) -> int:
-        """The socket's descriptor, to wait for several connections at the same time."""
+        """Return the socket's descriptor, to wait for several connections at the same time."""
         return self._stream.fileno()
 
     def send(self, message: object) -> None:
@@ -136,7 +136,7 @@ class Connection:
 
 
 def watch_process(pid: int, name: str) -> int:
-    """A pidfd of a process: a descriptor that becomes readable as it ends; errors as `Connection`."""
+    """Return a pidfd of a process: a descriptor that becomes readable as it ends; errors as `Connection`."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -158,7 +158,7 @@ class RemoteError(msgspec.Struct, frozen=True):
 
 
 def describe_error(error: BaseException) -> RemoteError:
-    """An exception as a message has it."""
+    """Return an exception as a message has it."""
     group = isinstance(error, BaseExceptionGroup)
     return RemoteError(
         module=type(error).__module__,
@@ -173,7 +173,7 @@ def describe_error(error: BaseException) -> RemoteError:
 
 
 def restore_error(remote: RemoteError, where: str) -> BaseException:
-    """The exception with its type, its text and its notes, and a note that says where it was raised, as `rank 1 of 2`.
+    """Return the exception with its type, text and notes, and a note on where it was raised, as `rank 1 of 2`.
 
     A type that is neither the engine's nor Python's nor torch's comes as an `EngineError` that names it.
     """
@@ -361,7 +361,7 @@ def client_has_gone() -> None:
 
 @contextmanager
 def entered(extensions: Sequence[str]) -> Iterator[None]:
-    """All of these are active while the context lasts.
+    """Enter all of these while the context lasts.
 
     Each is `module:function=argument`: the function is called with the argument, a string, and returns a context
     manager.  A `ConfigError` where there is no such function.

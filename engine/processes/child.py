@@ -94,7 +94,7 @@ class ChildProcess:
             _end(self._process, self.connection, os.getpid(), timeout_s)
 
     def death(self) -> EngineDeadError:
-        """The error for a process that is gone, with how it ended; the process is reaped, and killed if it lives."""
+        """Return the error for a process that is gone, with how it ended; it is reaped, and killed if it lives."""
         self.end(timeout_s=1.0)
         return EngineDeadError(f"{self.name} (pid {self.pid}) has ended: {describe_exit(self._process.returncode)}")
 
@@ -124,7 +124,7 @@ def _start(arguments: Sequence[str], descriptor: int, env: Mapping[str, str]) ->
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, in words."""
     if code is None:
         return "nobody knows how"
     if code < 0:
@@ -214,7 +214,7 @@ def set_process_name(name: str) -> None:
 
 
 def _shortened(name: str) -> str:
-    """A name as the kernel keeps it (TASK_COMM_LEN), with what tells it from its peers: `lowtide::Wo_TP0`."""
+    """Return a name as the kernel keeps it (TASK_COMM_LEN), with what tells it from its peers: `lowtide::Wo_TP0`."""
     head, separator, tail = name.rpartition("_")
     return f"{head[: 15 - len(separator) - len(tail)]}{separator}{tail}"[:15]
 
@@ -310,7 +310,7 @@ class Client:
         return all(child.answer.awake for child in self.children)
 
     def memory_mapped(self) -> dict[str, int]:
-        """Bytes with pages behind them in all processes together, by arena tag, as they were after the last call."""
+        """Return the bytes with pages behind them in all processes, by arena tag, as after the last call."""
         mapped = [child.answer.mapped for child in self.children]
         return {tag: sum(each[tag] for each in mapped) for tag in mapped[0]} if mapped else {}
 
