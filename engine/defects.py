@@ -91,11 +91,11 @@ class Defect:
     expected_in_core: Causes | None = None
 
     def lives_on(self, device: str) -> int:
-        """In how many lives it shows on `cpu` or `cuda`; a card's libraries always hide something in the first."""
+        """Return in how many lives it shows on `cpu` or `cuda`; a card's libraries hide something in the first."""
         return self.lives if device == "cpu" else 2
 
     def expected_on(self, device: str, *, in_core: bool = False) -> Causes:
-        """`expected`, on `cpu` or `cuda`; with `in_core`, of an engine whose core has a process of its own."""
+        """Return `expected`, on `cpu` or `cuda`; with `in_core`, of an engine whose core has a process of its own."""
         if in_core and self.expected_in_core is not None:
             return self.expected_in_core
         return self.expected if device == "cpu" or self.expected_on_card is None else self.expected_on_card
@@ -112,7 +112,7 @@ class Defect:
             raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
 
     def configure(self, config: EngineConfig, *, twin: bool = False) -> EngineConfig:
-        """The configuration with what the bug needs; the processes that the engine starts get the bug too.
+        """Return the configuration with what the bug needs; the processes that the engine starts get it, too.
 
         A `twin`, the engine without the bug, has processes that get what makes the bug show, alone.
         """
@@ -124,19 +124,19 @@ class Defect:
         return replace(configured, process_extensions=(*configured.process_extensions, extension))
 
     def extension(self, how: Literal["switched_on", "activated", "triggered"]) -> str:
-        """What puts it into a process that the engine starts, as `EngineConfig.process_extensions` names it."""
+        """Return what puts it into a process that the engine starts, as `EngineConfig.process_extensions` names it."""
         return f"{__name__}:{how}={self.name}"
 
     @contextmanager
     def switched_on(self) -> Iterator[None]:
-        """The bug, and what makes it show."""
+        """Put in the bug, and what makes it show."""
         with self.trigger(), self.activate():
             yield
 
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """`owner` has another value under `name` while the context lasts."""
+    """Give `owner` another value under `name` while the context lasts."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -788,7 +788,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType({defect.name: defect for defect
 
 
 def find_defect(name: str) -> Defect:
-    """The defect of that name; `ConfigError`: there is none; the message lists those there are."""
+    """Return the defect of that name; `ConfigError`: there is none; the message lists those there are."""
     try:
         return DEFECTS[name]
     except KeyError:
@@ -796,15 +796,15 @@ def find_defect(name: str) -> Defect:
 
 
 def switched_on(name: str) -> AbstractContextManager[None]:
-    """The defect of that name, and what makes it show, in this process."""
+    """Put in the defect of that name, and what makes it show, in this process."""
     return find_defect(name).switched_on()
 
 
 def activated(name: str) -> AbstractContextManager[None]:
-    """A bug alone, without what makes it show; `ConfigError`: there is no bug of that name."""
+    """Put in a bug alone, without what makes it show; `ConfigError`: there is no bug of that name."""
     return find_defect(name).activate()
 
 
 def triggered(name: str) -> AbstractContextManager[None]:
-    """What makes the defect of that name show, in this process, without the defect."""
+    """Do what makes the defect of that name show, in this process, without the defect."""
     return find_defect(name).trigger()
