@@ -9,7 +9,7 @@ import ctypes
 import encodings
 import functools
 import sys as sys_module
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.probes.objects.address_table import Ints
@@ -130,19 +130,16 @@ class InterpretersTables:
         It is looked for among what the interpreter's state refers to near the namespace of `sys`, or near the class
         `ExceptionGroup`: the allocator's state, which is large, lies between the two in CPython 3.12.
         """
-        try:
-            file = os.open("/proc/self/mem", os.O_RDONLY)
-        except OSError:
-            return frozenset()
-        try:
-            state = interpreter_words(file)
-            # Python 3.10 has no such class.
-            marks = (vars(sys_module), vars(builtins).get("ExceptionGroup", sys.modules))
+        # Python 3.10 has no such class.
+        marks = (vars(sys_module), vars(builtins).get("ExceptionGroup", sys.modules))
+
+        def found(file: int, state: Ints) -> Iterator[int]:
             anchors = [place for mark in marks for place in np.flatnonzero(state == id(mark))[:1].tolist()]
             near = [word for place in anchors for word in state[max(0, place - _NEAR) : place + _NEAR].tolist()]
-            return frozenset(item for word in dict.fromkeys(near) for item in _items_of_hidden_list(file, word))
-        finally:
-            os.close(file)
+            for word in dict.fromkeys(near):
+                yield from _items_of_hidden_list(file, word)
+
+        return _found_in_state(found)
 
     @functools.cached_property
     def _monitoring(self) -> frozenset[int]:
@@ -152,18 +149,28 @@ class InterpretersTables:
         """
         get: Any = getattr(getattr(sys, "monitoring", None), "get_tool", None)
         tools = [tool for number in range(TOOLS_OF_MONITORING) if (tool := get(number)) is not None] if get else []
-        if not tools:
-            return frozenset()
-        try:
-            file = os.open("/proc/self/mem", os.O_RDONLY)
-        except OSError:
-            return frozenset()
-        try:
-            state = interpreter_words(file)
-            places = [place for tool in tools for place in np.flatnonzero(state == id(tool)).tolist()]
-            return frozenset(word for place in places for word in state[max(0, place - _MONITORED) : place].tolist())
-        finally:
-            os.close(file)
+
+        def found(_: int, state: Ints) -> Iterator[int]:
+            for place in (place for tool in tools for place in np.flatnonzero(state == id(tool)).tolist()):
+                yield from state[max(0, place - _MONITORED) : place].tolist()
+
+        return _found_in_state(found) if tools else frozenset()
+
+
+def _found_in_state(find: Callable[[int, Ints], Iterator[int]]) -> frozenset[int]:
+    """Return what is found in the words of the interpreter's state; nothing where memory may not be read.
+
+    Args:
+        find: gives it, from an open descriptor of the process's memory and these words.
+    """
+    try:
+        file = os.open("/proc/self/mem", os.O_RDONLY)
+    except OSError:
+        return frozenset()
+    try:
+        return frozenset(find(file, interpreter_words(file)))
+    finally:
+        os.close(file)
 
 
 def _at_fork_of_logging() -> tuple[object, ...]:
