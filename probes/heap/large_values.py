@@ -20,7 +20,15 @@ from typing import Any
 from lowtide.probes import native
 from lowtide.probes.heap.container_lengths import ContainerLengths, are_containers
 from lowtide.probes.objects.address_table import Ints
-from lowtide.probes.objects.identities import are_tracked, identities, lengths_of, objects_at, referents, types_of
+from lowtide.probes.objects.identities import (
+    are_tracked,
+    identities,
+    lengths_of,
+    objects_at,
+    places_of,
+    referents,
+    types_of,
+)
 from lowtide.probes.objects.listed import all_objects, collector_paused, lists_can_be_read
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded
@@ -98,9 +106,7 @@ def _find_among(objects: list[Any], found: _Found) -> int:
     """Find what some objects refer to, of which the list lets go, and return how many they are."""
     count = len(objects)
     for start in range(0, count, _AT_A_TIME):
-        part = objects[start : start + _AT_A_TIME]
-        found.add(part)
-        part.clear()
+        found.add(objects[start : start + _AT_A_TIME])
     objects.clear()
     return count
 
@@ -120,7 +126,7 @@ class _Found:
         self._wants = wanted
         self._measures = ((OF_VALUES, _sizes(), LEAST), (OF_ITEMS, _counts(), 1))
         self._parts = [(np.zeros(0, np.int64),) * 3]
-        self._seen = np.zeros(0, np.int64)
+        self._met = places_of(np.zeros(0, np.int64))
 
     @property
     def lengths(self) -> tuple[Ints, Ints, Ints]:
@@ -163,7 +169,14 @@ class _Found:
             self.wanted.setdefault(int(names[place]), []).append(values[place])
 
     def add(self, objects: list[Any]) -> None:
-        """Look at what some objects refer to, and dicts and tuples of theirs that are not tracked."""
+        """Look at what some objects refer to, and dicts and tuples of theirs that are not tracked, however deep."""
+        while objects:
+            within = self._add_level(objects)
+            objects.clear()
+            objects = within
+
+    def _add_level(self, objects: list[Any]) -> list[Any]:
+        """Look at what some objects refer to; return the dicts and tuples among it that are not tracked and are new."""
         counts, held, alive = referents(objects)
         kinds, ids = types_of(held), identities(objects)
         own = types_of(ids)
@@ -173,14 +186,10 @@ class _Found:
         values = objects_at(np.concatenate([held[is_value], ids[have_many]]))
         self.note(ids[places], own[places], values)
         values.clear()
-        more = np.unique(held[np.isin(kinds, [id(dict), id(tuple)])])
-        more = np.setdiff1d(more[~are_tracked(more)], self._seen)
-        self._seen = np.union1d(self._seen, more)
-        within = objects_at(more)
+        either = held[np.isin(kinds, [id(dict), id(tuple)])]
+        within = objects_at(self._met.add_new(either, lambda new: ~are_tracked(new)))
         alive.clear()
-        if within:
-            self.add(within)
-            within.clear()
+        return within
 
 
 def _measured(

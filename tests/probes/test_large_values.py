@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 import xml.etree.ElementTree
+from typing import Any
 
 import numpy as np
 
@@ -119,3 +120,19 @@ def test_nothing_is_kept() -> None:
     del holder
     assert seen() is None
     assert gc.isenabled()
+
+
+def test_a_nest_of_tuples_is_followed_to_its_end() -> None:
+    innermost: Any = ("x" * LEAST,)
+    nest = innermost
+    for _ in range(3000):
+        # Only a tuple of what is not tracked is let go of, so that each level takes a collection.
+        gc.collect(0)
+        nest = (nest,)
+    gc.collect(0)
+    assert not gc.is_tracked(nest)
+    holder = [nest]
+    read, _ = read_values()
+    place = read.places_of(np.array([id(innermost) + OF_VALUES], np.int64))
+    assert read.lengths[place].tolist() == [LEAST // UNIT]
+    assert holder
