@@ -6,6 +6,7 @@ processes that the engine starts enter `switched_on`, `activated` or `triggered`
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import hashlib
@@ -16,7 +17,9 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from lowtide.engine import runner, weight_transfer
@@ -33,8 +37,9 @@ from lowtide.engine.core_process import CoreClient
 from lowtide.engine.device_allocator.arena import Arena, Spec, Workspace, WorkspaceViews
 from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.errors import ConfigError, OutOfMemoryError
-from lowtide.engine.kv.kv_cache import KVCache
+from lowtide.engine.kv.kv_cache import KVCache, KVCacheBlock, KVCacheManager
 from lowtide.engine.kv.kv_transport import KVTransport
+from lowtide.engine.llm_engine import LLMEngine, Prompt
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardContext
@@ -45,8 +50,9 @@ from lowtide.engine.processes import channel, child
 from lowtide.engine.processes.channel import call
 from lowtide.engine.processes.child import ChildProcess
 from lowtide.engine.ranks import MultiprocExecutor
-from lowtide.engine.request import SchedulerOutput
+from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.runner import ModelRunner
+from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.weight_transfer import Bucket, BucketMemory, CudaExport, Export, FileExport
 from lowtide.engine.worker import HeapFreeze, Worker
@@ -75,6 +81,7 @@ class Defect:
             processes would infer too rarely to be judged.
         expected_in_core: `expected` where the engine's core has a process of its own, where that is something else:
             the end of a process gives back whatever its shutdown has kept.
+        turns: inferences in a row that it takes to show, as `lowtide run --turns`; 0 where a life's own are enough.
     """
 
     name: str
@@ -89,6 +96,7 @@ class Defect:
     prompt_scale: int = 1
     lives: int = 1
     expected_in_core: Causes | None = None
+    turns: int = 0
 
     def lives_on(self, device: str) -> int:
         """Return in how many lives it shows on `cpu` or `cuda`; a card's libraries hide something in the first."""
@@ -170,6 +178,7 @@ def _bug(
 # What several bugs have in common, and what makes some of them show.
 
 _KEPT = ("tensors", "instance-attribute")
+_GROWS = ("host-memory", "instance-attribute")
 _PROCESS_LEFT = ("processes", "unknown")
 _IN_CORE: Mapping[str, Any] = MappingProxyType({"engine_process": True})
 
@@ -186,6 +195,21 @@ _REGION = re.compile(r"/dev/shm/vllm_offload_\S+\.mmap")
 
 IMAGE_TOKENS = 256
 """Tokens of the one image that each prompt comes with."""
+
+IMAGE_BYTES = 64 << 10
+"""Bytes of what comes with a request besides its prompt."""
+
+AUDIO_BYTES = 4 << 20
+"""The same where it is recorded speech."""
+
+HOST_CACHE_BYTES, SCRATCH_BYTES = 36 << 20, 48 << 20
+"""Bytes that are pinned beside the model, which torch makes 64 MiB, and that a step takes from the driver's pool."""
+
+PIECES, ARENAS = 64, 8
+"""How many images a thread allocates at once, and how many threads do so."""
+
+TURNS = 24
+"""Inferences in a row after which growth by each of them is known."""
 
 LORA_RANK = 8
 """Of the adapters that come with each update."""
@@ -363,6 +387,21 @@ def _core_with_an_offload_region() -> Iterator[None]:
         teardown.finish()
 
     with replaced(EngineCore, "__init__", create_with_region), replaced(EngineCore, "shutdown", shutdown):
+        yield
+
+
+@contextmanager
+def _clients_that_leave() -> Iterator[None]:
+    """Before each call that generates others ask for the same, and go away after the first step."""
+    generate = LLMEngine.generate
+
+    def generate_after_them(self: LLMEngine, prompts: Sequence[Prompt], *params: Any) -> list[RequestOutput]:
+        gone = [self.add_request(prompt) for prompt in prompts]
+        self.step()
+        self.abort(gone)
+        return generate(self, prompts, *params)
+
+    with replaced(LLMEngine, "generate", generate_after_them):
         yield
 
 
@@ -782,6 +821,166 @@ def shared_memory_of_the_dead() -> Iterator[None]:
 )
 def nccl_kept(self: MultiprocExecutor) -> None:
     """The ranks' communicators keep their buffers on each card while the engine sleeps."""
+
+
+@_bug(
+    "vllm#44490",
+    _GROWS,
+    # A number takes eight bytes: many blocks, none of which is found in the cache.
+    settings={"freeze_heap": True, "enable_prefix_caching": False, "block_size": 8},
+    prompt_scale=2,
+    turns=TURNS,
+)
+def frozen_list() -> Iterator[None]:
+    """The numbers of new KV blocks are listed for whoever zeroes these, which nobody does here, in a frozen heap."""
+    create, allocate = KVCacheManager.__init__, KVCacheManager.allocate_slots
+
+    def create_with_list(self: KVCacheManager, *args: Any, **settings: Any) -> None:
+        create(self, *args, **settings)
+        self.__dict__["new_block_ids"] = []
+
+    def allocate_and_note(self: KVCacheManager, *args: Any) -> list[KVCacheBlock] | None:
+        taken = allocate(self, *args)
+        self.__dict__["new_block_ids"] += [block.block_id for block in taken or ()]
+        return taken
+
+    with (
+        replaced(KVCacheManager, "__init__", create_with_list),
+        replaced(KVCacheManager, "allocate_slots", allocate_and_note),
+    ):
+        yield
+
+
+@_bug("vllm#15597", _GROWS, turns=TURNS)
+def request_map() -> Iterator[None]:
+    """Each request is put into a map by its id, and is not taken out of it when it has ended."""
+    add_request = Scheduler.add_request
+
+    def add_and_map(self: Scheduler, request: Request) -> None:
+        add_request(self, request)
+        self.__dict__.setdefault("seq_id_to_seq_group", {})[request.request_id] = request
+
+    with replaced(Scheduler, "add_request", add_and_map):
+        yield
+
+
+@_bug("vllm-omni#6462", _GROWS, trigger=_clients_that_leave, turns=TURNS)
+def aborted_outputs() -> Iterator[None]:
+    """A request that ends takes its future out of a dict, and one that is aborted does not."""
+    add, generate = LLMEngine._add, LLMEngine.generate
+
+    def add_with_future(self: LLMEngine, *args: Any) -> str:
+        request_id = add(self, *args)
+        self.__dict__.setdefault("completed_outputs", {})[request_id] = Future()
+        return request_id
+
+    def generate_and_set(self: LLMEngine, *args: Any) -> list[RequestOutput]:
+        outputs = generate(self, *args)
+        for output in outputs:
+            self.__dict__["completed_outputs"].pop(output.request_id).set_result(output)
+        return outputs
+
+    with replaced(LLMEngine, "_add", add_with_future), replaced(LLMEngine, "generate", generate_and_set):
+        yield
+
+
+@_bug("msgspec#1175", ("host-memory", "native"), turns=TURNS)
+def native_refcount() -> Iterator[None]:
+    """What encodes a request's message, in C, has one reference to it too many."""
+    add_request = EngineCore.add_request
+
+    def encode_and_add(self: EngineCore, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        message = msgspec.msgpack.encode((request_id, list(prompt), bytes(IMAGE_BYTES)))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(message))
+        add_request(self, request_id, prompt, params)
+
+    with replaced(EngineCore, "add_request", encode_and_add):
+        yield
+
+
+@_bug("vllm-omni#6462, where malloc had all of it", turns=TURNS)
+def arena_fragmentation() -> Iterator[None]:
+    """Threads free all but a little of what they allocate, and malloc keeps it until it is told to trim: no leak."""
+    add_request = EngineCore.add_request
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    together = threading.Barrier(ARENAS)
+    above: deque[int] = deque()
+
+    def allocate() -> None:
+        # All at once, or each would get the arena of the one before.
+        together.wait()
+        pieces = [libc.malloc(IMAGE_BYTES) for _ in range(PIECES)]
+        for piece in pieces:
+            ctypes.memset(piece, 1, IMAGE_BYTES)
+        above.append(libc.malloc(1))
+        for piece in pieces:
+            libc.free(piece)
+
+    def add_beside_threads(self: EngineCore, *request: Any) -> None:
+        threads = [threading.Thread(target=allocate) for _ in range(ARENAS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        while len(above) > ARENAS:
+            libc.free(above.popleft())
+        add_request(self, *request)
+
+    try:
+        with replaced(EngineCore, "add_request", add_beside_threads):
+            yield
+    finally:
+        while above:
+            libc.free(above.pop())
+
+
+@_bug("sglang-omni#1174", ("host-memory", "cycle"), turns=TURNS)
+def cycle_per_request() -> Iterator[None]:
+    """A request and its data refer to each other: what came with it stays until Python collects."""
+    add_request = Scheduler.add_request
+
+    def add_with_data(self: Scheduler, request: Request) -> None:
+        add_request(self, request)
+        request.__dict__["omni_data"] = {"request": request, "image": bytearray(AUDIO_BYTES)}
+
+    with replaced(Scheduler, "add_request", add_with_data):
+        yield
+
+
+@_bug("sglang#37285", ("pinned", "allocator-cache"), devices=("cuda",))
+def pinned_rounding() -> Iterator[None]:
+    """Host memory is pinned by torch, which takes the next power of two, and keeps it when it was given back."""
+    with _beside_the_model(
+        "host_cache", lambda model: torch.empty(HOST_CACHE_BYTES, dtype=torch.uint8, pin_memory=True)
+    ):
+        yield
+
+
+@_bug("a release threshold that vLLM, rmm and PyTorch can set", ("driver", "allocator-cache"), devices=("cuda",))
+def pool_threshold() -> Iterator[None]:
+    """Memory of each step comes from the driver's pool, which has been told to give nothing back to the card."""
+    from cuda.bindings import driver
+
+    execute = ModelRunner.execute_model
+
+    def called(code: Any, *results: Any) -> Any:
+        assert code == driver.CUresult.CUDA_SUCCESS, code
+        return results[0] if results else None
+
+    def execute_with_scratch(self: ModelRunner, output: SchedulerOutput) -> Mapping[str, int]:
+        pool = called(*driver.cuDeviceGetDefaultMemPool(torch.cuda.current_device()))
+        threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        called(*driver.cuMemPoolSetAttribute(pool, threshold, driver.cuuint64_t(2**64 - 1)))
+        stream = torch.cuda.current_stream().cuda_stream
+        scratch = called(*driver.cuMemAllocAsync(SCRATCH_BYTES, stream))
+        sampled = execute(self, output)
+        called(*driver.cuMemFreeAsync(scratch, stream))
+        return sampled
+
+    with replaced(ModelRunner, "execute_model", execute_with_scratch):
+        yield
 
 
 DEFECTS: Mapping[str, Defect] = MappingProxyType({defect.name: defect for defect in _ALL})

@@ -30,6 +30,7 @@ GROWTH_HEAD = ("type", "before", "after", "growth", "between")
 
 _PLACEHOLDER = "TODO: say why this may stay"
 _LONGEST_MESSAGE = 1000
+_MEMORY = ("tensors", "host-memory")
 """Characters of a message in an entry: an `assert` of a large value may have millions."""
 
 _MARKS = {"innocent": "expected to stay", "holding": "should be gone"}
@@ -141,7 +142,7 @@ def holder_text(finding: Finding) -> str:
     """Return `held by helper.CACHE`; the bare names of what is no memory (threads, descriptors); empty if unknown."""
     if not finding.holder:
         return ""
-    return f"held by {finding.holder}" if finding.path or finding.resource == "tensors" else finding.holder
+    return f"held by {finding.holder}" if finding.path or finding.resource in _MEMORY else finding.holder
 
 
 def hop_facts(hop: Hop) -> str:

@@ -185,7 +185,8 @@ def _found(item: Verified, findings: Sequence[Finding]) -> str:
         return f"clean: back after {max(back.seconds for back in late):.1f} s"
     if item.bug.subject is not None and item.bug.subject.outcome != "clean":
         return f"nothing concluded: {item.bug.subject.reason}"
-    return "clean"
+    reason = "" if item.bug.subject is None else item.bug.subject.reason
+    return f"clean: {reason}" if reason else "clean"
 
 
 def _remedy(finding: Finding | None) -> str:

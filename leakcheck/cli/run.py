@@ -139,6 +139,8 @@ def run(
         settings = {"seed": seed, "tensor_parallel_size": size, "engine_process": separate}
         active, config = configure_engine(device, preset, model, settings, defect, twin=twin)
         tolerances = load_tolerances(calibration, config.device)
+        if active is not None:
+            options["turns"] = options["turns"] or active.turns
 
         make_run = partial(
             check_run,

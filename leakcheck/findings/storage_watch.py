@@ -17,16 +17,22 @@ from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.leakcheck.judging.storages import Key, live_keys, tensors_over
 from lowtide.probes.heap.cycles import CycleEdge, cycles_behind
 from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.host.memory_parts import malloc_in_use
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import Census
-from lowtide.probes.originals import loaded
-from lowtide.reports.schema import Finding, Remedy
+from lowtide.probes.originals import gc, loaded
+from lowtide.reports.schema import Finding, Remedy, ResourceName
 from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import Note, Statement
 
 _MOST_TRACED = 3
 """Storages, the largest ones, whose cycles are looked for."""
+
+_MOST_BUFFERS = 16
+"""Large objects of which it is asked whether they hang on a cycle, of those with at least so many bytes."""
+
+_LEAST_TRACED = 64 << 10
 
 _SHOWN_EDGES = 3
 
@@ -149,23 +155,93 @@ class Collected(msgspec.Struct, frozen=True):
         if not size:
             return None
         edges = [edge for key in self.cycles if key in gone for edge in self.cycles[key]]
-        named = [edge.text for edge in edges if edge.is_attribute] or [edge.text for edge in edges]
-        through = first_of(list(dict.fromkeys(named)), _SHOWN_EDGES)
         device = next(iter(gone))[0]
-        return finding_of(
-            "tensors",
-            cause="cycle",
-            bytes=size,
-            count=len(gone),
-            device=device,
-            stage=stage,
-            suspects=("only collected", *sorted(set(named))),
-            statement=Statement(
-                amount=f"{format_bytes(size)} on {device} came back only when the collector ran{came}",
-                came=None,
-                notes=(Note(", in a cycle through ", through),) if through else (),
-            ),
-            holder=through or None,
-            remedy=Remedy(action="gc.collect()", returns_bytes=size),
-            advice=f"break the cycle in teardown: set {named[0]} to None" if named else None,
-        )
+        return _collected("tensors", f"{format_bytes(size)} on {device}", size, len(gone), device, stage, came, edges)
+
+
+class HostGarbage:
+    """Looks for host memory that only the collector frees, while malloc gives out more and more.
+
+    What a request and its data keep that refer to each other is no leak to a collector, which counts objects; a server
+    grows by it until it has no memory (sglang-omni#1174).
+
+    Args:
+        turns: after what it is looked for, in the plural.
+        least: bytes of it that are told.
+
+    Attributes:
+        found: what is said of it, once there was as much.
+    """
+
+    def __init__(self, turns: str, least: int = COLLECTED) -> None:
+        self.found: Finding | None = None
+        self._turns, self._least, self._rise = turns, least, least
+        self._level: int | None = None
+        self._turn = 0
+
+    def look(self) -> None:
+        """Collect after a turn, where there is so much more than at the last look that it may be garbage."""
+        self._turn += 1
+        now = malloc_in_use()
+        self._level = now if self._level is None else min(self._level, now)
+        if self.found is not None or now - self._level < self._rise:
+            return
+        self.found = collected_host_memory(self._turns, self._least, came=f" after {self._turn} {self._turns}")
+        # What stays is none: it is looked for again where as much has come as twice this time.
+        self._level, self._rise = malloc_in_use(), 2 * self._rise
+
+
+def collected_host_memory(stage: str, least: int = COLLECTED, *, came: str = "") -> Finding | None:
+    """Collect, and return what is said of the host memory that this has freed; None where it is less than `least`.
+
+    Counted is what malloc has given out, which is nothing to ask where it is not glibc's.
+
+    Args:
+        stage: since when it was there.
+        least: bytes.
+        came: when it was back, beside that the collector ran.
+    """
+    # numpy, which only who has arrays or a card needs.
+    from lowtide.probes.memory.buffers import large_buffers
+
+    largest = sorted(large_buffers(_LEAST_TRACED), key=lambda buffer: -buffer.bytes)[:_MOST_BUFFERS]
+    items, ids = [buffer.item for buffer in largest], [id(buffer.item) for buffer in largest]
+    cycles = cycles_behind(items, {id(items), *map(id, largest)})
+    largest.clear()
+    items.clear()
+    # Only now: to look takes memory itself.
+    before = malloc_in_use()
+    gc.collect()
+    size = before - malloc_in_use()
+    if size < least:
+        return None
+    alive = {id(buffer.item) for buffer in large_buffers(_LEAST_TRACED)}
+    gone = [cycle for mark, cycle in zip(ids, cycles, strict=True) if cycle and mark not in alive]
+    edges = [edge for cycle in gone for edge in cycle]
+    said = f"{format_bytes(size)} of host memory"
+    return _collected("host-memory", said, size, max(1, len(gone)), "", stage, came, edges)
+
+
+def _collected(
+    resource: ResourceName, said: str, size: int, count: int, device: str, stage: str, came: str, edges: list[CycleEdge]
+) -> Finding:
+    """Return the finding on what came back when the collector ran, as it is `said`, with the edges of its cycles."""
+    named = [edge.text for edge in edges if edge.is_attribute] or [edge.text for edge in edges]
+    through = first_of(list(dict.fromkeys(named)), _SHOWN_EDGES)
+    return finding_of(
+        resource,
+        cause="cycle",
+        bytes=size,
+        count=count,
+        device=device,
+        stage=stage,
+        suspects=("only collected", *sorted(set(named))),
+        statement=Statement(
+            amount=f"{said} came back only when the collector ran{came}",
+            came=None,
+            notes=(Note(", in a cycle through ", through),) if through else (),
+        ),
+        holder=through or None,
+        remedy=Remedy(action="gc.collect()", returns_bytes=size),
+        advice=f"break the cycle in teardown: set {named[0]} to None" if named else None,
+    )

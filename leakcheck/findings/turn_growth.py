@@ -23,13 +23,16 @@ from lowtide.leakcheck.findings.growing_objects import (
 )
 from lowtide.leakcheck.findings.host_memory import memory_holder
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.storage_watch import HostGarbage
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.growth.containers import CANDIDATE, FEWEST_READINGS, ContainerCourses, Course, SwellingTypes
 from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import trim_heap
+from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
 from lowtide.probes.heap.large_values import read_values
+from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import NAMES, malloc_in_use
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
@@ -127,7 +130,7 @@ class Grown(msgspec.Struct, frozen=True):
     """What has grown in a stretch of turns.
 
     Attributes:
-        containers: a finding on each container that takes something in every turn.
+        containers: a finding on each container that takes something in every turn, and on garbage of theirs.
         host: that on host memory that neither these nor anything else explains; None if there is none.
         levels: see `read_levels`, at the stretch's end, where there is such a one.
     """
@@ -205,6 +208,8 @@ class TurnGrowth:
         self._containers = ContainerCourses(may_rest=bool(seconds), by_turns=asked and not seconds)
         self._levels: dict[str, HostLevels] = {}
         self._reader = LevelReader()
+        self._trimmed = 0
+        self._garbage = HostGarbage(turns) if asked and not seconds else None
         self._began = time.monotonic()
         self._gone_through = self._largest = 0
         self._readings = 0
@@ -225,6 +230,8 @@ class TurnGrowth:
 
         The bytes that the kernel counts are `held`, where they have just been read.
         """
+        if self._garbage is not None:
+            self._garbage.look()
         is_new = not set(stretches) <= set(self._levels)
         if is_new:
             self._reader.forget()
@@ -265,6 +272,10 @@ class TurnGrowth:
         if not self._asked and self._costs_too_much:
             self._is_unread = True
             return
+        if self._asked:
+            held = anonymous_bytes()
+            trim_heap()
+            self._trimmed += max(0, held - anonymous_bytes())
         # The objects of a type that grows are known from where it was met first.
         wanted = {course.identity for course in self._containers.risen()} if self._asked else candidates.keys()
         read, found = read_lengths(wanted)
@@ -429,6 +440,8 @@ class TurnGrowth:
         """
         growing = self._containers.growing(self._turn)
         containers = self._growing_containers(module, since)
+        if self._garbage is not None and self._garbage.found is not None:
+            containers += (self._garbage.found,)
         self._catch_up()
         levels = self._levels.pop(stretch, None)
         if levels is None or not levels.seem_to_grow():
@@ -474,7 +487,12 @@ class TurnGrowth:
     def said(self, stretch: str) -> str:
         """Say what host memory has done in a stretch, where nothing of it is known to grow."""
         self._catch_up()
-        return self._levels[stretch].said() if stretch in self._levels else ""
+        said = self._levels[stretch].said() if stretch in self._levels else ""
+        if self._trimmed < COLLECTED:
+            return said
+        return (
+            f"{said}; {format_bytes(self._trimmed)} came back at malloc_trim: no leak, MALLOC_ARENA_MAX=2 keeps it less"
+        )
 
     def so_far(self) -> tuple[Finding, ...]:
         """Return a finding on each container that grows, while it goes on; its holder is looked for now and then."""

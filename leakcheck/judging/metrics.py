@@ -102,9 +102,9 @@ def shutdown_metrics(device: str) -> tuple[Metric, ...]:
 
     `globals` are not among them: `lowtide.leakcheck.lives.life_reader` compares them one by one.
     """
-    card = device != "cpu"
+    card, levels = device != "cpu", {*_LEVELS_OF_SNAPSHOT, *_LEVELS_OF_COUNTERS}
     return tuple(
-        _metric_of(rule, rule.life, where, rule.life.allowed(card=card), is_named=rule.key not in _LEVELS_OF_SNAPSHOT)
+        _metric_of(rule, rule.life, where, rule.life.allowed(card=card), is_named=rule.key not in levels)
         for rule, where in _rows_of_lives(device)
         if rule.life is not None
     )
@@ -252,6 +252,10 @@ _ITEMS_OF_SNAPSHOT: Mapping[str, Callable[[Snapshot, str], Items]] = {
     "host-pools": lambda snapshot, _: _pools(snapshot, "host"),
 }
 """How others are read that have names; the rest are in the counters."""
+
+
+_LEVELS_OF_COUNTERS = ("memory-pool",)
+"""The keys of rows that are one figure and in the counters."""
 
 
 HOST_MEMORY_TOLERANCE = bound_of_test("host-memory").allowed(card=False)

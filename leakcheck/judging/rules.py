@@ -15,6 +15,13 @@ AWAITING_A_STREAM = "memory that waits for a stream"
 _EXACT = Bound()
 _SET = Bound(cause="not-restored")
 _NATIVE = "memory that native code holds"
+_POOLS = Bound(
+    16 * MIB,
+    rung=Rung.EMPTY_CACHE,
+    settles=True,
+    what="memory that the driver's own pools keep",
+    cause="allocator-cache",
+)
 
 _HELD = (
     Rule(
@@ -121,14 +128,8 @@ _OF_DEVICES = (
         "driver",
         "card",
         "memory that the driver's own pools keep: what was freed in the default one, and that of graphs' memory nodes",
-        test=Bound(
-            16 * MIB,
-            rung=Rung.EMPTY_CACHE,
-            settles=True,
-            what="memory that the driver's own pools keep",
-            cause="allocator-cache",
-        ),
-        life=None,
+        test=_POOLS,
+        life=_POOLS,
         verdict="cached",
     ),
     Rule(

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.remedies import actions_for, try_actions
+from lowtide.leakcheck.judging.device_memory import MEMORY_POOL
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.judge import Excess
@@ -214,6 +215,11 @@ class LifeReader(LivedProcess):
             if (level := amounts.get(key)) is not None:
                 amounts[key] = level - size
         now = self.counters.read()
+        pool = f"{MEMORY_POOL}{self.device}"
+        if (idle := now.amounts.get(pool)) is not None:
+            # What the driver counts has it, too.
+            amounts[pool], level = idle, amounts.get(driver)
+            amounts[driver] = None if level is None else level - idle
         return LifeReading({**found.items, **self._named(snapshot, now)}, amounts, snapshot=snapshot, counters=now)
 
     def _named(self, snapshot: Snapshot, now: Counters) -> dict[str, Items]:

@@ -19,6 +19,7 @@ from lowtide.leakcheck.findings.host_memory import bytes_of_new_arrays, with_mem
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.judging.device_memory import IDLE_POOL, MEMORY_POOL
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items, whereabouts
 from lowtide.leakcheck.judging.judge import (
     Excess,
@@ -206,7 +207,9 @@ class ShutdownJudgement:
         """Judge what is left since one baseline, and say who holds it and what ends it."""
         then, now = start.reading, self._steps[-1].reading
         cycle = len(self._starts)
-        judgement = judge(start.metrics, then, self._steps, stage="shutdown", cycle=cycle, actions=actions)
+        # Before the last life nothing is released but what the first rungs do: what is to go by a later one may stay.
+        due = [each for each in start.metrics if self._is_last or each.rung.order <= Rung.EMPTY_CACHE.order]
+        judgement = judge(due, then, self._steps, stage="shutdown", cycle=cycle, actions=actions)
         findings, metrics = [], []
         for finding, metric in _with_cached_pools(list(zip(judgement.findings, judgement.metrics, strict=True))):
             names = metric.new_items(then, now)
@@ -241,10 +244,23 @@ class ShutdownJudgement:
 
     def _concluded(self, leak: ItemLeak, context: Context) -> Finding:
         """Return a finding after the last life, with its holder; note it where what ends it is tried later."""
+        if leak.key.startswith(MEMORY_POOL):
+            return self._trimmed(msgspec.structs.replace(leak, names={IDLE_POOL: leak.finding.bytes}))
         finding = _with_holder(msgspec.structs.replace(leak, finding=_marked(leak)), context)
         if leak.key in _OF_ALL_LIVES:
             self._of_all_lives.append(msgspec.structs.replace(leak, finding=finding))
         return finding
+
+    def _trimmed(self, leak: ItemLeak) -> Finding:
+        """Return a finding on what a card's own pools keep, once they have been told to give it back."""
+        leak = msgspec.structs.replace(leak, finding=msgspec.structs.replace(leak.finding, holder=IDLE_POOL))
+
+        def left() -> Mapping[str, int]:
+            size = self._reader.read().amounts.get(leak.key)
+            return {IDLE_POOL: size} if size else {}
+
+        changes = actions_for(leak, patience=0, may_unfreeze=False)
+        return try_actions(leak, changes, left, self._reader.driver_bytes)
 
     def _conclude(self, engine: object, devices: set[str], actions: dict[Rung, str]) -> list[Finding]:
         """Climb on after the last life, single holders before whole caches; add to `actions` what lets go of these."""

@@ -18,6 +18,7 @@ from lowtide.leakcheck.findings.out_of_memory import OutOfMemoryWatch
 from lowtide.leakcheck.findings.peak_memory import PeakWatch
 from lowtide.leakcheck.findings.remedies import DeferredRemedies, UnprovenLeak
 from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.storage_watch import collected_host_memory
 from lowtide.leakcheck.findings.tensor_findings import leaks_of
 from lowtide.leakcheck.growth.series import FEWEST_STEPS
 from lowtide.leakcheck.judging.judge import Budget
@@ -420,10 +421,15 @@ class Watch:
         left = self._suspects.before_collecting(self.collected)
 
         def collected() -> Finding | None:
-            found = None if left is None else left.finding(stage)
+            found = of_host if left is None else left.finding(stage)
             return found if found is not None and found.bytes >= self.collected else None
 
         now = self._host.read_trimmed(ended)
+        of_host: Finding | None = None
+        # What was free in the heap before may have a part of it.
+        if final and left is None and 2 * (self._host.share(now, ended) or 0) >= self.collected:
+            of_host = collected_host_memory(stage, self.collected)
+            now = now if of_host is None else self._host.read_trimmed(ended)
         self._attribute(now)
         if final:
             watched.ownership.over(now)

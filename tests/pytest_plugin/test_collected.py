@@ -49,6 +49,24 @@ def test_small():
     Request(8)
 
 
+class Message:
+    def __init__(self):
+        self.data = {"request": self, "audio": bytearray(64 << 20)}
+        # Counted as the process's only once it is written to.
+        self.data["audio"][:] = bytes(range(256)) * (64 << 12)
+
+
+def test_host_memory():
+    Message()
+    # What is young goes with the next few objects.
+    gc.collect(0), gc.collect(1)
+
+
+def test_old_host_memory():
+    kept = Message()
+    gc.collect()
+
+
 @pytest.mark.leakcheck(cycles="1MiB")
 def test_marked():
     Request(8)
@@ -67,6 +85,7 @@ def test_that_collects():
     gc.collect()
 """
 
+OF_HOST = "64.0 MiB of host memory came back only when the collector ran, in a cycle through Message.data"
 SAID = "{} on cpu came back only when the collector ran, in a cycle through Request.data"
 """Of the size."""
 
@@ -83,7 +102,9 @@ def test_from_a_limit_on_it_is_a_note(noted: InnerRun) -> None:
         subject = noted.subject(f"test_cycles.py::{name}")
         assert (subject.outcome, subject.reason) == ("clean", SAID.format(size))
         assert f"note test_cycles.py::{name}: {SAID.format(size)}" in noted.out.splitlines()
-    for name in (*CLEAN, "test_small"):
+    subject = noted.subject("test_cycles.py::test_old_host_memory")
+    assert (subject.outcome, subject.reason) == ("clean", OF_HOST)
+    for name in (*CLEAN, "test_small", "test_host_memory"):
         assert (noted.subject(f"test_cycles.py::{name}").outcome, noted.out.count(f"{name}: ")) == ("clean", 0)
 
 
@@ -91,13 +112,13 @@ def test_a_marker_makes_it_a_leak(noted: InnerRun) -> None:
     (finding,) = noted.subject("test_cycles.py::test_marked").findings
     assert (finding.resource, finding.cause, finding.bytes) == ("tensors", "cycle", 8 << 20)
     assert finding.message == SAID.format("8.0 MiB")
-    assert noted.totals == {"failed": 1, "passed": 7}
+    assert noted.totals == {"failed": 1, "passed": 9}
 
 
 def test_an_option_makes_it_a_leak_of_every_test(run_inner: RunInner) -> None:
     run = run_inner({"test_cycles.py": CYCLES}, "--leakcheck-cycles=4MiB")
     assert run.report is not None
     leaking = [each.id.rpartition("::")[2] for each in run.report.subjects if each.outcome == "leak"]
-    assert leaking == ["test_large", "test_many", "test_old", "test_small", "test_marked"]
-    # One cause.
-    assert len([line for line in run.out.splitlines() if line.startswith("LEAK ")]) == 1
+    assert leaking == ["test_large", "test_many", "test_old", "test_small", "test_old_host_memory", "test_marked"]
+    # One cause of tensors, and one of host memory.
+    assert len([line for line in run.out.splitlines() if line.startswith("LEAK ")]) == 2

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lowtide.engine import ConfigError, EngineConfig
-from lowtide.engine.defects import DEFECTS, Defect, find_defect, switched_on
+from lowtide.engine.defects import DEFECTS, TURNS, Defect, find_defect, switched_on
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.processes.channel import entered
 from lowtide.engine.worker import Worker
@@ -31,7 +31,8 @@ from lowtide.reports.schema import Finding, Remedy, Return, Subject
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
-WITH_PROCESSES = [name for name in ON_CPU if {"tensor_parallel_size", "engine_process"} & DEFECTS[name].settings.keys()]
+_APART = {"tensor_parallel_size", "engine_process", "enable_prefix_caching"}
+TWIN_OF_ITS_OWN = [name for name in ON_CPU if _APART & DEFECTS[name].settings.keys()]
 IN_CORE = (
     "accelerator-on-cpu",
     "shutdown-noop",
@@ -104,7 +105,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
     forking = Forking(tmp_path_factory.mktemp("forking"))
 
     def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> VerifiedRun:
-        return twin if is_twin and defect.name not in WITH_PROCESSES else real(defect, device, is_twin, in_core)
+        return twin if is_twin and defect.name not in TWIN_OF_ITS_OWN else real(defect, device, is_twin, in_core)
 
     with pytest.MonkeyPatch.context() as patched, closing(forking):
         patched.setattr(module, "_run", run_one)
@@ -139,13 +140,13 @@ def clean_twin_in_core() -> VerifiedRun:
 
 def clean_twin() -> VerifiedRun:
     """Two lives of an engine with all that any of the bugs of one process needs, and with what makes them show."""
-    defects = [DEFECTS[name] for name in ON_CPU if name not in WITH_PROCESSES]
+    defects = [DEFECTS[name] for name in ON_CPU if name not in TWIN_OF_ITS_OWN]
     config = EngineConfig(**{key: value for defect in defects for key, value in defect.settings.items()})
     make = lambda: TargetLife(lambda: FixedReference(config))  # noqa: E731
     with ExitStack() as stack:
         for defect in defects:
             stack.enter_context(defect.trigger())
-        run = LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2)
+        run = LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2, turns=TURNS)
         return VerifiedRun(run.run(), 1.0, "")
 
 
@@ -329,6 +330,41 @@ def is_a_file_of_the_dead(findings: tuple[Finding, ...]) -> None:
         assert not Path(path).exists()
 
 
+def grows(holder: str, *, entries: str = "") -> Callable[[tuple[Finding, ...]], None]:
+    """Return what checks that a container of the engine is told, and of what it has more."""
+
+    def check(findings: tuple[Finding, ...]) -> None:
+        (found,) = findings
+        assert (found.resource, found.cause, found.trend) == ("host-memory", "instance-attribute", "growth")
+        assert found.holder == holder
+        assert f" in each of {TURNS - 5} inferences, " in found.message
+        assert f" of {entries}" in found.message
+
+    return check
+
+
+def is_memory_of_c(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.trend) == ("host-memory", "native", "growth")
+    # 64 KiB with each of eight prompts.
+    each = re.search(r" over 23 inferences, (\S+) KiB with each", found.message)
+    assert each is not None
+    assert 500 < float(each[1]) < 800
+    assert "what C holds by a reference too many included" in (found.advice or "")
+
+
+def is_nothing(findings: tuple[Finding, ...]) -> None:
+    assert findings == ()
+
+
+def is_a_cycle_of_requests(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.holder) == ("host-memory", "cycle", "Request.omni_data")
+    assert found.bytes >= 16 << 20
+    assert found.remedy is not None
+    assert (found.remedy.action, found.remedy.returns_bytes) == ("gc.collect()", found.bytes)
+
+
 EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "bound-method-cache": is_a_bound_method_in_a_cache,
     "frozen-heap": is_a_frozen_heap,
@@ -350,6 +386,12 @@ EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "orphan-core": is_a_core_that_runs_on,
     "core-ignores-shutdown": is_a_core_that_runs_on,
     "shared-memory-of-the-dead": is_a_file_of_the_dead,
+    "frozen-list": grows("engine._core.scheduler.kv_cache_manager.new_block_ids", entries="int"),
+    "request-map": grows("engine._core.scheduler.seq_id_to_seq_group", entries="lowtide.engine.request.Request"),
+    "aborted-outputs": grows("engine.completed_outputs", entries="concurrent.futures._base.Future"),
+    "native-refcount": is_memory_of_c,
+    "arena-fragmentation": is_nothing,
+    "cycle-per-request": is_a_cycle_of_requests,
 }
 
 
@@ -363,16 +405,17 @@ def test_a_defect_is_found_and_named(name: str, verified: dict[str, Verified]) -
     assert item.note == ""
     assert item.bug is not None
     assert item.bug.subject is not None
-    assert item.bug.subject.outcome == "leak"
+    assert item.bug.subject.outcome == ("leak" if item.defect.expected else "clean")
     EXPECTED[name](item.bug.subject.findings)
 
 
-@pytest.mark.parametrize("name", ["frozen-heap", *WITH_PROCESSES])
+@pytest.mark.parametrize("name", ["frozen-heap", *TWIN_OF_ITS_OWN])
 def test_without_any_of_the_defects_nothing_is_found(name: str, verified: dict[str, Verified]) -> None:
     twin = verified[name].twin
     assert twin is not None
     assert twin.subject is not None
-    assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
+    assert (twin.subject.outcome, twin.subject.findings) == ("clean", ())
+    assert all("nothing grows over" in said for said in [twin.subject.reason] if said)
 
 
 @pytest.mark.parametrize("name", IN_CORE)

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.leakcheck.findings.storage_watch import Collected, StorageWatch
+from lowtide.leakcheck.findings.storage_watch import Collected, HostGarbage, StorageWatch, collected_host_memory
 from lowtide.probes.memory.tensors import keys_of_each
 
 MIB = 1 << 20
@@ -66,3 +66,48 @@ def test_a_compilers_stand_in_is_not_asked_for_its_storage() -> None:
     assert (len(keys), watch.all_gone) == (1, False)
     del real
     assert watch.all_gone
+
+
+class Message:
+    def __init__(self, mib: int) -> None:
+        self.data: dict[str, object] = {"request": self, "audio": bytearray(mib * MIB)}
+
+
+def test_host_memory_that_the_collector_alone_gives_back_is_told() -> None:
+    gc.collect()
+    kept = Message(8)
+    Message(4)
+    finding = collected_host_memory("call", MIB)
+    assert finding is not None
+    assert (finding.resource, finding.cause, finding.holder) == ("host-memory", "cycle", "Message.data")
+    assert 4 * MIB <= finding.bytes < 5 * MIB
+    assert finding.message.startswith(
+        "4.0 MiB of host memory came back only when the collector ran, in a cycle through"
+    )
+    assert len(kept.data) == 2
+
+
+def test_host_memory_that_stays_or_goes_by_itself_is_not_told() -> None:
+    gc.collect()
+    kept = Message(8)
+    Message(8).data.clear()
+    assert collected_host_memory("call", MIB) is None
+    del kept
+    assert collected_host_memory("call", 16 * MIB) is None
+
+
+def test_garbage_is_looked_for_where_malloc_gives_out_more_and_more() -> None:
+    gc.collect()
+    garbage = HostGarbage("turns", 4 * MIB)
+    kept = []
+    for _ in range(3):
+        garbage.look()
+        kept.append(bytearray(3 * MIB))
+    assert garbage.found is None
+    for _ in range(4):
+        Message(3)
+        garbage.look()
+    assert garbage.found is not None
+    assert " came back only when the collector ran after " in garbage.found.message
+    assert garbage.found.holder == "Message.data"
+    assert garbage.found.bytes < len(kept) * 4 * MIB
