@@ -177,16 +177,14 @@ class HostGarbage:
         self.found: Finding | None = None
         self._turns, self._least, self._rise = turns, least, least
         self._level: int | None = None
-        self._turn = 0
 
-    def look(self) -> None:
+    def look(self, turn: int) -> None:
         """Collect after a turn, where there is so much more than at the last look that it may be garbage."""
-        self._turn += 1
         now = malloc_in_use()
         self._level = now if self._level is None else min(self._level, now)
         if self.found is not None or now - self._level < self._rise:
             return
-        self.found = collected_host_memory(self._turns, self._least, came=f" after {self._turn} {self._turns}")
+        self.found = collected_host_memory(self._turns, self._least, came=f" after {turn} {self._turns}")
         # What stays is none: it is looked for again where as much has come as twice this time.
         self._level, self._rise = malloc_in_use(), 2 * self._rise
 

@@ -29,7 +29,6 @@ from lowtide.leakcheck.growth.containers import CANDIDATE, FEWEST_READINGS, Cont
 from lowtide.leakcheck.growth.host_levels import HostGrowth, HostLevels, LevelReader
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.ladder import trim_heap
-from lowtide.leakcheck.judging.rules import COLLECTED
 from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
 from lowtide.probes.heap.large_values import read_values
 from lowtide.probes.host.counters import anonymous_bytes
@@ -126,6 +125,10 @@ _COST_OF_VALUES = 4
 """How many times as long it takes to read values as to read containers."""
 
 
+_TRIMMED = 32 << 20
+"""Bytes that must have come back at malloc_trim before that is told: what reading frees is less."""
+
+
 class Grown(msgspec.Struct, frozen=True):
     """What has grown in a stretch of turns.
 
@@ -208,7 +211,7 @@ class TurnGrowth:
         self._containers = ContainerCourses(may_rest=bool(seconds), by_turns=asked and not seconds)
         self._levels: dict[str, HostLevels] = {}
         self._reader = LevelReader()
-        self._trimmed = 0
+        self._trimmed = self._noted = 0
         self._garbage = HostGarbage(turns) if asked and not seconds else None
         self._began = time.monotonic()
         self._gone_through = self._largest = 0
@@ -230,8 +233,9 @@ class TurnGrowth:
 
         The bytes that the kernel counts are `held`, where they have just been read.
         """
+        self._noted += 1
         if self._garbage is not None:
-            self._garbage.look()
+            self._garbage.look(self._noted)
         is_new = not set(stretches) <= set(self._levels)
         if is_new:
             self._reader.forget()
@@ -263,6 +267,8 @@ class TurnGrowth:
         if turn < self._turn + apart and not begins:
             return
         self._turn = turn
+        if self._garbage is not None:
+            self._garbage.look(turn)
         self._readings = 1 if begins else self._readings + 1
         if not self._asked:
             self._read_values_unasked(turn)
@@ -439,9 +445,7 @@ class TurnGrowth:
             since: the turn before its first one: what has grown for longer belongs to no module.
         """
         growing = self._containers.growing(self._turn)
-        containers = self._growing_containers(module, since)
-        if self._garbage is not None and self._garbage.found is not None:
-            containers += (self._garbage.found,)
+        containers = (*self._growing_containers(module, since), *self._told_garbage)
         self._catch_up()
         levels = self._levels.pop(stretch, None)
         if levels is None or not levels.seem_to_grow():
@@ -488,7 +492,7 @@ class TurnGrowth:
         """Say what host memory has done in a stretch, where nothing of it is known to grow."""
         self._catch_up()
         said = self._levels[stretch].said() if stretch in self._levels else ""
-        if self._trimmed < COLLECTED:
+        if self._trimmed < _TRIMMED:
             return said
         return (
             f"{said}; {format_bytes(self._trimmed)} came back at malloc_trim: no leak, MALLOC_ARENA_MAX=2 keeps it less"
@@ -502,7 +506,12 @@ class TurnGrowth:
         anew = [each for each in growing.values() if each.span >= times * self._told.get(each.identity, (0,))[0]]
         found = self._findings_on(anew, "", 0)
         self._told |= {course.identity: (course.span, found.get(course.identity)) for course in anew}
-        return tuple(finding for _, finding in self._told.values() if finding is not None)
+        return (*(finding for _, finding in self._told.values() if finding is not None), *self._told_garbage)
+
+    @property
+    def _told_garbage(self) -> tuple[Finding, ...]:
+        found = None if self._garbage is None else self._garbage.found
+        return () if found is None else (found,)
 
     def _growing_containers(self, module: str, since: int) -> tuple[Finding, ...]:
         growing = self._containers.growing(self._turn)

@@ -177,7 +177,8 @@ PEAK = Rule(
 """No matter of coming back: judged with `@pytest.mark.leakcheck(peak=SIZE)` and `LeakCheck(peak=SIZE)` alone."""
 
 COLLECTED = 16 * MIB
-"""Bytes of tensors that a test may leave to the collector before that is noted: nobody knows when they come back."""
+"""Bytes of tensors, or of host memory, that a test may leave to the collector before that is noted: nobody knows when
+they come back."""
 
 _BY_KEY = {rule.key: rule for rule in RULES}
 

@@ -43,6 +43,8 @@ IN_CORE = (
     "encoder-cache",
     "sync-of-nothing",
     "lora-pile",
+    "request-map",
+    "cycle-per-request",
 )
 """Those that are run with the core in a process of its own, too."""
 
@@ -135,7 +137,8 @@ def clean_twin_in_core() -> VerifiedRun:
     for name in IN_CORE:
         config = DEFECTS[name].configure(config, twin=True)
     make = lambda: TargetLife(lambda: FixedReference(config))  # noqa: E731
-    return VerifiedRun(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2).run(), 1.0, "")
+    run = LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2, turns=TURNS)
+    return VerifiedRun(run.run(), 1.0, "")
 
 
 def clean_twin() -> VerifiedRun:
@@ -452,6 +455,8 @@ def test_a_defect_of_a_core_in_another_process_is_found_there(name: str, verifie
             "wake-oom": r"arena 'weights'",
             "workspace-views": r"\._workspaces\[[01]\]\._views\[0\]",
             "lora-pile": r"\.lora_adapters\.loaded",
+            "request-map": r"\.scheduler\.seq_id_to_seq_group",
+            "cycle-per-request": r"^Request\.omni_data",
         }
         assert re.search(f"{holders[name]}$", found.holder or "")
 
@@ -460,7 +465,8 @@ def test_without_a_defect_in_the_core_nothing_is_found(verified_in_core: dict[st
     twin = verified_in_core["wake-oom"].twin
     assert twin is not None
     assert twin.subject is not None
-    assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
+    assert (twin.subject.outcome, twin.subject.findings) == ("clean", ())
+    assert "nothing grows over" in twin.subject.reason
 
 
 def test_the_processes_of_an_engine_get_the_bug_and_those_of_its_twin_what_makes_it_show() -> None:

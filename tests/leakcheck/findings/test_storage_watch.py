@@ -100,13 +100,13 @@ def test_garbage_is_looked_for_where_malloc_gives_out_more_and_more() -> None:
     gc.collect()
     garbage = HostGarbage("turns", 4 * MIB)
     kept = []
-    for _ in range(3):
-        garbage.look()
+    for turn in range(3):
+        garbage.look(turn)
         kept.append(bytearray(3 * MIB))
     assert garbage.found is None
-    for _ in range(4):
+    for turn in range(3, 7):
         Message(3)
-        garbage.look()
+        garbage.look(turn)
     assert garbage.found is not None
     assert " came back only when the collector ran after " in garbage.found.message
     assert garbage.found.holder == "Message.data"
