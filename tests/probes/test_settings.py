@@ -472,8 +472,8 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         "decimal.getcontext().prec = 28",
     ),
     "sys.path entry '/lowtide/tests'": (
-        call(lambda: sys.path.insert(0, "/lowtide/tests"), lambda: sys.path.remove("/lowtide/tests")),
-        "sys.path.remove('/lowtide/tests')",
+        entered(lambda: mock.patch.object(sys, "path", ["/lowtide/tests", *sys.path])),
+        "sys.path[:] = [entry for entry in sys.path if entry != '/lowtide/tests']",
     ),
     "socket.getdefaulttimeout()": (
         call(lambda: socket.setdefaulttimeout(3.0), lambda: socket.setdefaulttimeout(None)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from lowtide.leakcheck.resources.settings import ABSENT, EnvironmentSetters, SettingChange
+from lowtide.leakcheck.resources.settings import ABSENT, EnvironmentSetters, SettingChange, put_back
 
 NAME = "os.environ['LOWTIDE_SETTER']"
 
@@ -107,3 +108,16 @@ def test_it_stands_in_for_putenv_meanwhile_only() -> None:
     for _ in range(2):
         setters.stop()
     assert before == (os.putenv, os.unsetenv)
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_a_folder_that_was_added_to_the_path_is_taken_out_however_often_it_is_there(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later tests may have added it again, which is no other change."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    others = [*sys.path]
+    for place in range(times):
+        sys.path.insert(2 * place, "lowtide-tests")
+    put_back([SettingChange("sys.path entry 'lowtide-tests'", ABSENT, "there")])
+    assert sys.path == others
