@@ -662,11 +662,17 @@ class Ownership:
         return maker is not None and maker.line in lines and maker.thread not in now.items.get("threads", ())
 
     def _living_heirs(self, threads: Collection[str], subject: Subject) -> dict[str, int]:
-        """Return the subject's threads that go on in place of some that have ended since they were read."""
+        """Return the subject's threads that go on in place of some that have ended since they were read.
+
+        Args:
+            threads: those that are no leak, which have ended or may stay.
+            subject: whose.
+        """
         lines = self._lines_of(threads)
         lines = lines - self._known_lines() if subject is None else lines & subject.lines
         living = Counters({"threads": dict.fromkeys(map(thread_key, threading.enumerate()), 1)}, {}, {})
-        return {name: 1 for name in living.items["threads"] if self._is_heir(name, lines, living)}
+        # One that may stay goes on for whoever started it, too.
+        return {name: 1 for name in living.items["threads"].keys() - threads if self._is_heir(name, lines, living)}
 
     def _is_anothers(self, key: str, name: str, now: Counters) -> bool:
         """Return whether a thread made something, or its heir is it, that was there before the test.

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from lowtide import LeakCheck
 from lowtide.leakcheck.judging import exemptions
 from lowtide.leakcheck.judging.exemptions import EXEMPTIONS, exempt
 from lowtide.probes import originals
@@ -185,6 +186,19 @@ def test_a_thread_of_anybody_else_is_not(done: threading.Event) -> None:
     kind = type("Monitor", (threading.Thread,), {"__module__": "tqdm._monitoring"})
     assert not is_exempt("threads", started(kind(target=done.wait)))
     assert not is_exempt("threads", started(threading.Thread(target=done.wait, name="tqdm._monitor")))
+
+
+@pytest.mark.parametrize(("module", "outcome"), [("tqdm._monitor", "clean"), ("tqdm._monitoring", "leak")])
+def test_a_thread_is_exempt_too_where_a_thread_has_started_it_that_has_ended(
+    module: str, outcome: str, done: threading.Event
+) -> None:
+    """As the first progress bar of a process may be shown by a worker."""
+    kind = type("TMonitor", (threading.Thread,), {"__module__": module})
+    with LeakCheck(settle=0.05) as check:
+        worker = threading.Thread(target=lambda: started(kind(target=done.wait)))
+        worker.start()
+        worker.join()
+    assert [subject.outcome for subject in check.report.subjects] == [outcome]
 
 
 def test_a_worker_of_trio_is_exempt_while_it_waits_and_not_while_it_works(done: threading.Event) -> None:
