@@ -338,13 +338,12 @@ def empty_instance(held: Callable[[], object]) -> None:
     if instance is None or not hasattr(instance, "__dict__"):
         return
     # 2: this variable's reference, and the argument's of who counts.
-    others = sys.getrefcount(instance) - 2 - _own_references(instance)
-    if not others:
-        return
+    references = sys.getrefcount(instance) - 2
     variables = 0
     for frame in _frames(sys._getframe(1)):
         variables += sum(map(partial(operator.is_, instance), frame_locals(frame)))
-    if variables == others:
+    # Counting what it alone has takes long: garbage that the next collection ends has most instances.
+    if variables and variables == references - _own_references(instance):
         _empty(vars(instance), _finalizers_class(type(instance)))
 
 
