@@ -6,12 +6,13 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import subprocess
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -595,6 +596,13 @@ def _apart(leak: Leak, context: Context) -> list[Leak]:
     return [leak]
 
 
+_END_NATIVE = (
+    "no Python code was seen to open it: end in teardown what has been made of a library in C, by its close(), "
+    "destroy() or term()"
+)
+"""What to do about a pipe, a socket or the like of which neither a holder nor the code is known that made it."""
+
+
 def _with_places(leak: Leak, context: Context, *, held: bool) -> Leak:
     """Return a finding about things that the program's code was seen to make with where it did.
 
@@ -608,6 +616,12 @@ def _with_places(leak: Leak, context: Context, *, held: bool) -> Leak:
     made = [context.made_at(leak.key, name) for name in sorted(leak.names)]
     places = list(dict.fromkeys(filter(None, made)))
     if not places:
+        # What has a path may have been opened by code that nobody looks at.
+        is_native = leak.key == "file-descriptors" and not any(
+            " -> /" in name or context.maker_of(leak.key, name) for name in leak.names
+        )
+        if is_native and not (held or leak.finding.advice or leak.finding.remedy):
+            leak = replace(leak, finding=restated(leak.finding, {"advice": _END_NATIVE}))
         return leak
     finding = noted(leak.finding, f"; {_MADE[leak.key]} in {first_of(places, _SHOWN_PLACES)}")
     if leak.key == "file-descriptors" and all(made) and not (held or finding.advice or finding.remedy):
@@ -756,6 +770,8 @@ def _cause(
         advice = f"set {exception}.__traceback__ to None: it keeps the local variables of its functions"
     elif idle and at_exit and root.edge.startswith("atexit.") and not thing.is_left_by(itself, at_exit.__name__):
         advice = f"call {at_exit.__name__}() of the {last.type} in teardown, and give it to atexit.unregister(){but}"
+    elif is_thing and (closing := _call_that_closes(thing, name, path)):
+        advice = closing
     elif len(path) == 1 and root.type == "interpreter":
         advice = advice_for_root(root.edge)
     elif not ending and (known := known_advice(name)):
@@ -788,6 +804,20 @@ def _cause(
         is_thing,
         holder.through,
     )
+
+
+def _call_that_closes(thing: _Thing, name: str, path: Sequence[Hop]) -> str:
+    """Return what to do about what would hand a descriptor to `os.close`: once nobody has it, nothing closes that.
+
+    Empty where it is no such thing, or where no code leads to it.
+    """
+    kind = type(thing.item) if thing.resources == {"file-descriptors"} else None
+    if kind is FINALIZER:
+        return f"keep what {name} returned, and call it in teardown: after detach() nothing closes the descriptor"
+    if kind is tuple:
+        return "call os.close() with the descriptor in teardown, and give os.close to atexit.unregister()"
+    is_code = path[0].type == "module" and not _is_inside_library(path) and not known_advice(name)
+    return f"call {name}() in teardown" if kind in (functools.partial, FunctionType) and is_code else ""
 
 
 class _Thing(msgspec.Struct, frozen=True):

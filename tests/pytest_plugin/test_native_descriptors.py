@@ -31,6 +31,10 @@ def test_of_another_library():
     assert ctypes.CDLL(None).pipe((ctypes.c_int * 2)()) == 0
 
 
+def test_more_of_another_library():
+    assert ctypes.CDLL(None).pipe((ctypes.c_int * 2)()) == 0
+
+
 def test_context():
     context = zmq.Context()
     context.socket(zmq.PUSH).close()
@@ -130,6 +134,12 @@ def test_it_is_told_by_the_object_that_came_with_it(run: InnerRun, name: str, ho
 )
 def test_what_is_ended_and_what_only_a_library_has_is_no_leak(run: InnerRun, name: str) -> None:
     assert subject_of(run, name).findings == ()
+
+
+def test_of_what_a_library_has_more_of_it_is_said_that_no_python_code_has_opened_it(run: InnerRun) -> None:
+    finding = finding_of(run, "test_more_of_another_library")
+    assert "the first came with test_inner.py::test_of_another_library" in finding.message
+    assert "no Python code was seen to open it" in (finding.advice or "")
 
 
 @pytest.mark.parametrize(

@@ -344,19 +344,19 @@ def finding_of(run: InnerRun, name: str) -> Finding:
             "atexit.register(",
             "; call close() and unlink() of the multiprocessing.",
         ),
-        ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "atexit.unreg"),
+        ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "call os.close"),
         ("test_numbers_to_close[at exit-True]", "file-descriptors", "atexit.register(function close)", "made in test_"),
         (
             "test_numbers_to_close[finalizer-True]",
             "file-descriptors",
             "weakref.finalize(<test_inner.Owner>, close)",
-            "call detach() of weakref.finalize(<test_inner.Owner>, close) when",
+            "keep what weakref.finalize(<test_inner.Owner>, close) returned, and call it in teardown",
         ),
         (
             "test_numbers_to_close[partial-True]",
             "file-descriptors",
             "test_inner.CALLS[0]",
-            "let go of test_inner.CALLS",
+            "call test_inner.CALLS[0]() in teardown",
         ),
         (
             "test_numbers_to_close[alarm-True]",
