@@ -45,7 +45,7 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.readings import mapped_shared_files, resident_code, shared_file_bytes
 from lowtide.probes.memory.ranges import Range, common
-from lowtide.probes.objects.described import is_library, program_modules
+from lowtide.probes.objects.described import is_installed_module, is_library, program_modules
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census, all_instances
@@ -366,7 +366,7 @@ class _Owners:
 
     def _of_program(self) -> _State:
         if self._program is None:
-            self._program = _State(program_modules())
+            self._program = _State(program_modules(), but=_globals_of_libraries)
         return self._program
 
 
@@ -375,10 +375,15 @@ class _State:
 
     Args:
         modules: the modules.
+        but: gives the identities of those of some globals that are another's.
     """
 
-    def __init__(self, modules: Iterable[ModuleType]) -> None:
+    def __init__(
+        self, modules: Iterable[ModuleType], but: Callable[[Sequence[object]], Collection[int]] = lambda values: ()
+    ) -> None:
         values = [value for module in modules for value in _values(module)]
+        others = but(values)
+        values = [value for value in values if id(value) not in others]
         self._called = {id(value) for value in values}
         # What a module imports is another's, and so is what it has of a library's own globals. The functions by which
         # this checker stands in for a library's lead to all that it knows, which is nobody's state.
@@ -437,6 +442,22 @@ def _values(module: ModuleType) -> list[object]:
         if issubclass(type(value), type) and type.__dict__["__module__"].__get__(value) == module.__name__:
             found += list(type.__dict__["__dict__"].__get__(value).items())
     return [value for name, value in found if name not in _OF_IMPORTS and not _is_constant(name, value)]
+
+
+def _globals_of_libraries(values: Sequence[object]) -> set[int]:
+    """Return the identities of those of some objects that a library has made of a class of its own as a global.
+
+    A program that imports such a one by its name does not own it.
+    """
+    packages = {module.partition(".")[0] for module in map(module_of_class, map(type, values))}
+    libraries = [package for package in packages if is_installed_module(package)]
+    return {
+        id(value)
+        for package in libraries
+        for module in _state_of(package)
+        for value in list(vars(module).values())
+        if module_of_class(type(value)).partition(".")[0] == package
+    }
 
 
 _OF_IMPORTS = ("__spec__", "__loader__")

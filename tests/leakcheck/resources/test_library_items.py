@@ -17,6 +17,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,6 +47,12 @@ POOL = []
 
 class Server:
     served = None
+
+SERVER = Server()
+
+def serve(server, done):
+    server.served = threading.Thread(target=done.wait, daemon=True)
+    server.served.start()
 
 def keep_thread(done):
     thread = threading.Thread(target=done.wait, daemon=True)
@@ -370,6 +377,21 @@ def test_what_the_program_holds_is_reported_at_once(
         assert process.end("test_a")[0].keys() == {"file-descriptors"}
     finally:
         HELD.clear()
+
+
+@pytest.mark.parametrize("whose", ["library", "program"])
+def test_an_object_that_the_program_imports_by_its_name_is_the_library_s(
+    process: Process, library: Any, done: threading.Event, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """As pyzmq's tests import its collector, which starts a thread when it is first asked for something."""
+    library.__spec__ = ModuleSpec(library.__name__, None, origin=library.__file__)
+    server = library.SERVER if whose == "library" else library.Server()
+    library.serve(server, done)
+    # The library holds both.
+    library.KEPT.append(server)
+    monkeypatch.setattr(sys.modules[__name__], "HELD", server)
+    reported, found = process.end("test_a")
+    assert (reported.keys(), len(found.listed)) == ((set(), 1) if whose == "library" else ({"threads"}, 0))
 
 
 def test_what_leads_from_the_loader_of_a_module_of_the_programs_is_none_of_that(
