@@ -10,7 +10,7 @@ import torch
 from lowtide.engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lowtide.engine.pages.card import CudaDriver, HipDriver, VmmPages, _Range
+    from lowtide.engine.pages.card import Driver, VmmPages, _Range
     from lowtide.engine.pages.cpu import CpuPages, _Mapping
 
 
@@ -68,7 +68,7 @@ def open_backend(device: str) -> PageBackend:
     return VmmPages(open_driver(wanted.index), wanted.index)
 
 
-def open_driver(index: int) -> CudaDriver | HipDriver:
+def open_driver(index: int) -> Driver:
     """Return the memory calls of a card's driver, CUDA's or ROCm's; `ConfigError`: its bindings are missing."""
     if torch.version.hip is not None:
         from lowtide.engine.pages.card import HipDriver, load_hip

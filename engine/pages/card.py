@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,7 @@ class _Window:
 class VmmPages:
     """Pages of a card, by its driver's virtual memory calls; as `CpuPages`."""
 
-    def __init__(self, driver: CudaDriver | HipDriver, index: int) -> None:
+    def __init__(self, driver: Driver, index: int) -> None:
         self.device = torch.device("cuda", index)
         self._driver = driver
         self.granularity = driver.granularity()
@@ -119,11 +118,99 @@ class VmmPages:
         torch.cuda.empty_cache()
 
 
-class CudaDriver:
-    """The driver calls that an address range with pages that come and go is made of, for one CUDA card.
+SUCCESS = 0
+OUT_OF_MEMORY = 2
+HOST_MEMORY_NOT_REGISTERED = 713
+HOST_REGISTER_PORTABLE = 1
+"""Numbers that CUDA and HIP have in common, as most else."""
+
+
+class Driver:
+    """The driver calls that an address range with pages that come and go is made of, for one card.
 
     Addresses, handles and sizes are plain integers.  Every call checks the driver's return code, and raises
     `OutOfMemoryError` where there is no room and `DriverError` for anything else.
+    """
+
+    _minimum: Any
+    """The granularity that is asked for, of those that there are."""
+    _host = "MemHost"
+    """What the names of the calls on host memory begin with."""
+
+    def granularity(self) -> int:
+        """Smallest unit of a mapping: 2 MiB on today's cards."""
+        return int(self._call("MemGetAllocationGranularity", self._properties(), self._minimum, gives=True))
+
+    def address_reserve(self, size: int, alignment: int) -> int:
+        """Reserve a range of device addresses."""
+        what = f"there is no range of {size} device addresses left"
+        return int(self._call("MemAddressReserve", size, alignment, 0, 0, gives=True, refusal=what))
+
+    def address_free(self, address: int, size: int) -> None:
+        """Give a range of device addresses back."""
+        self._call("MemAddressFree", address, size)
+
+    def create(self, size: int) -> int:
+        """Allocate physical device memory; returns its handle."""
+        return int(self._call("MemCreate", size, self._properties(), 0, gives=True, asked=size))
+
+    def release(self, handle: int) -> None:
+        """Give up a handle; the memory goes with the last mapping of it."""
+        self._call("MemRelease", handle)
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Map physical memory at an address."""
+        self._call("MemMap", address, size, 0, handle, 0, asked=size)
+
+    def set_access(self, address: int, size: int) -> None:
+        """Let the device read and write the range."""
+        self._call("MemSetAccess", address, size, self._access(), 1, asked=size)
+
+    def unmap(self, address: int, size: int) -> None:
+        """Unmap a range."""
+        self._call("MemUnmap", address, size)
+
+    def host_register(self, address: int, size: int) -> None:
+        """Lock host pages for direct copies, by whichever card."""
+        what = f"the host does not let {size} bytes be locked (see `ulimit -l`)"
+        self._call(f"{self._host}Register", address, size, HOST_REGISTER_PORTABLE, refusal=what)
+
+    def host_unregister(self, address: int) -> None:
+        """Undo `host_register`; where it is undone already, that is what was wanted.
+
+        (A Ctrl-C can come after the driver has done it, and before that is written down.)
+        """
+        self._call(f"{self._host}Unregister", address, done=HOST_MEMORY_NOT_REGISTERED)
+
+    def _call(self, name: str, *args: Any, gives: bool = False, **expected: Any) -> Any:
+        """Make the call of that name, without `cu` or `hip`; what it `gives`, besides its code."""
+        raise NotImplementedError
+
+    def _properties(self) -> Any:
+        """Return those of pinned memory on the device."""
+        raise NotImplementedError
+
+    def _access(self) -> Any:
+        """Return the right of the device to read and to write."""
+        raise NotImplementedError
+
+    def _no_room(self, asked: int) -> str:
+        return f"the card has no room for {asked} bytes"
+
+    def _said(self, code: Any) -> str:
+        """Return an error in the driver's own words."""
+        raise NotImplementedError
+
+    def _check(self, code: Any, *, asked: int = 0, refusal: str = "", done: int = SUCCESS) -> None:
+        if int(code) in (SUCCESS, done):
+            return
+        if int(code) == OUT_OF_MEMORY:
+            raise OutOfMemoryError(refusal or self._no_room(asked))
+        raise DriverError(self._said(code))
+
+
+class CudaDriver(Driver):
+    """For one CUDA card.
 
     Calls run in the card's primary context, the one torch uses, and put the caller's back: they come from worker
     threads too, which have none, and the user's choice of device is not ours to change.
@@ -139,71 +226,22 @@ class CudaDriver:
             raise ConfigError('the CUDA engine needs cuda-bindings: pip install "lowtide[gpu]"') from error
         self._cuda: Any = driver
         self._index = index
+        self._minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         with torch.cuda.device(index):
             # The first call that waits for the card is also what makes torch create the context.
             torch.cuda.synchronize()
-            self._context = self._check(*driver.cuCtxGetCurrent())
+            self._context = self._checked(*driver.cuCtxGetCurrent())
 
-    def granularity(self) -> int:
-        """Smallest unit of a mapping: 2 MiB on today's cards."""
-        option = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        return int(self._call(self._cuda.cuMemGetAllocationGranularity, self._properties(), option))
-
-    def address_reserve(self, size: int, alignment: int) -> int:
-        """Reserve a range of device addresses."""
-        what = f"there is no range of {size} device addresses left"
-        return int(self._call(self._cuda.cuMemAddressReserve, size, alignment, 0, 0, refusal=what))
-
-    def address_free(self, address: int, size: int) -> None:
-        """Give a range of device addresses back."""
-        self._call(self._cuda.cuMemAddressFree, address, size)
-
-    def create(self, size: int) -> int:
-        """Allocate physical device memory; returns its handle."""
-        return int(self._call(self._cuda.cuMemCreate, size, self._properties(), 0, asked=size))
-
-    def release(self, handle: int) -> None:
-        """Give up a handle; the memory goes with the last mapping of it."""
-        self._call(self._cuda.cuMemRelease, handle)
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Map physical memory at an address."""
-        self._call(self._cuda.cuMemMap, address, size, 0, handle, 0, asked=size)
-
-    def set_access(self, address: int, size: int) -> None:
-        """Let the device read and write the range."""
-        access = self._cuda.CUmemAccessDesc()
-        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._index
-        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._call(self._cuda.cuMemSetAccess, address, size, [access], 1, asked=size)
-
-    def unmap(self, address: int, size: int) -> None:
-        """Unmap a range."""
-        self._call(self._cuda.cuMemUnmap, address, size)
-
-    def host_register(self, address: int, size: int) -> None:
-        """Lock host pages for direct copies, by whichever card."""
-        portable = self._cuda.CU_MEMHOSTREGISTER_PORTABLE
-        what = f"the host does not let {size} bytes be locked (see `ulimit -l`)"
-        self._call(self._cuda.cuMemHostRegister, address, size, portable, refusal=what)
-
-    def host_unregister(self, address: int) -> None:
-        """Undo `host_register`; where it is undone already, that is what was wanted.
-
-        (A Ctrl-C can come after the driver has done it, and before that is written down.)
-        """
-        done = self._cuda.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
-        self._call(self._cuda.cuMemHostUnregister, address, done=done)
-
-    def _call(
-        self, function: Callable[..., Any], *args: Any, asked: int = 0, refusal: str = "", done: Any = None
-    ) -> Any:
-        self._check(*self._cuda.cuCtxPushCurrent(self._context))
+    def _call(self, name: str, *args: Any, gives: bool = False, **expected: Any) -> Any:
+        self._checked(*self._cuda.cuCtxPushCurrent(self._context))
         try:
-            return self._check(*function(*args), asked=asked, refusal=refusal, done=done)
+            return self._checked(*getattr(self._cuda, f"cu{name}")(*args), **expected)
         finally:
-            self._check(*self._cuda.cuCtxPopCurrent())
+            self._checked(*self._cuda.cuCtxPopCurrent())
+
+    def _checked(self, code: Any, result: Any = None, **expected: Any) -> Any:
+        self._check(code, **expected)
+        return result
 
     def _properties(self) -> Any:
         properties = self._cuda.CUmemAllocationProp()
@@ -212,28 +250,27 @@ class CudaDriver:
         properties.location.id = self._index
         return properties
 
-    def _check(self, code: Any, result: Any = None, *, asked: int = 0, refusal: str = "", done: Any = None) -> Any:
-        if code in (self._cuda.CUresult.CUDA_SUCCESS, done):
-            return result
-        if code == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            if refusal:
-                raise OutOfMemoryError(refusal)
-            free, total = torch.cuda.mem_get_info(self._index)
-            raise OutOfMemoryError(f"the card has no room for {asked} bytes: {free} of {total} bytes are free")
+    def _access(self) -> Any:
+        access = self._cuda.CUmemAccessDesc()
+        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._index
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return [access]
+
+    def _no_room(self, asked: int) -> str:
+        free, total = torch.cuda.mem_get_info(self._index)
+        return f"{super()._no_room(asked)}: {free} of {total} bytes are free"
+
+    def _said(self, code: Any) -> str:
         _, name = self._cuda.cuGetErrorName(code)
         _, text = self._cuda.cuGetErrorString(code)
-        raise DriverError(f"the CUDA driver answered {(name or b'?').decode()}: {(text or b'?').decode()}")
+        return f"the CUDA driver answered {(name or b'?').decode()}: {(text or b'?').decode()}"
 
 
 # Layouts and constants as in hip_runtime_api.h (ROCm 6 and 7): AMD ships no Python binding of these calls.
-HIP_SUCCESS = 0
-HIP_ERROR_OUT_OF_MEMORY = 2
-HIP_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
 ALLOCATION_TYPE_PINNED = 1
 LOCATION_TYPE_DEVICE = 1
 ACCESS_READ_WRITE = 3
-GRANULARITY_MINIMUM = 0
-HOST_REGISTER_PORTABLE = 1
 
 
 class MemLocation(ctypes.Structure):
@@ -280,8 +317,11 @@ def load_hip() -> ctypes.CDLL:
     raise ConfigError(f"the HIP runtime cannot be loaded; install ROCm or use device 'cpu' ({problems[0]})")
 
 
-class HipDriver:
-    """Do as `CudaDriver`, for one AMD card; `library` is the loaded HIP runtime."""
+class HipDriver(Driver):
+    """For one AMD card; `library` is the loaded HIP runtime."""
+
+    _minimum = 0
+    _host = "Host"
 
     def __init__(self, library: Any, index: int) -> None:
         self._hip = library
@@ -289,91 +329,20 @@ class HipDriver:
         # Without it ctypes would read the returned char pointer as an int and cut it to 32 bits.
         self._hip.hipGetErrorString.restype = ctypes.c_char_p
 
-    def granularity(self) -> int:
-        """Smallest unit of a mapping."""
-        size = ctypes.c_size_t()
-        properties = self._properties()
-        self._check(
-            self._hip.hipMemGetAllocationGranularity(
-                ctypes.byref(size), ctypes.byref(properties), ctypes.c_int(GRANULARITY_MINIMUM)
-            )
-        )
-        return size.value
+    def _call(self, name: str, *args: Any, gives: bool = False, **expected: Any) -> Any:
+        given = ctypes.c_size_t()
+        # Numbers as wide as a register each: ctypes would pass 32 bits.
+        passed = (ctypes.byref(arg) if isinstance(arg, ctypes.Structure) else ctypes.c_size_t(arg) for arg in args)
+        code = getattr(self._hip, f"hip{name}")(*[ctypes.byref(given)] * gives, *passed)
+        self._check(code, **expected)
+        return given.value
 
-    def address_reserve(self, size: int, alignment: int) -> int:
-        """Reserve a range of device addresses."""
-        address = ctypes.c_void_p()
-        code = self._hip.hipMemAddressReserve(
-            ctypes.byref(address),
-            ctypes.c_size_t(size),
-            ctypes.c_size_t(alignment),
-            ctypes.c_void_p(None),
-            ctypes.c_ulonglong(0),
-        )
-        self._check(code, refusal=f"there is no range of {size} device addresses left")
-        return address.value or 0
-
-    def address_free(self, address: int, size: int) -> None:
-        """Give a range of device addresses back."""
-        self._check(self._hip.hipMemAddressFree(ctypes.c_void_p(address), ctypes.c_size_t(size)))
-
-    def create(self, size: int) -> int:
-        """Allocate physical device memory."""
-        handle = ctypes.c_void_p()
-        properties = self._properties()
-        code = self._hip.hipMemCreate(
-            ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(properties), ctypes.c_ulonglong(0)
-        )
-        self._check(code, asked=size)
-        return handle.value or 0
-
-    def release(self, handle: int) -> None:
-        """Give up a handle."""
-        self._check(self._hip.hipMemRelease(ctypes.c_void_p(handle)))
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Map physical memory at an address."""
-        code = self._hip.hipMemMap(
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(size),
-            ctypes.c_size_t(0),
-            ctypes.c_void_p(handle),
-            ctypes.c_ulonglong(0),
-        )
-        self._check(code, asked=size)
-
-    def set_access(self, address: int, size: int) -> None:
-        """Let the device read and write the range."""
-        access = MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self._index), ACCESS_READ_WRITE)
-        code = self._hip.hipMemSetAccess(
-            ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
-        )
-        self._check(code, asked=size)
-
-    def unmap(self, address: int, size: int) -> None:
-        """Unmap a range."""
-        self._check(self._hip.hipMemUnmap(ctypes.c_void_p(address), ctypes.c_size_t(size)))
-
-    def host_register(self, address: int, size: int) -> None:
-        """Lock host pages for direct copies."""
-        code = self._hip.hipHostRegister(
-            ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(HOST_REGISTER_PORTABLE)
-        )
-        self._check(code, refusal=f"the host does not let {size} bytes be locked (see `ulimit -l`)")
-
-    def host_unregister(self, address: int) -> None:
-        """Undo `host_register`; as `CudaDriver.host_unregister`."""
-        code = self._hip.hipHostUnregister(ctypes.c_void_p(address))
-        if code != HIP_ERROR_HOST_MEMORY_NOT_REGISTERED:
-            self._check(code)
-
-    def _properties(self) -> MemAllocationProp:
+    def _properties(self) -> Any:
         return MemAllocationProp(type=ALLOCATION_TYPE_PINNED, location=MemLocation(LOCATION_TYPE_DEVICE, self._index))
 
-    def _check(self, code: int, *, asked: int = 0, refusal: str = "") -> None:
-        if code == HIP_SUCCESS:
-            return
-        if code == HIP_ERROR_OUT_OF_MEMORY:
-            raise OutOfMemoryError(refusal or f"the card has no room for {asked} bytes")
+    def _access(self) -> Any:
+        return MemAccessDesc(MemLocation(LOCATION_TYPE_DEVICE, self._index), ACCESS_READ_WRITE)
+
+    def _said(self, code: Any) -> str:
         text = self._hip.hipGetErrorString(ctypes.c_int(code)) or b"?"
-        raise DriverError(f"the HIP runtime answered {code}: {text.decode()}")
+        return f"the HIP runtime answered {code}: {text.decode()}"

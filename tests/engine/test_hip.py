@@ -90,7 +90,7 @@ def test_a_range_is_reserved_mapped_unmapped_and_freed_in_order(hip: RecordingHi
     at = 0x7F00_0000_0000 + GRANULARITY
     size = 2 * GRANULARITY
     assert hip.calls == [
-        ("hipMemAddressReserve", "out", 4 * GRANULARITY, GRANULARITY, None, 0),
+        ("hipMemAddressReserve", "out", 4 * GRANULARITY, GRANULARITY, 0, 0),
         ("hipMemCreate", "out", size, ("prop", 1, 0, 1, 1), 0),
         ("hipMemMap", at, size, 0, 42, 0),
         ("hipMemSetAccess", at, size, ("access", 1, 1, 3), 1),
