@@ -77,10 +77,7 @@ class _Outputs:
 
 @dataclass
 class _Order:
-    """A call that the engine's thread has to make; nobody waits any more for a result that is cancelled.
-
-    One that brings `requests` waits while the engine sleeps, or is about to; one that `drains`, for all requests' end.
-    """
+    """A call for the engine's thread; one with `requests` waits for the wake, one that `drains` for all requests."""
 
     call: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
@@ -101,11 +98,6 @@ class AsyncLLM:
 
     A request that comes while the engine sleeps waits until it is woken, as vLLM's does. Of a request that has ended,
     in whatever way, nothing is kept.
-
-    Args:
-        engine: that runs; from `start` on it is this object's alone, and `close` shuts it down.
-        counting: hears of requests.
-        on_death: called in the event loop when the core's process has ended by itself.
     """
 
     def __init__(self, engine: LLMEngine, counting: Counting, on_death: Callable[[], None]) -> None:

@@ -55,10 +55,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its base and how it is stretched beyond the context of its training.
-
-    The last three fields matter to `llama3` alone, `factor` to `linear` and `llama3`.
-    """
+    """Rotary position embedding; `factor` is of `linear` and `llama3`, the three fields after it of `llama3` alone."""
 
     theta: float = 10_000.0
     rope_type: Literal["default", "linear", "llama3"] = "default"
@@ -84,9 +81,6 @@ class ModelConfig:
     """Shape of a Llama-family decoder, as Hugging Face's config.json gives it.
 
     `attention_bias` is the bias of the q, k and v projections, `attention_output_bias` that of the o projection.
-
-    Raises:
-        ConfigError: a size is not positive, the heads cannot be grouped, or a name is not known.
     """
 
     architecture: str
@@ -410,13 +404,9 @@ class _HFGenerationConfig(msgspec.Struct):
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
-    """Read config.json (and the eos of generation_config.json) of a Hugging Face checkpoint folder.
+    """Read config.json (and the eos of generation_config.json) of a checkpoint folder, with either spelling of rope.
 
-    Both spellings are understood: `rope_theta` with `rope_scaling`, and transformers 5's `rope_parameters`.
-
-    Raises:
-        CheckpointError: config.json is missing or malformed, a key is missing, or it asks for something that the
-            engine does not do; names the file and the key.
+    A `CheckpointError` names the file and the key that is missing, malformed, or of what the engine does not do.
     """
     path = Path(folder) / "config.json"
     names = _read_json(path, _Architectures).architectures

@@ -31,12 +31,7 @@ class Plan:
 
 
 def make_plan(config: EngineConfig) -> Plan:
-    """Find out what `config` asks for.
-
-    Raises:
-        ConfigError: a setting that cannot work here.
-        CheckpointError: the checkpoint cannot be used.
-    """
+    """Find out what `config` asks for; errors as `LLMEngine.check`."""
     if config.cuda_graphs:
         check_cuda_graphs(config.device)
     model_config = load_model_config(config)
@@ -50,12 +45,7 @@ def make_plan(config: EngineConfig) -> Plan:
 
 
 def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
-    """Return the engine's core, with all its memory.
-
-    Raises:
-        OutOfMemoryError: no room; memory is back where it was.
-        CheckpointError: the weights cannot be read; likewise.
-    """
+    """Return the engine's core, with all its memory; errors as `LLMEngine.create`."""
     manager = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching, plan.num_host_blocks)
     scheduler = Scheduler(
         manager,
@@ -85,9 +75,6 @@ class _Step(NamedTuple):
 class EngineCore:
     """Joins the scheduler, which owns the requests and decides, and the worker, which owns the memory and computes.
 
-    What the worker does by itself (sleep, wake, load weights) is asked of it.  On an error nothing has changed, unless
-    it is said otherwise.
-
     Where it `runs_ahead`, a step is launched before the tokens of the one before it are read: the host plans under the
     card's work (as vLLM's asynchronous scheduling).  At most one is under way when a call returns, and none when no
     request is left.
@@ -114,13 +101,7 @@ class EngineCore:
         return len(self.scheduler.running), len(self.scheduler.waiting)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; one output for each request that has a new token.
-
-        When the step fails, no request has moved on, and the next step computes the same again.
-
-        Raises:
-            KVTransferError: copies of KV blocks failed since the last step; only they are lost.
-        """
+        """Compute one step; one output for each request with a new token.  One that fails moves no request on."""
         self.take_in_transfers()
         step, self._ahead = self._ahead, None
         if step is None:
@@ -199,12 +180,7 @@ class EngineCore:
         return self.scheduler.kv_cache_manager.usage
 
     def shutdown(self) -> None:
-        """Give everything back.
-
-        Raises:
-            ExceptionGroup: the errors of the steps that failed; the others were done all the same.  Called again, it
-                tries again what has failed.
-        """
+        """Give everything back; errors as `LLMEngine.shutdown`."""
         teardown = Teardown("shutting the engine down")
         teardown.run("the requests", self.abort)
         teardown.run("the worker", self.worker.shutdown)
@@ -214,11 +190,7 @@ class EngineCore:
     # --- copies of KV blocks to the host and back -------------------------------------------------------------------
 
     def take_in_transfers(self) -> None:
-        """Take in the transfers of KV blocks that have ended, and give their blocks back; waits for none.
-
-        Raises:
-            KVTransferError: some had failed; all are taken in nevertheless.
-        """
+        """Take in the transfers of KV blocks that have ended; `KVTransferError`: some had failed."""
         connector, offload = self.worker.kv_connector, self.scheduler.kv_cache_manager.offload
         if connector is None or offload is None:
             return
@@ -233,11 +205,8 @@ class EngineCore:
     def drain_transfers(self) -> None:
         """Wait until every transfer of KV blocks has ended, and take them in without a step.
 
-        Without it, blocks stay held until a request happens to come by (vllm#38503).
-
-        Raises:
-            KVTransferError: some failed, and all are taken in; or they do not end, and those under way still hold
-                their blocks.  It can be called again.
+        Without it, blocks stay held until a request happens to come by (vllm#38503).  A `KVTransferError` where some
+        failed, or do not end: those still hold their blocks.
         """
         connector, offload = self.worker.kv_connector, self.scheduler.kv_cache_manager.offload
         if connector is None or offload is None:

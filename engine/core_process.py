@@ -122,14 +122,9 @@ def forwarded(
 class CoreClient(Client):
     """An engine core in a process of its own; has the methods of `EngineCore` that the engine calls.
 
-    The core's error comes with its type, and with its process and its traceback as notes.  When the process ends
-    without being asked to, each call raises `EngineDeadError` at once, and only `shutdown` is of use.
-
     An interrupt (Ctrl-C) is passed on, and the core rolls back what it was doing.  One that comes when the core was
     done already is raised by `raise_late_interrupt` or before the next order, so that no result is lost.  A core that
     does not answer an interrupt within `INTERRUPT_S`, or before a second one, is killed.
-
-    A client that cannot be created leaves no process.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -221,10 +216,7 @@ class CoreClient(Client):
             raise KeyboardInterrupt
 
     def _call(self, name: str, *arguments: object) -> Any:
-        """Call a method of the core; what it returns, or the error that it raised.
-
-        A `ChannelError`, with nothing sent, where the arguments cannot be; an `EngineDeadError` where it has ended.
-        """
+        """Call a method of the core; a `ChannelError`, with nothing sent, where the arguments cannot be."""
         self._require_usable()
         called = CoreProcess.signatures[name]
         try:

@@ -66,9 +66,6 @@ class Defect:
     """One historical bug.
 
     Attributes:
-        name: what it is switched on by.
-        source: where it happened.
-        summary: what went wrong, in one line.
         activate: puts the bug into the engine while its context lasts.
         expected: every finding that it makes; none where it is no leak.
         settings: what the engine must be configured with for the bug to have a place.
@@ -120,10 +117,7 @@ class Defect:
             raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
 
     def configure(self, config: EngineConfig, *, twin: bool = False) -> EngineConfig:
-        """Return the configuration with what the bug needs; the processes that the engine starts get it, too.
-
-        A `twin`, the engine without the bug, has processes that get what makes the bug show, alone.
-        """
+        """Return the configuration with what the bug needs, or of a `twin` with what makes it show alone."""
         self.check(config.device)
         configured = replace(config, **self.settings)
         if not configured.works_elsewhere:

@@ -72,9 +72,6 @@ class LLMEngine:
     Not thread-safe: one thread drives an engine.  A call that is not legal in the engine's state raises
     `EngineStateError`, which names what is.  Every call that fails leaves the engine in the state it was in, with the
     memory it had, and can be made again; `shutdown` is legal at any time.
-
-    Args:
-        config: what to build; nothing is taken before `create`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -184,11 +181,7 @@ class LLMEngine:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
-        """Queue a request for `step`; returns its id.
-
-        Raises:
-            RequestError: the request can never be served, or its id is in use.
-        """
+        """Queue a request for `step`, and return its id; a `RequestError` where it can never be served."""
         core = self._require("add_request", EngineState.RUNNING)
         return self._add(core, request_id, prompt, params or SamplingParams())
 
@@ -201,11 +194,7 @@ class LLMEngine:
         return (0, 0) if self._core is None else self._core.num_requests()
 
     def check_health(self) -> None:
-        """Find out whether the engine's core runs, also while nothing is asked of it.
-
-        Raises:
-            EngineDeadError: its process has ended; only `shutdown` is of use.
-        """
+        """Find out whether the core runs; `EngineDeadError`: it has ended, and only `shutdown` is of use."""
         if isinstance(self._core, CoreClient) and not self._torn_down:
             self._core.check_health()
 
@@ -352,10 +341,7 @@ class LLMEngine:
             core.end_update(True)
 
     def weight_checksums(self) -> dict[str, int]:
-        """Checksum of every parameter as the engine has it, all ranks together, by its Hugging Face name.
-
-        That of what was sent is `lowtide.engine.weight_transfer.checksum`, in the dtype of the engine.
-        """
+        """Checksum of every parameter in the engine's dtype, all ranks together; see `weight_transfer.checksum`."""
         return self._require_weights("weight_checksums", idle=False).worker.weight_checksums()
 
     def shutdown(self) -> None:
@@ -382,10 +368,7 @@ class LLMEngine:
             self._torn_down = True
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor on the device whose contents must survive a sleep, by name; to be looked at, not kept.
-
-        None where the model is in other processes, and so are the addresses of graphs.
-        """
+        """Return every tensor on the device whose contents must survive a sleep, by name; none of other processes."""
         worker = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP).worker
         return worker.preserved_tensors() if isinstance(worker, Worker) else {}
 
@@ -404,11 +387,7 @@ class LLMEngine:
         return {} if self._core is None else self._core.worker.memory_mapped()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids.
-
-        Raises:
-            ConfigError: the model has no tokenizer.
-        """
+        """Return the text of token ids; `ConfigError`: the model has no tokenizer."""
         self._require("decode", EngineState.RUNNING, EngineState.ASLEEP)
         return str(self._require_tokenizer().decode(list(token_ids)))
 

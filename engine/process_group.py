@@ -28,9 +28,6 @@ class ProcessGroup(TensorParallelGroup):
 
     Where the program has no default group yet, the engine's is it, since torch wants one; else it is one beside it, and
     the program's own stays untouched.  The store belongs to the group and goes with it.
-
-    Raises:
-        EngineError: torch cannot make the group here.
     """
 
     def __init__(self, device: torch.device, place: RankPlace | None = None) -> None:
@@ -72,10 +69,7 @@ class ProcessGroup(TensorParallelGroup):
         return distributed.group.WORLD
 
     def break_off(self) -> None:
-        """Let the other ranks fail that wait for this one in a collective, where that can be done: not with NCCL.
-
-        `destroy` and `resume` on all ranks make the group whole again.
-        """
+        """Let the ranks fail that wait for this one in a collective, until all `resume`; not with NCCL."""
         if self._place is not None and self._backend == "gloo":
             self.destroy()
 

@@ -119,8 +119,7 @@ class MultiprocExecutor(Client):
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         """Compute one step; the next token by request id, as rank 0 has sampled it.
 
-        Where one rank fails, the others' collectives are broken off and the group is made anew, so that the step can
-        be made again. NCCL's collectives cannot be broken off: then all ranks are killed.
+        Where one rank fails, the group is made anew, so that the step can be made again.
         """
         with undone_by(self._remake_group):
             tokens: dict[str, int] = self._all(call("execute_model", output))[0]
@@ -200,10 +199,7 @@ class MultiprocExecutor(Client):
     ) -> list[Any]:
         """Have every rank do the same, or each its own order; what each has returned.
 
-        Args:
-            order: for all, or one per rank.
-            undo: what the ranks that could do it are told when others could not; after an interrupt, all of them.
-            ranks: those that have to, if not every one.
+        The ranks that could do it are told to `undo` it when others could not; after an interrupt, all of them.
         """
         undone = told = ranks or self.children
         orders = list(order) if isinstance(order, Sequence) else [order] * len(told)

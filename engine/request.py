@@ -71,11 +71,9 @@ class Request:
     """One request inside the engine: its tokens so far and how many of them are in the KV cache.
 
     Prefill and decode are one thing here, as in vLLM V1: a step computes some of the tokens that are not yet computed,
-    and a token is sampled when none is left.  A prompt that is empty is a `RequestError`.
+    and a token is sampled when none is left.
 
     Attributes:
-        prompt_token_ids: given to each output, and so made once.
-        token_ids: prompt, then what has been generated.
         num_computed_tokens: leading tokens whose keys and values are in the KV cache.
         num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
         arrival_index: how many requests came before; set by the scheduler.
@@ -133,14 +131,8 @@ UNREAD = -1
 class ScheduledRequest(msgspec.Struct, frozen=True):
     """What one step computes of one request, and all that a worker must know of it, in whichever process.
 
-    Attributes:
-        arrival_index: how many requests came before.
-        num_preemptions: how often it lost its KV blocks.
-        num_computed_tokens: tokens that are in the KV cache before the step.
-        num_output_tokens: tokens that have been generated before the step.
-        new_token_ids: the tokens to compute; `UNREAD` alone is the one that the step before has sampled.
-        block_ids: all its KV blocks.
-        samples: whether its last token is among them, so that the next one can be sampled.
+    Counts are those before the step; of `new_token_ids`, `UNREAD` alone is the one that the step before has sampled.
+    The next token is sampled if it `samples`: the request's last one is among them.
     """
 
     request_id: str
@@ -184,15 +176,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The state of a request after a step.
+    """The state of a request after a step: all tokens so far, a stop token included, and why no more come.
 
-    Attributes:
-        request_id: of the request.
-        prompt_token_ids: the prompt.
-        token_ids: all tokens generated so far, a stop token included.
-        finished: whether this is the last output.
-        finish_reason: `stop`, `length` or `abort`; None while not finished.
-        num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+    The reason is `stop`, `length` or `abort`; cached tokens are those that the prefix cache had when it first ran.
     """
 
     request_id: str

@@ -28,14 +28,9 @@ from lowtide.engine.teardown import Teardown
 
 
 class SampledTokens(Mapping[str, int]):
-    """The tokens that a step samples, by request id: on the device until somebody asks for one.
+    """The tokens, int64 [N], that a step samples, by request id: on the device until somebody asks for one.
 
-    Asking waits for that step, and for none that was launched after it.
-
-    Args:
-        request_ids: N.
-        tokens: int64 [N].
-        copies: the stream that brings them to the host; None is a CPU.
+    Asking waits for that step, and for none that was launched after it.  The stream `copies` brings them to the host.
     """
 
     def __init__(self, request_ids: Sequence[str], tokens: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
@@ -72,10 +67,6 @@ class ModelRunner:
     step are those that `UNREAD` stands for; they live as long as somebody wants them.
 
     There are as many micro-batches as workspaces. `allocate` gives the input buffers, which keep their addresses.
-
-    Attributes:
-        block_table: one row per running request.
-        decode_graphs: what `capture_graphs` made; None is every step eager.
     """
 
     def __init__(
@@ -162,8 +153,7 @@ class ModelRunner:
     def execute_model(self, output: SchedulerOutput) -> Mapping[str, int]:
         """Compute a step; the next token by request id, for each request whose last token was computed.
 
-        The device is waited for once, for the sampled tokens: at the end, or where the engine runs ahead, when they are
-        looked at.
+        The device is waited for once: at the end, or where the engine runs ahead, when tokens are looked at.
         """
         # Triton's kernels go to the current device, which is the user's choice and need not be the engine's.
         with torch.cuda.device_of(self._input_ids):  # type: ignore[no-untyped-call]
@@ -271,11 +261,7 @@ def _life(item: ScheduledRequest) -> tuple[int, int]:
 
 
 def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> list[list[ScheduledRequest]]:
-    """Split a step into at most `count` parts with about as many tokens, none of them empty.
-
-    Within each part, requests with one new token come first and the longest of them at the front, as the attention
-    wants them.
-    """
+    """Split a step into at most `count` parts with about as many tokens, each in the order that the attention wants."""
     total = sum(item.num_tokens for item in scheduled)
     parts: list[list[ScheduledRequest]] = [[] for _ in range(count)]
     before = 0

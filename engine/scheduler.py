@@ -55,7 +55,7 @@ class Scheduler:
         return bool(self._requests)
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; a `RequestError` where its id is in use, or it could never run to its end."""
+        """Queue a request; a `RequestError` where its id is in use, or it could never run to its end."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique until they finish")
         strange = next((token for token in request.token_ids if not 0 <= token < self.vocab_size), None)
@@ -150,10 +150,7 @@ class Scheduler:
         return outputs
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
-        """End requests now, all of them if not told which, and takes their blocks back; the last output of each.
-
-        Ids of none are passed over.
-        """
+        """End requests now, all of them if not told which, and take their blocks back; the last output of each."""
         outputs = []
         for request_id in list(self._requests) if request_ids is None else request_ids:
             request = self._requests.get(request_id)

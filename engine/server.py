@@ -226,10 +226,7 @@ class Choice:
     finish_reason: str | None = None
 
     def take(self, output: RequestOutput) -> dict[str, Any]:
-        """Return what is new since the last time, as a chunk of a stream has it.
-
-        One token after the other, so that an answer is the same however many come at once.
-        """
+        """Return what is new since the last time, as a chunk of a stream has it, however many tokens come at once."""
         is_first = self.num_tokens == 0
         stop_reason: int | str | None = None
         new = []
@@ -265,12 +262,7 @@ class Choice:
 class Completion:
     """The answer to one call of `/v1/completions`, as an application of ASGI; it ends when its client goes.
 
-    Attributes:
-        choices: what is computed; the answers to one prompt stand together.
-        head: what a response and each chunk begin with.
-        num_prompts: how many prompts the choices are answers to.
-        streams: whether each piece is sent as it comes, as events.
-        has_usage: whether a stream has a last chunk with the numbers of tokens.
+    The answers to one prompt stand together in `choices`; `head` is what a response and each chunk begin with.
     """
 
     llm: AsyncLLM

@@ -27,12 +27,6 @@ class WhenDropped:
     Python drops what a signal handler raises while the callback of a weak reference runs: a Ctrl-C, a time limit. So
     the callback is a callable of C, in which no handler runs, and all it does is start a thread, in which none runs
     either. `weakref.finalize` calls Python code.
-
-    Args:
-        dropped: the object.
-        give_back: what to call; it holds no reference to the object. What it raises is printed by Python.
-        arguments: its arguments.
-        at_exit: call it at the interpreter's exit for an object that is still there.
     """
 
     _waiting: ClassVar[dict[WhenDropped, bool]] = {}

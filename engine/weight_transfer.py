@@ -127,10 +127,7 @@ def bucket_memory(size: int, device: str) -> BucketMemory:
 
 @contextlib.contextmanager
 def opened(export: Export) -> Iterator[torch.Tensor]:
-    """Open a bucket of another process for as long as the block lasts, as uint8 of shape [size].
-
-    Whoever keeps a tensor over it keeps it open.  A `WeightUpdateError` where it cannot be opened.
-    """
+    """Open a bucket of another process while the block lasts, as uint8 [size], or raise `WeightUpdateError`."""
     if isinstance(export, FileExport):
         try:
             file = os.open(export.path, os.O_RDWR | os.O_CLOEXEC)
@@ -237,13 +234,9 @@ Bucket: TypeAlias = SentBucket | ReceivedBucket
 def packed(
     tensors: Mapping[str, torch.Tensor] | Iterable[Named], device: str, bucket_bytes: int
 ) -> Generator[SentBucket, None, None]:
-    """Yield buckets of whole parameters, which are taken one after the other, each when it is packed.
+    """Yield buckets of whole parameters, all in the same memory: one is valid until the next.
 
-    All are in the same memory: one is valid until the next, or until the generator is closed.
-
-    Raises:
-        WeightUpdateError: there is no tensor.
-        OutOfMemoryError: no room for a bucket.
+    The tensors are taken one after the other, each when it is packed.
     """
     memory: BucketMemory | None = None
     try:

@@ -34,20 +34,9 @@ SLEEPING_TAGS = ("kv_cache", "weights")
 
 
 class Worker:
-    """Owns everything of the engine that lives on the device.
+    """Owns everything of the engine that lives on the device, or one rank's part of it.
 
-    Args:
-        config: of the engine.
-        model_config: of the whole model.
-        backend: where device memory comes from.
-        source: what fills the weights, now and after a level 2 sleep.
-        num_blocks: KV blocks.
-        max_model_len: tokens that one request may span.
-        place: of this worker among several ranks, which have a part of the model each; None is all of it.
-
-    Raises:
-        OutOfMemoryError: the device or the host has no room; all memory is back where it was.
-        CheckpointError: the weights cannot be read; likewise.
+    The `source` fills the weights, now and after a level 2 sleep. Where it cannot be created, all memory is back.
     """
 
     def __init__(
@@ -124,10 +113,7 @@ class Worker:
         return self.model_runner.preserved_tensors()
 
     def graph_addresses(self) -> dict[str, tuple[int, int]]:
-        """Return what the CUDA graphs read and write at fixed places: (address, bytes) by name, as at their capture.
-
-        Names are those of `preserved_tensors` where a tensor is in both; empty without graphs.
-        """
+        """Return (address, bytes), at their capture, of what graphs use, as `preserved_tensors` names it."""
         graphs = self.model_runner.decode_graphs
         return {} if graphs is None else dict(graphs.addresses)
 

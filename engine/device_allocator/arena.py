@@ -81,9 +81,6 @@ class Arena:
     The pages can be dropped and mapped again at any time; addresses, and so tensors and captured graphs, stay valid,
     contents do not survive.  The memory is the arena's *and* its tensors': `close` gives it back at once if no tensor
     is left, else it goes with the last one, exactly as memory of torch's own allocator would.
-
-    Raises:
-        OutOfMemoryError: no address range of this size.
     """
 
     def __init__(self, tag: str, capacity: int, backend: PageBackend) -> None:
@@ -178,10 +175,7 @@ class Arena:
 
 
 def tensor_over(raw: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous tensor in the storage of `raw`, `offset` bytes into it.
-
-    Not a view: a view would keep `raw` itself alive as its base.
-    """
+    """Return a contiguous tensor in the storage of `raw`, not a view, which would keep `raw` alive as its base."""
     tensor = torch.empty(0, dtype=dtype, device=raw.device)
     # Without strides it is laid out row by row.
     return tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape), ())
@@ -204,11 +198,7 @@ class Workspace:
         self._all: torch.Tensor | None = None
 
     def get(self, *specs: Spec) -> list[torch.Tensor]:
-        """Tensors of the given shapes and types, side by side, with undefined contents, valid until the next `get`.
-
-        Raises:
-            OutOfMemoryError: the device has no room for the growth; the workspace is as it was.
-        """
+        """Tensors of the given shapes and types, side by side, with undefined contents, valid until the next `get`."""
         offsets, size = _layout(specs)
         whole = self.reserve(size)
         return [tensor_over(whole, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, specs, strict=True)]

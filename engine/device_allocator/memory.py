@@ -29,9 +29,6 @@ class HostBuffer:
     Pinning is slow (1.8 GB/s on an H200's host) only because the driver faults the memory in, 4 KiB at a time.  Pages
     that were written to before, and are huge, are registered at 27 GB/s per thread.  So the first user of a block
     fills it, and only then it is pinned.
-
-    Raises:
-        OutOfMemoryError: no address range of this size.
     """
 
     def __init__(self, tag: str, size: int, block: int, backend: PageBackend) -> None:
@@ -71,10 +68,7 @@ class HostBuffer:
         return offset // self.block in self._pinned
 
     def pin(self, offset: int) -> None:
-        """Pin the block at `offset`; on a CPU, which copies nothing by itself, it stays ordinary memory.
-
-        An `OutOfMemoryError` where the system does not let that much memory be locked.
-        """
+        """Pin the block at `offset`, but on a CPU; `OutOfMemoryError`: no more memory can be locked."""
         if not self._backend.pins_host_memory:
             return
         index = offset // self.block
@@ -83,11 +77,7 @@ class HostBuffer:
         self._pinned.add(index)
 
     def close(self) -> None:
-        """Unpin all blocks and give the memory back; calling it again does what is left to do, or nothing.
-
-        Raises:
-            ExceptionGroup: blocks that could not be unpinned; they are still there, and the others are not.
-        """
+        """Unpin all blocks and give back those that could be; calling it again does what is left to do, or nothing."""
         self.closed = True
         teardown = Teardown(f"giving host memory ({self.tag}) back")
         for index in sorted(self._pinned):
@@ -141,9 +131,6 @@ class TransferRing:
     Into an image that is not pinned yet, bytes go from the card into a slot, and a thread carries them on from there;
     the image's block is pinned behind it, so the way back and every later sleep are one direct copy.
     `total` bounds how much will ever be copied at once; a small model gets a small ring.
-
-    Raises:
-        OutOfMemoryError: no host memory for the ring.
     """
 
     def __init__(self, backend: PageBackend, total: int) -> None:
@@ -269,9 +256,6 @@ class EngineMemory:
     """Owns the arenas `weights`, `kv_cache`, `runtime` and `workspace` (one per micro-batch), and the transfer ring.
 
     Sizes are bytes.  With `poison`, what `restore` maps is filled with `POISON` before anything else.
-
-    Raises:
-        OutOfMemoryError: no room; nothing is held then.
     """
 
     def __init__(
@@ -342,10 +326,7 @@ class EngineMemory:
         self._backend.empty_cache()
 
     def restore(self, tag: str, refill: Callable[[], None] | None = None) -> None:
-        """Map an arena's pages again; weights are filled from the host copy, or by `refill` where there is none.
-
-        Without room, the arena may be mapped in part: the caller drops it.
-        """
+        """Map an arena's pages again and fill them; without room it may be mapped in part, and the caller drops it."""
         arena = self._arenas[tag]
         if tag == "weights" and self._image is not None:
             assert self._ring is not None

@@ -86,12 +86,8 @@ class KVCacheBlock:
 class KVCacheUsage:
     """Where the blocks are: `available + evictable == total - held` (the invariant of sglang's leak check).
 
-    Attributes:
-        total: all blocks.
-        available: free, with no contents that anyone could find.
-        evictable: free, kept for requests with the same prefix until the block is needed.
-        held: blocks that requests or transfers hold, shared ones counted once.
-        pending_transfer: those of `held` that transfers to or from the host alone hold.
+    `evictable` blocks are free and can still be found by their prefix; `pending_transfer` are those of `held` that only
+    transfers to or from the host hold.
     """
 
     total: int
@@ -331,10 +327,7 @@ class OffloadingManager:
         return self._store.find(hashes)
 
     def plan_load(self, before: Sequence[KVCacheBlock], host_blocks: Sequence[HostBlock]) -> None:
-        """Plans to copy blocks to the device, where the prefix cache has them once the load is taken in.
-
-        As many KV blocks must be free, besides those `before`, which are on the device.
-        """
+        """Plans to copy blocks to the device, behind those `before`; as many KV blocks must be free."""
         self._pool.begin_transfer(before)
         taken = self._pool.take(len(host_blocks))
         self._pool.begin_transfer(taken)
@@ -360,10 +353,7 @@ class OffloadingManager:
         return errors
 
     def abandon(self) -> None:
-        """Give back the blocks of all transfers; right only when no copy is under way and all ends were taken in.
-
-        What is left then never began, or its end was lost: an interrupt came between.
-        """
+        """Give back the blocks of all transfers, when no copy is under way: an interrupt has lost their ends."""
         for transfer in [*self._planned, *self._in_flight]:
             self._end(transfer, succeeded=False)
         self._planned.clear()
@@ -399,13 +389,7 @@ class OffloadingManager:
 class KVCacheManager:
     """Gives KV blocks to requests and takes them back; requests with equal prefixes share the full blocks of them.
 
-    Pure bookkeeping: it knows block numbers, not memory.
-
-    Args:
-        num_blocks: KV blocks.
-        block_size: tokens per block.
-        enable_prefix_caching: whether equal prefixes are shared.
-        num_host_blocks: KV blocks that host memory holds besides; 0 is no offload, which needs prefix caching.
+    Pure bookkeeping: it knows block numbers, not memory.  Host blocks, of which 0 are no offload, need prefix caching.
     """
 
     def __init__(
@@ -479,12 +463,8 @@ class KVCacheManager:
     ) -> list[KVCacheBlock] | None:
         """Make room for the next tokens of a request; None, with nothing changed, when there are too few blocks.
 
-        Asked again for the same tokens (a step that failed is run again), it finds the room there already.
-
-        Args:
-            request: its computed tokens have room already.
-            num_new_tokens: tokens that are computed next, after those in `computed_blocks`.
-            computed_blocks: shared ones, for a request that holds no blocks yet; they are not among those returned.
+        Asked again for the same tokens (a step that failed is run again), it finds the room there already.  The
+        `computed_blocks` are shared ones, for a request that holds none yet.
         """
         num_held = len(self.block_ids(request.request_id)) + len(computed_blocks)
         num_tokens = request.num_computed_tokens + len(computed_blocks) * self.block_size + num_new_tokens

@@ -31,11 +31,7 @@ TIMEOUT_S = 60.0
 
 
 class HostSlots:
-    """Host memory in slots of one KV block each, touched and pinned when they are first used.
-
-    Raises:
-        OutOfMemoryError: the host has not so much memory; nothing is held then.
-    """
+    """Host memory in slots of one KV block each, touched and pinned when they are first used."""
 
     def __init__(self, num_slots: int, slot_bytes: int, backend: PageBackend) -> None:
         self.slot_bytes = slot_bytes
@@ -85,9 +81,6 @@ class OffloadingConnector:
     takes it in needs no event to read or overwrite its blocks.  Every transfer must have ended before pages go.
 
     The thread keeps nothing of the engine while it idles: an engine that is dropped without a shutdown ends it.
-
-    Raises:
-        OutOfMemoryError: the host has not so much memory; nothing is held then.
     """
 
     def __init__(self, kv_cache: KVCache, num_slots: int, backend: PageBackend) -> None:
@@ -136,9 +129,7 @@ class OffloadingConnector:
     def close(self) -> None:
         """Cancel what has not been copied, end the thread, give the host memory back; called again, do what is left.
 
-        Raises:
-            KVTransferError: a copy has not ended after `TIMEOUT_S` seconds; its memory goes when it does.
-            ExceptionGroup: host memory that could not be unpinned; another call tries again.
+        A `KVTransferError` where a copy has not ended after `TIMEOUT_S` seconds; its memory goes when it does.
         """
         thread, slots = self._thread, self._slots
         if thread is not None:

@@ -19,9 +19,6 @@ class KVTransport:
     It is C's memory, as that of UCX or NIXL is: no Python object owns it, no torch counter shows it, and it goes only
     by `close` (vllm#38503 is a shutdown that forgot to).  Peer and wire are no part of this engine: what it has is the
     registration and its end.
-
-    Raises:
-        OutOfMemoryError: no memory, or the driver does not let that much be registered.
     """
 
     def __init__(self, backend: PageBackend, size: int) -> None:

@@ -25,13 +25,11 @@ def workspace_bytes(model: ModelConfig, max_num_seqs: int, max_model_len: int) -
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """Sequences with one new token each, padded to the longest.
+    """Sequences with one new token each, `start` to `stop` in the micro-batch, padded to the longest.
 
     Attributes:
-        start, stop: their tokens within the micro-batch.
         slots: int64 [(stop - start) * longest], where each key lies in the KV cache. Padding repeats the sequence's
-            last slot: what is gathered is then always something that was written. Garbage could be NaN, and NaN comes
-            through a mask.
+            last slot: garbage could be NaN, and NaN comes through a mask.
         bias: [stop - start, 1, 1, longest], 0 or -inf, added to the scores; None when nothing is padded.
     """
 
@@ -43,12 +41,9 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """One sequence with several new tokens, after a context that is already in the KV cache.
+    """One sequence with several new tokens, `start` to `stop` in the micro-batch, after a context in the KV cache.
 
-    Attributes:
-        start, stop: its tokens within the micro-batch.
-        slots: int64 [context + new], where each key lies in the KV cache; None when there is no context.
-        bias: [new, context + new], 0 or -inf, added to the scores; None when there is no context.
+    `slots` (int64 [context + new]) and `bias` ([new, context + new]) as in `DecodeBatch`; None without a context.
     """
 
     start: int
@@ -59,13 +54,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the attention of every layer must know of one micro-batch; sequences with one new token come first.
-
-    Attributes:
-        slot_mapping: int64 [T] on the device, where each new token's key and value go.
-        decodes: the sequences with one new token.
-        prefills: the others.
-    """
+    """What every layer must know of a micro-batch; `slot_mapping` is int64 [T], where each new token goes."""
 
     slot_mapping: torch.Tensor
     decodes: tuple[DecodeBatch, ...]
@@ -76,14 +65,9 @@ class AttentionMetadata:
 class PagedDecodes:
     """Sequences with one new token each, described by tensors on a card alone: nothing of it is a shape.
 
-    So a CUDA graph can be captured over it; what the tensors hold when the graph runs is what is computed.
-
-    Attributes:
-        block_table: on the device.
-        rows: int64 [B], of the block table.
-        seq_lens: int64 [B], tokens of each sequence after this step; 0 is padding, whose attention is 0.
-        slot_mapping: int64 [B], where each key and value goes; -1 is padding, which is written nowhere: every slot of
-            the cache may belong to somebody, free blocks too, whose contents are found by their hash.
+    So a CUDA graph can be captured over it; what the tensors hold when the graph runs is what is computed.  All are
+    int64 [B], lengths those after the step.  Padding has length 0 and slot -1, which is written nowhere: every slot of
+    the cache may belong to somebody, free blocks too, whose contents are found by their hash.
     """
 
     block_table: BlockTable
@@ -106,13 +90,8 @@ def build_attention_metadata(
 ) -> AttentionMetadata:
     """Prepare, once per step, what all layers share.
 
-    Args:
-        query_lens: new tokens of each sequence; those with one come first, longest sequence first.
-        seq_lens: tokens of each sequence after this step.
-        block_tables: int32 [B, blocks per sequence].
-        slot_mapping: int64 [T], T the sum of `query_lens`.
-        block_size: tokens per block.
-        dtype: of the model.
+    Sequences with one new token come first, the longest of them at the front; `seq_lens` are those after the step, and
+    `block_tables` int32 [B, blocks per sequence].
     """
     device = block_tables.device
     num_decodes = sum(length == 1 for length in query_lens)
@@ -162,19 +141,8 @@ def paged_attention(
     """Causal attention of new tokens over their sequences, whose keys and values are in the cache.
 
     Grouped heads cost no copies and need no special kernel: query heads that share a key head are laid out as rows of
-    one query (decode) or as a batch over keys with stride 0 (prefill).
-
-    Args:
-        query: [T, num_heads, head_dim].
-        key: [T, num_kv_heads, head_dim], as `value`.
-        value: see `key`.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`.
-        value_cache: see `key_cache`.
-        metadata: of this micro-batch.
-        workspace: of this micro-batch; holds the gathered keys and values, which paged decodes do without.
-
-    Returns:
-        [T, num_heads, head_dim].
+    one query (decode) or as a batch over keys with stride 0 (prefill).  Queries are [T, num_heads, head_dim] as what is
+    returned, keys and values [T, num_kv_heads, head_dim], the caches [num_blocks, block_size, num_kv_heads, head_dim].
     """
     if isinstance(metadata, PagedDecodes):
         from lowtide.engine.model_executor.triton_kernels import decode_attention

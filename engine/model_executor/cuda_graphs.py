@@ -48,13 +48,7 @@ class DecodeGraphs:
     between comes from a memory pool of torch's that all sizes share. It stays while the engine sleeps, and goes when
     the last graph does and torch's cache is emptied.
 
-    Args:
-        forward: of the model; launches on the current stream alone and waits for nothing.
-        block_table: whose pointer tensors the graphs read.
-        max_batch_size: sequences of the largest step.
-        hidden_size: of the model.
-        dtype: of the model.
-        allocate: gives the static buffers; of memory that no sleep drops.
+    `forward` launches on the current stream alone and waits for nothing; no sleep drops the memory of `allocate`.
 
     Attributes:
         addresses: (address, bytes) of what the graphs read and write at fixed places, by name, as it was at capture.
@@ -130,10 +124,7 @@ class DecodeGraphs:
         return self._hidden[:count]
 
     def close(self) -> None:
-        """Give the graphs up, and lets go of all that they use; calling it again does nothing.
-
-        Their pool's memory is torch's cache then: emptying that gives it back to the driver.
-        """
+        """Give the graphs up, and let go of all that they use: their pool's memory is torch's cache then."""
         teardown = Teardown("giving the CUDA graphs up")
         if self._graphs:
             # A step that failed may still be running.

@@ -60,15 +60,10 @@ def has_kernels(tensor: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T + b, [..., out].
+    """Return x W^T + b, [..., out], of x [..., in], W [out, in] and b [out].
 
     One row is a pass over the weights: on a card a kernel reads them once, at more of the bandwidth than cuBLAS, whose
     tiles are made for several rows.
-
-    Args:
-        x: [..., in]; contiguous, as the next two.
-        weight: [out, in].
-        bias: [out].
     """
     if x.numel() == x.shape[-1] and has_kernels(x):
         from lowtide.engine.model_executor import triton_kernels
@@ -80,19 +75,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add x to the residual stream and normalise the sum: sum / rms(sum) * weight.
+    """Add x [T, hidden_size] to the residual stream, and return sum / rms(sum) * weight, and the sum.
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. In float32 at least, and rounded before the weight
-    is multiplied in.
-
-    Args:
-        x: [T, hidden_size].
-        residual: as x, and may be overwritten; None where the stream begins with x.
-        weight: [hidden_size].
-        eps: is added to the mean square.
-
-    Returns:
-        The normalised sum and the sum, both [T, hidden_size].
+    is multiplied in. The residual may be overwritten, and is None where the stream begins with x.
     """
     if has_kernels(x):
         from lowtide.engine.model_executor import triton_kernels
@@ -111,7 +97,7 @@ def rotate_and_cache(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Turn queries and keys by their positions, and put keys and values into the KV cache.
+    """Turn queries and keys by their positions, and put keys and values into the KV cache; returns all three.
 
     Dimension i is paired with i + head_dim / 2, as in Hugging Face checkpoints (the original pairs neighbours).
 
@@ -121,9 +107,6 @@ def rotate_and_cache(
         key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
         value_cache: see `key_cache`.
         slots: int64 [T], block x block_size + offset; a kernel writes a token nowhere whose slot is negative.
-
-    Returns:
-        Turned queries [T, num_heads, head_dim], turned keys and values [T, num_kv_heads, head_dim].
     """
     num_kv_heads = key_cache.shape[2]
     num_heads = projected.shape[1] - 2 * num_kv_heads

@@ -40,11 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention (Ainslie et al., "GQA", 2023) with rotary positions over the layer's KV cache.
-
-    Attributes:
-        kv_cache: keys and values, both of `kv_cache_shape`; bound by the `StaticForwardContext`.
-    """
+    """Grouped-query attention (Ainslie et al., "GQA", 2023) with rotary positions over the layer's KV cache."""
 
     def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -168,19 +164,7 @@ class LlamaForCausalLM(nn.Module):
         attention_metadata: StepMetadata,
         workspace: WorkspaceViews,
     ) -> torch.Tensor:
-        """Compute new tokens of several sequences, flattened into one dimension, and cache their keys and values.
-
-        The layers must be bound to a KV cache by a `StaticForwardContext`; it is written at the new tokens' slots.
-
-        Args:
-            input_ids: int64 [T].
-            positions: int64 [T], of each token in its sequence.
-            attention_metadata: which sequences these are.
-            workspace: scratch memory of this micro-batch.
-
-        Returns:
-            Hidden states [T, hidden_size].
-        """
+        """Compute new tokens of several sequences, int64 [T], to hidden states [T, hidden_size]."""
         rotation = self.rotary_table[positions]
         hidden: torch.Tensor = self.model(input_ids, rotation, attention_metadata, workspace)
         return hidden

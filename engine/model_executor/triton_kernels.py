@@ -28,15 +28,7 @@ _MAX_SPLITS = 16
 def gather_rows(
     table_ptrs: torch.Tensor, table_strides: torch.Tensor, table_sizes: torch.Tensor, rows: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """Rows of the block table: int32 [B, width] for rows int64 [B]; entries beyond the table's own width are 0.
-
-    Args:
-        table_ptrs: see `BlockTable`, as the next two.
-        table_strides: see `table_ptrs`.
-        table_sizes: see `table_ptrs`.
-        rows: which, on the same device.
-        width: blocks per row.
-    """
+    """Rows of the block table: int32 [B, width] for rows int64 [B]; entries beyond the table's own width are 0."""
     out = torch.empty((rows.shape[0], width), dtype=torch.int32, device=rows.device)
     grid = (rows.shape[0], triton.cdiv(width, _COLUMNS))
     _gather_rows[grid](table_ptrs, table_strides, table_sizes, rows, out, width, COLUMNS=_COLUMNS)
@@ -258,18 +250,8 @@ def decode_attention(
     sequence is split into parts that run side by side, and the parts are joined in a second kernel (Dao et al.,
     "Flash-Decoding", 2023). The shapes of all launches depend on the batch size alone, so that a graph can be captured.
 
-    Args:
-        query: [B, num_heads, head_dim], the heads of a token one behind the other.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
-        value_cache: see `key_cache`.
-        table_ptrs: see `BlockTable`, as the next two.
-        table_strides: see `table_ptrs`.
-        table_sizes: see `table_ptrs`.
-        rows: int64 [B], of the block table.
-        seq_lens: int64 [B], keys of each sequence; for 0 the output is 0.
-
-    Returns:
-        [B, num_heads, head_dim] in the query's dtype.
+    Queries, and what is returned, are [B, num_heads, head_dim]; caches as in `rotate_and_cache`, and tables as in
+    `BlockTable`; `rows` and `seq_lens` int64 [B], and for 0 keys the output is 0.
     """
     batch, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]

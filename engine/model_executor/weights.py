@@ -192,11 +192,7 @@ class CheckpointWeights(WeightSource):
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors of these parameters in place, cast to each parameter's dtype.
-
-        The headers are checked again first: at a wake, the folder may no longer be what it was, and `copy_` would
-        broadcast a misshapen tensor without a word.
-        """
+        """Copy the tensors of these parameters in place, cast to each parameter's dtype."""
         files = locate_tensors(self._folder, self._shapes)
         wanted = {path: [name for name in names if name in parameters] for path, names in files.items()}
         copy_tensors(wanted, parameters, self._shards)

@@ -35,11 +35,7 @@ class Part:
 
 
 def check_device(device: str) -> torch.device:
-    """Return the device that `device` names: "cpu", "cuda" or "cuda:N" (which is also what torch calls an AMD card).
-
-    Raises:
-        ConfigError: the device is of another kind, or there is none here.
-    """
+    """Return the device that `device` names; `ConfigError`: it is none of "cpu", "cuda" and "cuda:N", or not here."""
     try:
         wanted = torch.device(device)
     except RuntimeError as error:

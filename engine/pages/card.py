@@ -176,10 +176,7 @@ class Driver:
         self._call(f"{self._host}Register", address, size, HOST_REGISTER_PORTABLE, refusal=what)
 
     def host_unregister(self, address: int) -> None:
-        """Undo `host_register`; where it is undone already, that is what was wanted.
-
-        (A Ctrl-C can come after the driver has done it, and before that is written down.)
-        """
+        """Undo `host_register`; a Ctrl-C may have come after the driver did it, before it was written down."""
         self._call(f"{self._host}Unregister", address, done=HOST_MEMORY_NOT_REGISTERED)
 
     def _call(self, name: str, *args: Any, gives: bool = False, **expected: Any) -> Any:

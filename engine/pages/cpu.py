@@ -16,10 +16,7 @@ MADV_POPULATE_WRITE = 23
 
 
 class _Mapping(mmap.mmap):
-    """An anonymous mapping that knows its address.
-
-    It unmaps itself when the last tensor over it is gone.
-    """
+    """An anonymous mapping that knows its address; it unmaps itself when the last tensor over it is gone."""
 
     address: int
     nbytes: int

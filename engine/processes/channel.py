@@ -43,15 +43,9 @@ _Message = TypeVar("_Message")
 
 
 class Connection:
-    """Messages of msgspec over a stream socket, to one process; one thread sends and receives.
+    """Messages of msgspec over a stream socket, which it owns, to one process; one thread sends and receives.
 
-    Args:
-        stream: connected to the other process; the connection owns it.
-        peer: process identifier of the other process.
-        name: of the other process, for messages.
-
-    Attributes:
-        pidfd: becomes readable as the other process ends.
+    Its `pidfd` becomes readable as the other process ends.
     """
 
     def __init__(self, stream: socket.socket, peer: int, name: str) -> None:
@@ -82,10 +76,7 @@ class Connection:
                 raise self._ended() from error
 
     def receive(self, kind: type[_Message]) -> _Message:
-        """Wait for the next message as long as the other process lives; a `ChannelError` where it is of another type.
-
-        What a process had sent before it ended is received.
-        """
+        """Wait for the next message, also of a process that has ended since; `ChannelError`: it is of another type."""
         self._read_to(_HEADER.size)
         magic, version, length = _HEADER.unpack_from(self._received)
         if magic != _MAGIC or length > MOST_BYTES:
@@ -213,13 +204,7 @@ class Order(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """What became of an order, and how the object is now.
 
-    Attributes:
-        result: what the method has returned, encoded; nil where it failed.
-        running: requests that steps compute.
-        waiting: requests that have not begun, or gave way.
-        awake: whether weights and KV cache have all their pages.
-        mapped: bytes with pages behind them, by arena tag.
-        error: why it failed; None where it did not.
+    That is: requests that run and wait, whether all is awake, and the bytes with pages behind them by arena tag.
     """
 
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -231,10 +216,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Signature:
-    """The types that a method takes and returns which another process may call, and the stage that it belongs to.
-
-    Those that it takes are the method's own, unless others are given.
-    """
+    """The types that a method, or its `parameters` instead, takes and returns in another process, and its stage."""
 
     def __init__(self, stage: str | None, method: Callable[..., Any], *parameters: Any) -> None:
         self.stage = stage
@@ -361,11 +343,7 @@ def client_has_gone() -> None:
 
 @contextmanager
 def entered(extensions: Sequence[str]) -> Iterator[None]:
-    """Enter all of these while the context lasts.
-
-    Each is `module:function=argument`: the function is called with the argument, a string, and returns a context
-    manager.  A `ConfigError` where there is no such function.
-    """
+    """Enter each `module:function=argument` while the context lasts; a `ConfigError` names one that is none."""
     with ExitStack() as stack:
         for extension in extensions:
             name, _, argument = extension.partition("=")

@@ -39,14 +39,7 @@ class ChildProcess:
     It ends when this process has ended in whatever way (`kill -9` too), when the connection is closed, and when its
     object is collected or this interpreter exits.
 
-    Args:
-        entry: the function as `module:function`; it is called with the child's `Connection`.
-        name: title of the process and name of its main thread, such as `lowtide::EngineCore`.
-        label: what messages call it; its identifier is added.
-        env: variables of its environment besides this process's.
-
-    Attributes:
-        answer: the last that was heard from it.
+    The function `entry`, a `module:function`, is called with the child's `Connection`. Messages call it by its `label`.
     """
 
     def __init__(self, entry: str, name: str, label: str = "", env: Mapping[str, str] | None = None) -> None:
@@ -86,10 +79,7 @@ class ChildProcess:
         return restore_error(self.answer.error, self.label)
 
     def end(self, timeout_s: float = END_S) -> None:
-        """Close the connection and wait until the process is gone; it is killed if that takes longer than `timeout_s`.
-
-        Calling it again does nothing.
-        """
+        """Close the connection, wait for the process's end, and kill it after `timeout_s`; again it does nothing."""
         if self._dropped.cancel():
             _end(self._process, self.connection, os.getpid(), timeout_s)
 
@@ -252,11 +242,9 @@ class HeldInterrupt:
             signal.signal(signal.SIGINT, self._handler)
 
     def waiting(self, wait: Callable[[float], _Result], deadline: float | None = None) -> _Result:
-        """Call `wait` until it returns something; an interrupt breaks it off, also one that was held back before.
+        """Call `wait` with a time of `time.monotonic` until it returns something or the deadline has passed.
 
-        Args:
-            wait: waits until a time of `time.monotonic`; changes nothing, so that it can be called again.
-            deadline: when to give up and return the nothing that `wait` returns; None is never.
+        An interrupt breaks it off, also one that was held back before.
         """
         self._lets_through = True
         try:
@@ -294,9 +282,6 @@ class Client:
 
     When a process ends without being asked to, or cannot be understood, all are ended: from then on each call raises
     `EngineDeadError`, and only a shutdown is of use.
-
-    Attributes:
-        children: the processes; each has what was last heard from it.
     """
 
     def __init__(self) -> None:
