@@ -35,17 +35,16 @@ from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.core import EngineCore
 from lowtide.engine.core_process import CoreClient
 from lowtide.engine.device_allocator.arena import Arena, Spec, Workspace, WorkspaceViews
-from lowtide.engine.device_allocator.memory import EngineMemory
+from lowtide.engine.device_allocator.memory import EngineMemory, KVTransport
 from lowtide.engine.errors import ConfigError, OutOfMemoryError
 from lowtide.engine.kv.kv_cache import KVCache, KVCacheBlock, KVCacheManager
-from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.llm_engine import LLMEngine, Prompt
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardContext
+from lowtide.engine.model_executor.parallel_layers import ProcessGroup
 from lowtide.engine.pages import Part
 from lowtide.engine.pages.card import VmmPages
-from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.processes import channel, child
 from lowtide.engine.processes.channel import call
 from lowtide.engine.processes.child import ChildProcess

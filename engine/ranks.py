@@ -13,9 +13,9 @@ import torch
 
 from lowtide.engine.config import EngineConfig, load_model_config
 from lowtide.engine.errors import CollectiveError, EngineDeadError
+from lowtide.engine.model_executor.parallel_layers import RankPlace
 from lowtide.engine.model_executor.weights import create_weight_source
 from lowtide.engine.pages import open_backend
-from lowtide.engine.process_group import RankPlace
 from lowtide.engine.processes.channel import Connection, Order, ServedProcess, Signature, Signatures, call, signatures
 from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
 from lowtide.engine.request import SchedulerOutput

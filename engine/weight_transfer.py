@@ -33,43 +33,26 @@ class CudaExport(msgspec.Struct, frozen=True, tag=True):
 
     Each export counts one importer in torch's counter file: one that two processes import falls below 0, and the memory
     is never freed (pytorch#149187, vllm#51258).
+
+    Attributes:
+        handle: the device, the handle of CUDA IPC, bytes, and the offset in what the handle is of.
+        counter: the counter file and the place in it, the handle of an event, and whether that must be waited for.
     """
 
-    device: int
-    handle: bytes
-    size: int
-    offset: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
+    handle: tuple[int, bytes, int, int]
+    counter: tuple[bytes, int, bytes, bool]
 
 
 Export: TypeAlias = FileExport | CudaExport
 
 
-class BucketMemory:
-    """Memory of `size` bytes that the sender fills: `data`, uint8 [size], until it is closed."""
+class FileMemory:
+    """Memory that the sender fills, `data`, uint8 [size]: a file without a name, of which nothing stays."""
 
     data: torch.Tensor
 
     def __init__(self, size: int) -> None:
         self.size = size
-
-    def export(self) -> Export:
-        """Return what one other process opens it by; another one needs another export."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give it up; what others have open of it goes when they close it."""
-        self.__dict__.pop("data", None)
-
-
-class FileMemory(BucketMemory):
-    """A file in memory that has no name: nothing of it stays, however its processes end."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
         self._file = os.memfd_create(FILE_NAME)
         try:
             # Else a write would find out that there is no room, by a signal that ends the process.
@@ -82,22 +65,22 @@ class FileMemory(BucketMemory):
             raise
 
     def export(self) -> FileExport:
-        """Return the path of its file."""
+        """Return what one other process opens it by; another one needs another export."""
         return FileExport(f"/proc/{os.getpid()}/fd/{self._file}", self.size)
 
     def close(self) -> None:
-        """Unmap it, with the last tensor over it, and close the file."""
-        super().close()
+        """Unmap it, with the last tensor over it, and close the file; what others have open goes when they close it."""
+        self.__dict__.pop("data", None)
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
 
-class CudaMemory(BucketMemory):
-    """Memory of torch's on a card."""
+class CudaMemory:
+    """Memory of torch's on a card; as `FileMemory`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        super().__init__(size)
+        self.size = size
         try:
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
@@ -105,12 +88,16 @@ class CudaMemory(BucketMemory):
 
     def export(self) -> CudaExport:
         """Return a handle for one importer."""
-        return CudaExport(*self.data.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
+        shared = self.data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        return CudaExport(shared[:4], shared[4:])
 
     def close(self) -> None:
         """Let go of it, and of the storages that importers have closed."""
-        super().close()
+        self.__dict__.pop("data", None)
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+BucketMemory: TypeAlias = FileMemory | CudaMemory
 
 
 def release_cached(device: str) -> None:
@@ -143,23 +130,9 @@ def opened(export: Export) -> Iterator[torch.Tensor]:
         return
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    data = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        torch.Tensor,
-        torch.Size([export.size]),
-        (1,),
-        0,
-        torch.UntypedStorage,
-        torch.uint8,
-        export.device,
-        export.handle,
-        export.size,
-        export.offset,
-        False,
-        export.ref_counter_handle,
-        export.ref_counter_offset,
-        export.event_handle,
-        export.event_sync_required,
-    )
+    device, handle, size, offset = export.handle
+    whole = (torch.Tensor, torch.Size([size]), (1,), 0, torch.UntypedStorage, torch.uint8)
+    data = rebuild_cuda_tensor(*whole, device, handle, size, offset, False, *export.counter)  # type: ignore[no-untyped-call]
     try:
         yield data
     finally:

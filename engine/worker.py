@@ -11,18 +11,17 @@ import torch
 
 from lowtide.engine.config import EngineConfig, ModelConfig
 from lowtide.engine.device_allocator.arena import ALIGNMENT, padded
-from lowtide.engine.device_allocator.memory import EngineMemory
+from lowtide.engine.device_allocator.memory import EngineMemory, KVTransport
 from lowtide.engine.errors import WeightUpdateError
 from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
 from lowtide.engine.kv.kv_offload import OffloadingConnector
-from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.model_executor.attention import workspace_bytes
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.fused_ops import rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.parallel_layers import ProcessGroup, RankPlace
 from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
 from lowtide.engine.pages import PageBackend
-from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown, undone_by

@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.engine import ranks
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.process_group import ProcessGroup
+from lowtide.engine.model_executor.parallel_layers import ProcessGroup
 from lowtide.engine.processes.channel import Connection
 from lowtide.engine.ranks import RankProcess
 from lowtide.engine.worker import Worker

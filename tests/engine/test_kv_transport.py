@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.engine import ConfigError, DriverError, EngineConfig, LLMEngine
+from lowtide.engine.device_allocator.memory import KVTransport
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.kv import kv_transport
-from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.readings import resident_bytes

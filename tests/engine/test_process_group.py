@@ -12,7 +12,7 @@ from torch import distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 from lowtide.engine import EngineConfig, EngineError, LLMEngine, SamplingParams
-from lowtide.engine.process_group import ProcessGroup, RankPlace
+from lowtide.engine.model_executor.parallel_layers import ProcessGroup, RankPlace
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.host.process_files import numbered_descriptors
 

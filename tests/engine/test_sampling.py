@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lowtide.engine.errors import RequestError
-from lowtide.engine.model_executor.sampling import sample, uniform_draw
 from lowtide.engine.request import Request, SamplingParams, ScheduledRequest
+from lowtide.engine.runner import sample, uniform_draw
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
 
