@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -190,24 +190,21 @@ class CompletionRequest(msgspec.Struct):
             raise RequestError("stop has an empty text, which would end each answer at once: leave it out")
         return stops
 
-    def num_answers(self) -> int:
-        """Return how many answers each prompt has."""
+    def params(self) -> Sequence[SamplingParams]:
+        """Return how each of the answers to a prompt is sampled; OpenAI's defaults, which are not greedy."""
         number = 1 if self.n is None else self.n
         if not 1 <= number <= MOST_ANSWERS:
             raise RequestError(f"n {number} must be from 1 to {MOST_ANSWERS}")
-        return number
-
-    def params(self, index: int) -> SamplingParams:
-        """Return how one of the answers to a prompt is sampled; OpenAI's defaults, which are not greedy."""
-        return SamplingParams(
+        first = SamplingParams(
             max_tokens=16 if self.max_tokens is None else self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=0 if self.top_k is None or self.top_k == -1 else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=None if self.seed is None else self.seed + index,
+            seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
         )
+        return [first if first.seed is None else replace(first, seed=first.seed + index) for index in range(number)]
 
 
 @dataclass
@@ -464,22 +461,12 @@ class Server(uvicorn.Server):
         for prompt in prompts:
             tokens = self._text.encode(prompt) if isinstance(prompt, str) else prompt
             shown = "" if not asked.echo else prompt if isinstance(prompt, str) else self._text.decode(prompt)
-            for number in range(asked.num_answers()):
-                choices.append(
-                    Choice(
-                        index=len(choices),
-                        request_id=f"{completion_id}-{len(choices)}",
-                        prompt=tokens,
-                        params=asked.params(number),
-                        detokenizer=Detokenizer(self._text, tokens, asked.stops()),
-                        echo=shown,
-                        has_token_ids=bool(asked.return_token_ids),
-                    )
-                )
+            for params in asked.params():
+                index, detokenizer = len(choices), Detokenizer(self._text, tokens, asked.stops())
+                name, has_ids = f"{completion_id}-{index}", bool(asked.return_token_ids)
+                choices.append(Choice(index, name, tokens, params, detokenizer, shown, has_ids))
         options = asked.stream_options or StreamOptions()
-        return Completion(
-            self.llm, choices, head, len(prompts), streams=bool(asked.stream), has_usage=bool(options.include_usage)
-        )
+        return Completion(self.llm, choices, head, len(prompts), bool(asked.stream), bool(options.include_usage))
 
     async def _models(self, request: Request) -> Response:
         card = {"id": self._model, "object": "model", "created": self._since, "owned_by": "lowtide"}
