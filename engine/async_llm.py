@@ -10,10 +10,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, KVTransferError
-from lowtide.engine.kv.kv_cache import KVCacheUsage
 from lowtide.engine.llm_engine import EngineState, LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.worker import SLEEPING_TAGS
@@ -23,30 +24,49 @@ HEALTH_S = 1.0
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Metric = TypeVar("_Metric", Counter, Gauge)
 
 
-class Counting(Protocol):
-    """Hears how far requests are, in the engine's thread."""
+class Metrics:
+    """What the requests have come to, and how the engine is, by the names of vLLM's metrics with our own prefix."""
 
-    def begun(self, output: RequestOutput) -> None:
-        """Note that a request has its first tokens."""
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._running = self._new(Gauge, "num_requests_running", "Requests that steps compute.")
+        self._waiting = self._new(Gauge, "num_requests_waiting", "Requests that have not begun, or gave way to others.")
+        self._usage = self._new(Gauge, "kv_cache_usage_perc", "Part of the KV blocks that requests hold; 1 is all.")
+        self._sleep_state = self._new(
+            Gauge, "engine_sleep_state", "1 for the state that the engine is in, of these.", "sleep_state"
+        )
+        self._mapped = self._new(Gauge, "memory_mapped_bytes", "Bytes with pages behind them.", "arena")
+        self._prompt = self._new(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._cached = self._new(Counter, "prompt_tokens_cached", "Those of them that the prefix cache had.")
+        self._generated = self._new(Counter, "generation_tokens", "Tokens generated.")
+        self._finished = self._new(Counter, "request_success", "Requests that have ended.", "finished_reason")
 
-    def generated(self, tokens: int) -> None:
-        """Note that there are so many tokens more."""
+    def _new(self, kind: type[_Metric], name: str, text: str, *labels: str) -> _Metric:
+        return kind(f"lowtide:{name}", text, ("model_name", *labels), registry=self.registry)
 
-    def finished(self, reason: str) -> None:
-        """Note that a request has ended."""
+    def count(self, output: RequestOutput, before: int, reason: str | None) -> None:
+        """Count what is new of a request since it had `before` tokens; the reason for its end, if not its own."""
+        if output.token_ids and not before:
+            self._prompt.labels(self._model).inc(len(output.prompt_token_ids))
+            self._cached.labels(self._model).inc(output.num_cached_tokens)
+        self._generated.labels(self._model).inc(len(output.token_ids) - before)
+        if output.finished:
+            self._finished.labels(self._model, reason or str(output.finish_reason)).inc()
 
-
-@dataclass(frozen=True)
-class Readings:
-    """What the engine says of itself at one moment; the sleep level is 0 while it is awake, `mapped` bytes by arena."""
-
-    running: int
-    waiting: int
-    sleep_level: int
-    usage: KVCacheUsage
-    mapped: dict[str, int]
+    def read(self, engine: LLMEngine, postponed: int, sleep_level: int) -> None:
+        """Take in how the engine is now; the sleep level is 0 while it is awake."""
+        (running, waiting), usage = engine.num_requests(), engine.kv_cache_usage()
+        self._running.labels(self._model).set(running)
+        self._waiting.labels(self._model).set(waiting + postponed)
+        self._usage.labels(self._model).set(1 - usage.free / usage.total)
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            self._sleep_state.labels(self._model, state).set(level == sleep_level)
+        for arena, mapped in engine.memory_mapped().items():
+            self._mapped.labels(self._model, arena).set(mapped)
 
 
 class _Outputs:
@@ -100,11 +120,11 @@ class AsyncLLM:
     in whatever way, nothing is kept.
     """
 
-    def __init__(self, engine: LLMEngine, counting: Counting, on_death: Callable[[], None]) -> None:
+    def __init__(self, engine: LLMEngine, on_death: Callable[[], None]) -> None:
         self.death: EngineDeadError | None = None
         """Why the engine is of no use any more."""
         self._engine = engine
-        self._counting = counting
+        self.metrics = Metrics(engine.config.model)
         self._on_death = on_death
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lowtide-engine", daemon=True)
@@ -181,8 +201,8 @@ class AsyncLLM:
         """Return whether anything of it is asleep, or will be when what runs has ended."""
         return await self._call(lambda: self._is_paused)
 
-    async def read(self) -> Readings:
-        """Return what the engine says of itself."""
+    async def read_metrics(self) -> bytes:
+        """Return the metrics as they are now, in Prometheus' text format."""
         return await self._call(self._read)
 
     async def _call(self, call: Callable[[], _Result], *, requests: int = 0, drains: bool = False) -> _Result:
@@ -309,12 +329,9 @@ class AsyncLLM:
         live = self._live.get(output.request_id)
         if live is None:
             return
-        if output.token_ids and not live.num_tokens:
-            self._counting.begun(output)
-        self._counting.generated(len(output.token_ids) - live.num_tokens)
+        self.metrics.count(output, live.num_tokens, reason)
         live.num_tokens = len(output.token_ids)
         if output.finished:
-            self._counting.finished(reason or str(output.finish_reason))
             del self._live[output.request_id]
         if told:
             self._tell(live.outputs.put, output)
@@ -344,15 +361,9 @@ class AsyncLLM:
         self._sleep_level = 0 if is_awake else self._sleep_level
         return is_awake
 
-    def _read(self) -> Readings:
-        running, waiting = self._engine.num_requests()
-        return Readings(
-            running=running,
-            waiting=waiting + sum(order.requests for order in self._postponed),
-            sleep_level=self._sleep_level,
-            usage=self._engine.kv_cache_usage(),
-            mapped=self._engine.memory_mapped(),
-        )
+    def _read(self) -> bytes:
+        self.metrics.read(self._engine, sum(order.requests for order in self._postponed), self._sleep_level)
+        return generate_latest(self.metrics.registry)
 
 
 def _ended() -> EngineDeadError:

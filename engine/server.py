@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lowtide.engine.async_llm import AsyncLLM, Readings
+from lowtide.engine.async_llm import AsyncLLM
 from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, EngineStateError, RequestError
 from lowtide.engine.llm_engine import LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
@@ -348,55 +348,6 @@ class Completion:
         }
 
 
-class Metrics:
-    """What `/metrics` says, by the names of vLLM's with a prefix of our own."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._registry = CollectorRegistry()
-        self._running = self._gauge("num_requests_running", "Requests that steps compute.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that have not begun, or gave way to others.")
-        self._usage = self._gauge("kv_cache_usage_perc", "Part of the KV blocks that requests hold; 1 is all.")
-        self._sleep_state = self._gauge(
-            "engine_sleep_state", "1 for the state that the engine is in, of these.", "sleep_state"
-        )
-        self._mapped = self._gauge("memory_mapped_bytes", "Bytes with pages behind them.", "arena")
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._cached = self._counter("prompt_tokens_cached", "Those of them that the prefix cache had.")
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
-        self._finished = self._counter("request_success", "Requests that have ended.", "finished_reason")
-
-    def begun(self, output: RequestOutput) -> None:
-        """See `Counting`."""
-        self._prompt.labels(self._model).inc(len(output.prompt_token_ids))
-        self._cached.labels(self._model).inc(output.num_cached_tokens)
-
-    def generated(self, tokens: int) -> None:
-        """See `Counting`."""
-        self._generated.labels(self._model).inc(tokens)
-
-    def finished(self, reason: str) -> None:
-        """See `Counting`."""
-        self._finished.labels(self._model, reason).inc()
-
-    def text(self, readings: Readings) -> bytes:
-        """Return all of it in Prometheus' text format."""
-        self._running.labels(self._model).set(readings.running)
-        self._waiting.labels(self._model).set(readings.waiting)
-        self._usage.labels(self._model).set(1 - readings.usage.free / readings.usage.total)
-        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-            self._sleep_state.labels(self._model, state).set(level == readings.sleep_level)
-        for arena, mapped in readings.mapped.items():
-            self._mapped.labels(self._model, arena).set(mapped)
-        return generate_latest(self._registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"lowtide:{name}", text, ("model_name", *labels), registry=self._registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"lowtide:{name}", text, ("model_name", *labels), registry=self._registry)
-
-
 class Server(uvicorn.Server):
     """Serves one engine; a signal to end shuts the engine down first."""
 
@@ -404,9 +355,8 @@ class Server(uvicorn.Server):
         self._model = engine.config.model
         self._engine = engine
         self._text = TokenText(None)
-        self._metrics = Metrics(self._model)
         self._since = int(time.time())
-        self.llm = AsyncLLM(engine, self._metrics, self._end)
+        self.llm = AsyncLLM(engine, self._end)
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -476,7 +426,7 @@ class Server(uvicorn.Server):
         return Response(status_code=200 if self.llm.death is None else 503)
 
     async def _read_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(await self.llm.read()), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await self.llm.read_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _sleep(self, request: Request) -> Response:
         level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")

@@ -16,36 +16,16 @@ from lowtide.engine.worker import Worker
 LONG = SamplingParams(max_tokens=1500)
 
 
-class Counted:
-    """What an engine counts."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.tokens = 0
-        self.reasons: list[str] = []
-
-    def begun(self, output: RequestOutput) -> None:
-        self.prompt_tokens += len(output.prompt_token_ids)
-
-    def generated(self, tokens: int) -> None:
-        self.tokens += tokens
-
-    def finished(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-
 class Subject:
     """An engine in this process that runs.
 
     Attributes:
         llm: asks it.
-        counted: what it counts.
     """
 
     def __init__(self) -> None:
         self.engine = LLMEngine(EngineConfig(kv_cache_bytes=8 << 20))
-        self.counted = Counted()
-        self.llm = AsyncLLM(self.engine, self.counted, lambda: None)
+        self.llm = AsyncLLM(self.engine, lambda: None)
 
     async def last(self, name: str, prompt: list[int], params: SamplingParams) -> RequestOutput:
         """The last output of a request."""
@@ -54,9 +34,22 @@ class Subject:
         assert last.finished
         return last
 
+    def metric(self, name: str, **labels: str) -> float:
+        """What one of its metrics is; 0 where there is none yet."""
+        return self.llm.metrics.registry.get_sample_value(f"lowtide:{name}", {"model_name": "tiny", **labels}) or 0
+
+    def ended(self, reason: str) -> float:
+        """How many requests have ended so."""
+        return self.metric("request_success_total", finished_reason=reason)
+
+    async def requests(self) -> tuple[float, float]:
+        """How many requests run, and how many wait."""
+        await self.llm.read_metrics()
+        return self.metric("num_requests_running"), self.metric("num_requests_waiting")
+
     async def settled(self) -> None:
         """Wait until the engine has nothing to do, and see that nothing is kept."""
-        while (readings := await self.llm.read()).running or readings.waiting:
+        while any(await self.requests()):
             await asyncio.sleep(0.01)
         assert (self.llm._live, self.llm._postponed, self.engine.num_requests()) == ({}, [], (0, 0))
 
@@ -94,14 +87,15 @@ async def test_a_request_is_computed_beside_those_that_came_before(subject: Subj
     assert not begun.done()
     assert len((await begun).token_ids) == 200
     await subject.settled()
-    assert (subject.counted.prompt_tokens, subject.counted.tokens, subject.counted.reasons) == (3, 203, ["length"] * 2)
+    assert (subject.metric("prompt_tokens_total"), subject.metric("generation_tokens_total")) == (3, 203)
+    assert subject.ended("length") == 2
 
 
 @in_a_loop
 async def test_for_who_reads_slowly_the_latest_alone_is_kept(subject: Subject) -> None:
     async with aclosing(subject.llm.generate([("a", [1], SamplingParams(max_tokens=100))])) as outputs:
         await anext(outputs)
-        while (await subject.llm.read()).running:
+        while (await subject.requests())[0]:
             await asyncio.sleep(0.01)
         rest = [output async for output in outputs]
     assert [len(output.token_ids) for output in rest] == [100]
@@ -114,11 +108,11 @@ async def test_of_who_leaves_nothing_is_kept(subject: Subject) -> None:
         await anext(outputs)
     await subject.settled()
     waiting = asyncio.ensure_future(subject.last("c", [1], LONG))
-    while (await subject.llm.read()).running < 1:
+    while (await subject.requests())[0] < 1:
         await asyncio.sleep(0.01)
     waiting.cancel()
     await subject.settled()
-    assert subject.counted.reasons == ["abort"] * 3
+    assert subject.ended("abort") == 3
 
 
 @in_a_loop
@@ -129,7 +123,7 @@ async def test_of_requests_of_which_one_is_refused_none_is_kept(subject: Subject
             await anext(outputs)
     await subject.settled()
     # Not later, when a step has computed it.
-    assert (subject.counted.reasons, subject.counted.tokens) == (["error"], 0)
+    assert (subject.ended("error"), subject.metric("generation_tokens_total")) == (1, 0)
 
 
 @in_a_loop
@@ -137,17 +131,17 @@ async def test_of_who_leaves_while_it_sleeps_nothing_is_kept(subject: Subject) -
     await subject.llm.sleep(1, "abort")
     staying = asyncio.ensure_future(subject.last("stays", [1], SamplingParams(max_tokens=3)))
     leaving = [asyncio.ensure_future(subject.last(f"leaves {turn}", [1], LONG)) for turn in range(20)]
-    while (await subject.llm.read()).waiting < 21:
+    while (await subject.requests())[1] < 21:
         await asyncio.sleep(0.01)
     for each in leaving:
         each.cancel()
-    while (await subject.llm.read()).waiting > 1:
+    while (await subject.requests())[1] > 1:
         await asyncio.sleep(0.01)
     assert len(subject.llm._postponed) == 1
     await subject.llm.wake(None)
     assert len((await staying).token_ids) == 3
     await subject.settled()
-    assert subject.counted.reasons == ["length"]
+    assert (subject.ended("length"), subject.ended("abort")) == (1, 0)
 
 
 def test_a_step_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +156,7 @@ def test_a_step_that_fails_ends_its_requests_alone(monkeypatch: pytest.MonkeyPat
     @in_a_loop
     async def run(subject: Subject) -> None:
         first, second = (asyncio.ensure_future(subject.last(name, [1], LONG)) for name in "ab")
-        while (await subject.llm.read()).running < 2:
+        while (await subject.requests())[0] < 2:
             await asyncio.sleep(0.01)
         fails[:] = [False, True]
         for each in (first, second):
@@ -181,10 +175,10 @@ def test_its_end_aborts_what_runs_and_refuses_what_waits() -> None:
             if is_asleep:
                 await subject.llm.sleep(1, "abort")
             asked = asyncio.ensure_future(subject.last("a", [1], LONG))
-            while not ((readings := await subject.llm.read()).running or readings.waiting):
+            while not any(await subject.requests()):
                 await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match="shutting down"):
-            await subject.llm.read()
+            await subject.llm.read_metrics()
         (result,) = await asyncio.gather(asked, return_exceptions=True)
         return result
 
