@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from lowtide.engine.config import EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import KVTransferError
-from lowtide.engine.kv.kv_cache import KVCacheManager, KVCacheUsage, num_host_kv_blocks, num_kv_cache_blocks
-from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
-from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
-from lowtide.engine.pages import open_backend
+from lowtide.engine.kv.kv_cache import KVCacheManager, KVCacheUsage
 from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.worker import Worker
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What an engine builds, known before any memory is taken; see `make_plan`."""
-
-    model_config: ModelConfig
-    num_blocks: int
-    num_host_blocks: int
-    max_model_len: int
-    source: WeightSource
-
-
-def make_plan(config: EngineConfig) -> Plan:
-    """Find out what `config` asks for; errors as `LLMEngine.check`."""
-    if config.cuda_graphs:
-        check_cuda_graphs(config.device)
-    model_config = load_model_config(config)
-    own = model_config.shard(config.tensor_parallel_size)
-    num_blocks = num_kv_cache_blocks(config, own)
-    num_host_blocks = num_host_kv_blocks(config, own)
-    max_model_len = resolve_max_model_len(config, model_config, num_blocks)
-    source = create_weight_source(config, model_config)
-    source.check()
-    return Plan(model_config, num_blocks, num_host_blocks, max_model_len, source)
+from lowtide.engine.worker import Plan, Worker
 
 
 def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
@@ -56,12 +27,7 @@ def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
         eos_token_ids=plan.model_config.eos_token_ids,
     )
     # Last, so that nothing can fail once there is memory to give back.
-    worker: Worker | MultiprocExecutor
-    if config.tensor_parallel_size > 1:
-        worker = MultiprocExecutor(config, plan.num_blocks, plan.max_model_len)
-    else:
-        backend = open_backend(config.device)
-        worker = Worker(config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
+    worker = MultiprocExecutor(config) if config.tensor_parallel_size > 1 else Worker(config, plan)
     return EngineCore(scheduler, worker, runs_ahead=config.runs_ahead)
 
 

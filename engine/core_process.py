@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from lowtide.engine.config import EngineConfig
-from lowtide.engine.core import EngineCore, create_core, make_plan
+from lowtide.engine.core import EngineCore, create_core
 from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
 from lowtide.engine.processes.channel import (
     Answer,
@@ -27,7 +27,7 @@ from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInte
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket
-from lowtide.engine.worker import Worker
+from lowtide.engine.worker import Worker, make_plan
 
 
 def main(connection: Connection) -> None:

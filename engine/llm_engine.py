@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from lowtide.engine.config import PRESETS, EngineConfig
-from lowtide.engine.core import EngineCore, create_core, make_plan
+from lowtide.engine.core import EngineCore, create_core
 from lowtide.engine.core_process import CoreClient
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
 from lowtide.engine.kv.kv_cache import KVCacheUsage
@@ -19,7 +19,7 @@ from lowtide.engine.ranks import rank_devices
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, rolled_back, undone_by
 from lowtide.engine.weight_transfer import BUCKET_BYTES, packed, release_cached
-from lowtide.engine.worker import SLEEPING_TAGS, Worker
+from lowtide.engine.worker import SLEEPING_TAGS, Worker, make_plan
 from lowtide.probes.stages import stage
 
 if TYPE_CHECKING:

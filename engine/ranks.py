@@ -11,17 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from lowtide.engine.config import EngineConfig, load_model_config
+from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import CollectiveError, EngineDeadError
 from lowtide.engine.model_executor.parallel_layers import RankPlace
-from lowtide.engine.model_executor.weights import create_weight_source
-from lowtide.engine.pages import open_backend
 from lowtide.engine.processes.channel import Connection, Order, ServedProcess, Signature, Signatures, call, signatures
 from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket, added
-from lowtide.engine.worker import SLEEPING_TAGS, Worker
+from lowtide.engine.worker import SLEEPING_TAGS, Worker, make_plan
 
 
 def main(connection: Connection) -> None:
@@ -43,20 +41,13 @@ class RankProcess(ServedProcess):
         with undone_by(lambda undo: undo.run("breaking the collectives off", self.served.break_off)):
             return super().call(name, arguments)
 
-    def create(self, config: EngineConfig, num_blocks: int, max_model_len: int, rank: int, store: str) -> None:
+    def create(self, config: EngineConfig, rank: int, store: str) -> None:
         """Make the rank's worker."""
         size = config.tensor_parallel_size
         if "OMP_NUM_THREADS" not in os.environ:
             # All ranks compute at the same time.
             torch.set_num_threads(max(1, torch.get_num_threads() // size))
-        model_config = load_model_config(config)
-        source = create_weight_source(config, model_config, rank, size)
-        backend = open_backend(config.device)
-        if backend.device.type == "cuda":
-            # Else what names no card would take memory on the first one.
-            torch.cuda.set_device(backend.device)
-        place = RankPlace(rank, size, store)
-        self.served = Worker(config, model_config, backend, source, num_blocks, max_model_len, place)
+        self.served = Worker(config, make_plan(config, rank), RankPlace(rank, size, store))
 
     signatures: ClassVar[Signatures] = signatures(
         {
@@ -96,7 +87,7 @@ class MultiprocExecutor(Client):
 
     kv_connector = None
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._size = config.tensor_parallel_size
         # The ranks find each other in a file that has no name: nothing of it stays, however they end.
@@ -111,7 +102,7 @@ class MultiprocExecutor(Client):
                 self.children.append(ChildProcess(ENTRY, f"lowtide::Worker_TP{rank}", label, env))
             self._all(
                 [
-                    call("create", replace(config, device=device), num_blocks, max_model_len, rank, path)
+                    call("create", replace(config, device=device), rank, path)
                     for rank, device in enumerate(rank_devices(config))
                 ]
             )

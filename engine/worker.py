@@ -5,23 +5,25 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from lowtide.engine.config import EngineConfig, ModelConfig
+from lowtide.engine.config import EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.device_allocator.arena import ALIGNMENT, padded
 from lowtide.engine.device_allocator.memory import EngineMemory, KVTransport
 from lowtide.engine.errors import WeightUpdateError
-from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
+from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.kv.kv_offload import OffloadingConnector
 from lowtide.engine.model_executor.attention import workspace_bytes
 from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
 from lowtide.engine.model_executor.fused_ops import rotary_table
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.parallel_layers import ProcessGroup, RankPlace
-from lowtide.engine.model_executor.weights import WeightSource, parameter_shards
-from lowtide.engine.pages import PageBackend
+from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
+from lowtide.engine.pages import open_backend
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown, undone_by
@@ -32,39 +34,58 @@ from lowtide.probes.stages import announce, stage, withdraw
 SLEEPING_TAGS = ("kv_cache", "weights")
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What an engine builds, known before any memory is taken; see `make_plan`."""
+
+    model_config: ModelConfig
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    source: WeightSource
+
+
+def make_plan(config: EngineConfig, rank: int = 0) -> Plan:
+    """Find out what `config` asks for, with the weights of one rank; errors as `LLMEngine.check`."""
+    if config.cuda_graphs:
+        check_cuda_graphs(config.device)
+    model_config = load_model_config(config)
+    own = model_config.shard(config.tensor_parallel_size)
+    num_blocks = num_kv_cache_blocks(config, own)
+    num_host_blocks = num_host_kv_blocks(config, own)
+    max_model_len = resolve_max_model_len(config, model_config, num_blocks)
+    source = create_weight_source(config, model_config, rank, config.tensor_parallel_size)
+    source.check()
+    return Plan(model_config, num_blocks, num_host_blocks, max_model_len, source)
+
+
 class Worker:
     """Owns everything of the engine that lives on the device, or one rank's part of it.
 
     The `source` fills the weights, now and after a level 2 sleep. Where it cannot be created, all memory is back.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        backend: PageBackend,
-        source: WeightSource,
-        num_blocks: int,
-        max_model_len: int,
-        place: RankPlace | None = None,
-    ) -> None:
-        self._source = source
+    def __init__(self, config: EngineConfig, plan: Plan, place: RankPlace | None = None) -> None:
+        model_config, num_blocks, max_model_len = plan.model_config, plan.num_blocks, plan.max_model_len
+        self._source = plan.source
         self._keep_host_copy = config.keep_host_copy
         self._heap = HeapFreeze()
         self._is_rank = place is not None
         self._is_first = place is None or place.rank == 0
-        self._backend = backend
+        self._backend = backend = open_backend(config.device)
+        if place is not None and backend.device.type == "cuda":
+            # Else what names no card would take memory on the first one.
+            torch.cuda.set_device(backend.device)
         self.kv_connector: OffloadingConnector | None = None
         self.group: ProcessGroup | None = None
         self.transport: KVTransport | None = None
-        rank, size = (0, 1) if place is None else (place.rank, place.size)
-        self._shards = parameter_shards(model_config, rank, size)
-        own, dtype = model_config.shard(size), model_config.torch_dtype
+        self._shards = plan.source.shards
+        own, dtype = model_config.shard(config.tensor_parallel_size), model_config.torch_dtype
         cache_shape = kv_cache_shape(own, num_blocks, config.block_size)
         kv_cache_bytes = 2 * own.num_layers * padded(cache_shape, dtype)
         self.memory = EngineMemory(
             backend,
-            weights=sum(padded(shape, dtype) for shape in source.shapes().values()),
+            weights=sum(padded(shape, dtype) for shape in plan.source.shapes().values()),
             kv_cache=kv_cache_bytes,
             # Keys and values each start aligned.
             workspace=workspace_bytes(own, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
@@ -98,8 +119,8 @@ class Worker:
                 runtime.allocate,
                 self.group,
             )
-            if num_host_blocks := num_host_kv_blocks(config, own):
-                self.kv_connector = OffloadingConnector(kv_cache, num_host_blocks, backend)
+            if plan.num_host_blocks:
+                self.kv_connector = OffloadingConnector(kv_cache, plan.num_host_blocks, backend)
             if config.cuda_graphs:
                 with stage("capture_graphs"):
                     self.model_runner.capture_graphs(config, runtime.allocate)

@@ -147,11 +147,14 @@ class WeightSource:
     """Fills the model's parameters: when the engine is created, and again when it wakes from a level 2 sleep."""
 
     def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
-        self._shards = parameter_shards(config, rank, size)
+        self.shards = {
+            name: shard_parameter(name, shape, rank, size) for name, shape in parameter_shapes(config).items()
+        }
+        """The part of every parameter that this rank has, by name."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each parameter of this rank, by its Hugging Face name."""
-        return {name: shard.shape for name, shard in self._shards.items()}
+        return {name: shard.shape for name, shard in self.shards.items()}
 
     def check(self) -> None:
         """Proves, without taking memory for weights, that `fill` will find every parameter; raises otherwise."""
@@ -173,18 +176,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def parameter_shards(config: ModelConfig, rank: int, size: int) -> dict[str, Shard]:
-    """Return the part of every parameter that one of `size` ranks has, by name, in the order of `parameter_shapes`."""
-    return {name: shard_parameter(name, shape, rank, size) for name, shape in parameter_shapes(config).items()}
-
-
 class CheckpointWeights(WeightSource):
     """The safetensors of a Hugging Face checkpoint folder; no file stays open between calls."""
 
     def __init__(self, folder: str | Path, config: ModelConfig, rank: int = 0, size: int = 1) -> None:
         super().__init__(config, rank, size)
         self._folder = Path(folder)
-        self._shapes = parameter_shapes(config)
+        self._shapes = {name: shard.full_shape for name, shard in self.shards.items()}
 
     def check(self) -> None:
         """Read the headers of all files; `CheckpointError`: a file or tensor is missing or does not fit the model."""
@@ -195,7 +193,7 @@ class CheckpointWeights(WeightSource):
         """Copy the tensors of these parameters in place, cast to each parameter's dtype."""
         files = locate_tensors(self._folder, self._shapes)
         wanted = {path: [name for name in names if name in parameters] for path, names in files.items()}
-        copy_tensors(wanted, parameters, self._shards)
+        copy_tensors(wanted, parameters, self.shards)
 
 
 class RandomWeights(WeightSource):
@@ -224,7 +222,7 @@ class RandomWeights(WeightSource):
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Draws the parameters given in place."""
-        for name in [name for name in self._shards if name in parameters]:
+        for name in [name for name in self.shards if name in parameters]:
             self._fill_one(name, parameters[name])
 
     def _fill_one(self, name: str, parameter: torch.Tensor) -> None:
@@ -233,7 +231,7 @@ class RandomWeights(WeightSource):
         elif name.endswith(".bias"):
             parameter.zero_()
         else:
-            shard = self._shards[name]
+            shard = self.shards[name]
             gain = self.QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
             is_embedding = name == "model.embed_tokens.weight"
             std = self.EMBEDDING_STD if is_embedding else gain / math.sqrt(shard.full_shape[-1])

@@ -238,7 +238,7 @@ def test_without_graphs_there_are_no_addresses() -> None:
 @pytest.mark.parametrize("fails_in", ["capture", "afterwards"])
 def test_a_create_that_fails_at_its_graphs_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fails_in: str) -> None:
     # What a card would do; the configuration is a CPU's.
-    monkeypatch.setattr("lowtide.engine.core.check_cuda_graphs", lambda device: None)
+    monkeypatch.setattr("lowtide.engine.worker.check_cuda_graphs", lambda device: None)
     closed: list[DecodeGraphs] = []
     close = DecodeGraphs.close
     monkeypatch.setattr(DecodeGraphs, "close", lambda self: (closed.append(self), close(self)))

@@ -928,7 +928,7 @@ class PinningPages(CpuPages):
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> PinningPages:
     pages = PinningPages()
-    monkeypatch.setattr("lowtide.engine.core.open_backend", lambda device: pages)
+    monkeypatch.setattr("lowtide.engine.worker.open_backend", lambda device: pages)
     return pages
 
 

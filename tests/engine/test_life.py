@@ -76,7 +76,7 @@ class FaultyPages(CpuPages):
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> FaultyPages:
     pages = FaultyPages()
-    monkeypatch.setattr("lowtide.engine.core.open_backend", lambda device: pages)
+    monkeypatch.setattr("lowtide.engine.worker.open_backend", lambda device: pages)
     # Several parts per arena, so that a failure can come half-way through one.
     monkeypatch.setattr("lowtide.engine.device_allocator.arena.PART_BYTES", MIB)
     return pages
