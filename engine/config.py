@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -104,8 +104,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of("architecture", self.architecture, ARCHITECTURES)
         one_of("dtype", self.dtype, DTYPES)
-        for name in _MODEL_SIZES:
-            whole_number(name, getattr(self, name))
+        for each in fields(self):
+            if each.type == "int":
+                whole_number(each.name, getattr(self, each.name))
         positive("rms_norm_eps", self.rms_norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
@@ -124,18 +125,6 @@ class ModelConfig:
             if whole % size:
                 raise ConfigError(f"tensor_parallel_size {size} does not divide the model's {name} {whole}")
         return replace(self, **{name: whole // size for name, whole in parts.items()})
-
-
-_MODEL_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
 
 
 # The shapes of Llama-3.2-1B.
@@ -416,59 +405,59 @@ def read_model_config(folder: str | Path) -> ModelConfig:
             f"{path}: architecture {', '.join(names) or '(none)'} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    fields = _read_json(path, _HFConfig)
-    _refuse_unsupported(path, fields)
+    hf = _read_json(path, _HFConfig)
+    _refuse_unsupported(path, hf)
     qwen2 = known[0] == "Qwen2ForCausalLM"
     try:
         return ModelConfig(
             architecture=known[0],
-            vocab_size=fields.vocab_size,
-            hidden_size=fields.hidden_size,
-            intermediate_size=fields.intermediate_size,
-            num_layers=fields.num_hidden_layers,
-            num_heads=fields.num_attention_heads,
-            num_kv_heads=_default(fields.num_key_value_heads, fields.num_attention_heads),
-            head_dim=_head_dim(fields),
-            max_position_embeddings=fields.max_position_embeddings,
-            rms_norm_eps=fields.rms_norm_eps,
-            rope=_rope_config(fields),
-            tie_word_embeddings=fields.tie_word_embeddings,
+            vocab_size=hf.vocab_size,
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            num_layers=hf.num_hidden_layers,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=_default(hf.num_key_value_heads, hf.num_attention_heads),
+            head_dim=_head_dim(hf),
+            max_position_embeddings=hf.max_position_embeddings,
+            rms_norm_eps=hf.rms_norm_eps,
+            rope=_rope_config(hf),
+            tie_word_embeddings=hf.tie_word_embeddings,
             # Qwen2 always has biases on q, k and v and none on o, and no key for it in its config.
-            attention_bias=qwen2 or fields.attention_bias,
-            attention_output_bias=not qwen2 and fields.attention_bias,
-            mlp_bias=not qwen2 and fields.mlp_bias,
-            eos_token_ids=_eos_token_ids(path, fields),
-            dtype=(fields.dtype or fields.torch_dtype or "float32").removeprefix("torch."),
+            attention_bias=qwen2 or hf.attention_bias,
+            attention_output_bias=not qwen2 and hf.attention_bias,
+            mlp_bias=not qwen2 and hf.mlp_bias,
+            eos_token_ids=_eos_token_ids(path, hf),
+            dtype=(hf.dtype or hf.torch_dtype or "float32").removeprefix("torch."),
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _refuse_unsupported(path: Path, fields: _HFConfig) -> None:
-    if fields.hidden_act != "silu":
-        raise CheckpointError(f"{path}: hidden_act {fields.hidden_act!r} is not supported; supported is 'silu'")
-    if fields.quantization_config is not None:
+def _refuse_unsupported(path: Path, hf: _HFConfig) -> None:
+    if hf.hidden_act != "silu":
+        raise CheckpointError(f"{path}: hidden_act {hf.hidden_act!r} is not supported; supported is 'silu'")
+    if hf.quantization_config is not None:
         raise CheckpointError(f"{path}: quantization_config is not supported; use a checkpoint in {', '.join(DTYPES)}")
-    if fields.use_sliding_window or any(kind != "full_attention" for kind in fields.layer_types or ()):
+    if hf.use_sliding_window or any(kind != "full_attention" for kind in hf.layer_types or ()):
         raise CheckpointError(
             f"{path}: sliding-window attention (use_sliding_window, layer_types) is not supported; "
             "supported is full attention in every layer"
         )
 
 
-def _head_dim(fields: _HFConfig) -> int:
-    if fields.head_dim is not None:
-        return fields.head_dim
-    if fields.num_attention_heads <= 0 or fields.hidden_size % fields.num_attention_heads:
+def _head_dim(hf: _HFConfig) -> int:
+    if hf.head_dim is not None:
+        return hf.head_dim
+    if hf.num_attention_heads <= 0 or hf.hidden_size % hf.num_attention_heads:
         raise ConfigError(
-            f"there is no head_dim, and hidden_size {fields.hidden_size} is not a multiple of "
-            f"num_attention_heads {fields.num_attention_heads}"
+            f"there is no head_dim, and hidden_size {hf.hidden_size} is not a multiple of "
+            f"num_attention_heads {hf.num_attention_heads}"
         )
-    return fields.hidden_size // fields.num_attention_heads
+    return hf.hidden_size // hf.num_attention_heads
 
 
-def _rope_config(fields: _HFConfig) -> RopeConfig:
-    rope = fields.rope_parameters or fields.rope_scaling or _RopeFields()
+def _rope_config(hf: _HFConfig) -> RopeConfig:
+    rope = hf.rope_parameters or hf.rope_scaling or _RopeFields()
     rope_type = rope.rope_type or rope.type or "default"
     if rope.partial_rotary_factor != 1.0:
         raise ConfigError(f"partial_rotary_factor {rope.partial_rotary_factor} is not supported; supported is 1.0")
@@ -477,12 +466,12 @@ def _rope_config(fields: _HFConfig) -> RopeConfig:
     for key, value in needed.items():
         if value is None:
             raise ConfigError(f"rope_type {rope_type!r} needs the key {key!r}")
-    return RopeConfig(_default(rope.rope_theta, fields.rope_theta), rope_type, **needed)  # type: ignore[arg-type]
+    return RopeConfig(_default(rope.rope_theta, hf.rope_theta), rope_type, **needed)  # type: ignore[arg-type]
 
 
-def _eos_token_ids(path: Path, fields: _HFConfig) -> tuple[int, ...]:
+def _eos_token_ids(path: Path, hf: _HFConfig) -> tuple[int, ...]:
     """generation_config.json wins over config.json, as in transformers: chat models name their end of turn there."""
-    eos = fields.eos_token_id
+    eos = hf.eos_token_id
     generation = path.with_name("generation_config.json")
     if generation.is_file():
         eos = _default(_read_json(generation, _HFGenerationConfig).eos_token_id, eos)
