@@ -210,8 +210,9 @@ class HostBlockStore:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._by_hash: OrderedDict[bytes, HostBlock] = OrderedDict()
-        # From its end: memory that is never needed is never touched.
-        self._free_slots = list(range(num_blocks - 1, -1, -1))
+        # Those that were never used come last: memory that is never needed is never touched.
+        self._new_slots = iter(range(num_blocks))
+        self._free_slots: list[int] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
@@ -231,7 +232,8 @@ class HostBlockStore:
 
     def reserve(self, block_hash: bytes, protected: Collection[bytes]) -> HostBlock | None:
         """Return a place for a block that is not in the store; None when transfers or `protected` take all."""
-        if not self._free_slots:
+        slot = self._free_slots.pop() if self._free_slots else next(self._new_slots, None)
+        if slot is None:
             idle = (
                 block
                 for block in self._by_hash.values()
@@ -241,7 +243,8 @@ class HostBlockStore:
             if victim is None:
                 return None
             self.discard(victim)
-        block = self._by_hash[block_hash] = HostBlock(self._free_slots.pop(), block_hash)
+            slot = self._free_slots.pop()
+        block = self._by_hash[block_hash] = HostBlock(slot, block_hash)
         return block
 
     def touch(self, hashes: Sequence[bytes]) -> None:
@@ -259,7 +262,8 @@ class HostBlockStore:
     def forget(self) -> None:
         """Forgets all blocks."""
         self._by_hash.clear()
-        self._free_slots = list(range(self._num_blocks - 1, -1, -1))
+        self._new_slots = iter(range(self._num_blocks))
+        self._free_slots.clear()
 
 
 @dataclass(eq=False)

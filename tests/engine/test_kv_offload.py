@@ -745,7 +745,7 @@ def test_an_interrupted_drain_can_be_tried_again(make: Callable[..., LLMEngine],
     assert engine.kv_cache_usage().held == 0
 
 
-@pytest.mark.parametrize("lost", ["take_completed", "save"])
+@pytest.mark.parametrize("lost", ["take_completed", "begin"])
 def test_an_interrupt_beside_a_drain_loses_no_block(
     make: Callable[..., LLMEngine], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
