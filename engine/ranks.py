@@ -17,7 +17,7 @@ from lowtide.engine.model_executor.parallel_layers import RankPlace
 from lowtide.engine.processes.channel import Connection, Order, ServedProcess, Signature, Signatures, call, signatures
 from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
 from lowtide.engine.request import SchedulerOutput
-from lowtide.engine.teardown import Teardown, undone_by
+from lowtide.engine.teardown import Teardown, add_notes, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket, added
 from lowtide.engine.worker import SLEEPING_TAGS, Worker, make_plan
 
@@ -215,7 +215,7 @@ class MultiprocExecutor(Client):
         notes = [f"{rank.label} failed too: {error!r}" for rank, error in others]
         if self._death is not None:
             notes.append(str(self._death))
-        first.__notes__ = [*getattr(first, "__notes__", ()), *notes]  # type: ignore[attr-defined]
+        add_notes(first, *notes)
         return first
 
     def exchange(self, orders: Mapping[ChildProcess, Order]) -> list[ChildProcess]:

@@ -126,12 +126,12 @@ class Teardown:
         """Attach what was collected to an error that is already on its way out, which stays the one to be raised."""
         errors, self._errors = self._errors, []
         for name, problem in zip(self._failed, errors, strict=True):
-            note = f"while undoing it, {name} failed too: {problem!r}"
-            # What `add_note` fills; Python 3.10 has the attribute's readers (pytest, exceptiongroup), not the method.
-            error.__notes__ = [  # type: ignore[attr-defined]
-                *getattr(error, "__notes__", ()),
-                note,
-            ]
+            add_notes(error, f"while undoing it, {name} failed too: {problem!r}")
+
+
+def add_notes(error: BaseException, *notes: str) -> None:
+    """Do as `add_note`: Python 3.10 has the readers of its attribute (pytest, exceptiongroup), not the method."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # type: ignore[attr-defined]
 
 
 @contextmanager

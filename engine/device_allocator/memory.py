@@ -225,11 +225,9 @@ class TransferRing:
         if arrived is not None:
             arrived.synchronize()
         _copy_on_host(image.tensor(offset, slot.numel()), slot)
-        try:
+        # Beyond a limit on locked memory this block stays pageable, and the way back goes through the ring.
+        with contextlib.suppress(OutOfMemoryError):
             image.pin(offset)
-        except OutOfMemoryError:
-            # A limit on locked memory: this block stays pageable, and the way back goes through the ring.
-            return
 
     def _fill(self, index: int, before: torch.cuda.Event | None, image: HostBuffer, offset: int, size: int) -> None:
         if before is not None:

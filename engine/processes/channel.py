@@ -24,20 +24,16 @@ import torch
 
 from lowtide.engine import errors
 from lowtide.engine.errors import ChannelError, ConfigError, EngineDeadError, EngineError, EngineStateError
-from lowtide.engine.teardown import release_frames
+from lowtide.engine.teardown import add_notes, release_frames
 from lowtide.probes.stages import stage
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
-VERSION = 1
-"""Of the frames and of what is in them; both sides are of one installation, and a mismatch is refused."""
-
 MOST_BYTES = 1 << 30
 """Bytes of one message, at most."""
 
-_HEADER = struct.Struct("!4sHxxQ")
-_MAGIC = b"LTEP"
+_HEADER = struct.Struct("!Q")
 
 _Message = TypeVar("_Message")
 
@@ -65,7 +61,7 @@ class Connection:
         payload = msgspec.msgpack.encode(message)
         if len(payload) > MOST_BYTES:
             raise ChannelError(f"a message of {len(payload)} bytes for {self.name} is above the limit of {MOST_BYTES}")
-        view = memoryview(_HEADER.pack(_MAGIC, VERSION, len(payload)) + payload)
+        view = memoryview(_HEADER.pack(len(payload)) + payload)
         while view:
             try:
                 view = view[self._stream.send(view) :]
@@ -78,11 +74,9 @@ class Connection:
     def receive(self, kind: type[_Message]) -> _Message:
         """Wait for the next message, also of a process that has ended since; `ChannelError`: it is of another type."""
         self._read_to(_HEADER.size)
-        magic, version, length = _HEADER.unpack_from(self._received)
-        if magic != _MAGIC or length > MOST_BYTES:
+        (length,) = _HEADER.unpack_from(self._received)
+        if length > MOST_BYTES:
             raise ChannelError(f"{self.name} sent something that is no message of the engine")
-        if version != VERSION:
-            raise ChannelError(f"{self.name} speaks version {version}, and this process {VERSION}: reinstall lowtide")
         self._read_to(_HEADER.size + length)
         payload = bytes(self._received[_HEADER.size : _HEADER.size + length])
         del self._received[: _HEADER.size + length]
@@ -176,11 +170,9 @@ def restore_error(remote: RemoteError, where: str) -> BaseException:
         error = EngineError(f"{remote.module}.{remote.name}: {remote.message}") if kind is None else kind.__new__(kind)
         if kind is not None:
             error.args = (remote.message,)
-    notes = [*remote.notes, f"raised in {where}"]
+    add_notes(error, *remote.notes, f"raised in {where}")
     if remote.traceback:
-        notes.append(f"its traceback there:\n{remote.traceback.rstrip()}")
-    # What `add_note` fills; Python 3.10 has the attribute's readers (pytest, exceptiongroup), not the method.
-    error.__notes__ = notes  # type: ignore[attr-defined]
+        add_notes(error, f"its traceback there:\n{remote.traceback.rstrip()}")
     if remote.cause is not None:
         error.__cause__ = restore_error(remote.cause, where)
     return error
