@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
+from functools import partialmethod
 from types import FrameType
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -98,25 +98,8 @@ ENTRY = "lowtide.engine.core_process:main"
 NAME = "lowtide::EngineCore"
 """Its title."""
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
 INTERRUPT_S = 10.0
 """Seconds that the core has to roll an interrupted order back, before it is killed."""
-
-
-def forwarded(
-    method: Callable[Concatenate[Any, _Parameters], _Result],
-) -> Callable[Concatenate[CoreClient, _Parameters], _Result]:
-    """Return the method of the client that calls one of the core or of its worker, with its documentation."""
-
-    @wraps(method)
-    def forward(self: CoreClient, *arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
-        assert not named
-        result: _Result = self._call(method.__name__, *arguments)
-        return result
-
-    return forward  # type: ignore[return-value]
 
 
 class CoreClient(Client):
@@ -179,19 +162,6 @@ class CoreClient(Client):
         """Do as `Worker.load_bucket`, with an export for each process that has weights."""
         self._call("load_bucket", bucket.shared(self._receivers))
 
-    step = forwarded(EngineCore.step)
-    reset_prefix_cache = forwarded(EngineCore.reset_prefix_cache)
-    prepare_sleep = forwarded(EngineCore.prepare_sleep)
-    forget_prefixes = forwarded(EngineCore.forget_prefixes)
-    sleep = forwarded(Worker.sleep)
-    wake = forwarded(Worker.wake)
-    reload_weights = forwarded(EngineCore.reload_weights)
-    begin_update = forwarded(EngineCore.begin_update)
-    undo_reload = forwarded(Worker.undo_reload)
-    end_update = forwarded(EngineCore.end_update)
-    weight_checksums = forwarded(Worker.weight_checksums)
-    kv_cache_usage = forwarded(EngineCore.kv_cache_usage)
-
     def shutdown(self) -> None:
         """Give everything up; no process is left.  Calling it again does nothing.
 
@@ -253,3 +223,17 @@ class CoreClient(Client):
 
     def _killed(self, why: str) -> EngineDeadError:
         return EngineDeadError(f"{self.process.label} was killed: {why}")
+
+    # Each as the method of `EngineCore` or `Worker` that has its name.
+    step = partialmethod(_call, "step")
+    reset_prefix_cache = partialmethod(_call, "reset_prefix_cache")
+    prepare_sleep = partialmethod(_call, "prepare_sleep")
+    forget_prefixes = partialmethod(_call, "forget_prefixes")
+    sleep = partialmethod(_call, "sleep")
+    wake = partialmethod(_call, "wake")
+    reload_weights = partialmethod(_call, "reload_weights")
+    begin_update = partialmethod(_call, "begin_update")
+    undo_reload = partialmethod(_call, "undo_reload")
+    end_update = partialmethod(_call, "end_update")
+    weight_checksums = partialmethod(_call, "weight_checksums")
+    kv_cache_usage = partialmethod(_call, "kv_cache_usage")

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, ClassVar
 
 import torch
@@ -113,68 +113,52 @@ class MultiprocExecutor(Client):
         Where one rank fails, the group is made anew, so that the step can be made again.
         """
         with undone_by(self._remake_group):
-            tokens: dict[str, int] = self._all(call("execute_model", output))[0]
+            tokens: dict[str, int] = self._do("execute_model", output)[0]
             return tokens
 
     def _remake_group(self, undo: Teardown) -> None:
         if self._death is None:
-            undo.run("giving the ranks' group up", partial(self._all, call("suspend_group")))
-            undo.run("making it again", partial(self._all, call("resume_group")))
-
-    def prepare_sleep(self, level: int) -> None:
-        """Do as `Worker.prepare_sleep`, on all ranks or on none."""
-        self._all(call("prepare_sleep", level), call("undo_prepare_sleep"))
+            undo.run("giving the ranks' group up", partial(self._do, "suspend_group"))
+            undo.run("making it again", partial(self._do, "resume_group"))
 
     def sleep(self, level: int) -> None:
         """Do as `Worker.sleep`; where one rank cannot, the others are awake again."""
-        self._all(call("sleep", level), call("begin_wake", list(SLEEPING_TAGS)))
+        self._do("sleep", level, undo=call("begin_wake", list(SLEEPING_TAGS)))
         self.suspend_groups()
 
     def suspend_groups(self) -> None:
         """Give up what the ranks' communicators hold on their cards (vllm#51485: up to 1 GiB of each)."""
-        self._all(call("suspend_group"))
+        self._do("suspend_group")
 
     def wake(self, tags: Sequence[str]) -> None:
         """Do as `Worker.wake`; where one rank cannot, the others sleep again."""
         undo = call("undo_wake", list(tags))
-        self._all(call("begin_wake", list(tags)), undo)
+        self._do("begin_wake", list(tags), undo=undo)
         # Also on those that failed: all of them are awake.
         with undone_by(partial(self._undo, undo, self.children)):
             if self.awake:
-                self._all(call("resume_group"))
-            self._all(call("end_wake", list(tags)))
-
-    def begin_reload(self) -> None:
-        """Do as `Worker.begin_reload`; where one rank cannot, the others have their former weights again."""
-        self._all(call("begin_reload"), call("undo_reload"))
-
-    def begin_update(self) -> None:
-        """Do as `Worker.begin_update`, on all ranks or on none."""
-        self._all(call("begin_update"), call("end_reload"))
+                self._do("resume_group")
+            self._do("end_wake", list(tags))
 
     def load_bucket(self, bucket: Bucket) -> None:
         """Do as `Worker.load_bucket`, each rank by an export of its own; after an error comes `undo_reload`."""
         shared = bucket.shared(self._size)
         self._all([call("load_bucket", ReceivedBucket(shared.tensors, [export])) for export in shared.exports])
 
-    def undo_reload(self) -> None:
-        """Do as `Worker.undo_reload`, on all ranks."""
-        self._all(call("undo_reload"))
-
     def end_reload(self) -> None:
         """Do as `Worker.end_reload`, on all ranks that there are."""
         if self._death is None:
-            self._all(call("end_reload"))
+            self._do("end_reload")
 
     def weight_checksums(self) -> dict[str, int]:
         """Do as `Worker.weight_checksums`, of whole parameters."""
-        return added(self._all(call("weight_checksums")))
+        return added(self._do("weight_checksums"))
 
     def shutdown(self) -> None:
         """Give everything up; no process is left, whatever a rank has failed with.  Calling it again does nothing."""
         teardown = Teardown("shutting the ranks down")
         if self.children and self.is_usable:
-            teardown.run("the ranks", partial(self._all, call("shutdown")))
+            teardown.run("the ranks", partial(self._do, "shutdown"))
         self._give_back(teardown, END_S)
         teardown.finish()
 
@@ -201,6 +185,15 @@ class MultiprocExecutor(Client):
                 raise self._first_error(failed)
         returned = zip(told, orders, strict=True)
         return [RankProcess.signatures[order.name].returned(rank.answer) for rank, order in returned]
+
+    def _do(self, name: str, *arguments: object, undo: Order | None = None) -> list[Any]:
+        """Do as the `Worker` method of this name, on all ranks; where one cannot, the others undo it."""
+        return self._all(call(name, *arguments), undo)
+
+    prepare_sleep = partialmethod(_do, "prepare_sleep", undo=call("undo_prepare_sleep"))
+    begin_reload = partialmethod(_do, "begin_reload", undo=call("undo_reload"))
+    begin_update = partialmethod(_do, "begin_update", undo=call("end_reload"))
+    undo_reload = partialmethod(_do, "undo_reload")
 
     def _undo(self, order: Order | None, ranks: Sequence[ChildProcess], undo: Teardown) -> None:
         if order is not None and self._death is None:
