@@ -125,11 +125,10 @@ class ModelRunner:
         Weights have their checkpoint's names. What is not here is written before it is read: KV cache, workspaces,
         the block table's rows, the step's inputs.
         """
-        pointers = self.block_table.pointer_tensors()
         return {
             **dict(self.model.named_parameters()),
             "rotary.table": self.model.rotary_table,
-            **{f"block_table.{name}": tensor for name, tensor in pointers.items()},
+            **{f"block_table.{name}": tensor for name, tensor in self.block_table.pointers.items()},
         }
 
     def shutdown(self) -> None:

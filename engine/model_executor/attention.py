@@ -147,9 +147,8 @@ def paged_attention(
     if isinstance(metadata, PagedDecodes):
         from lowtide.engine.model_executor.triton_kernels import decode_attention
 
-        table = metadata.block_table
-        pointers = (table.table_ptrs, table.table_strides, table.table_sizes)
-        return decode_attention(query, key_cache, value_cache, *pointers, metadata.rows, metadata.seq_lens)
+        pointers = metadata.block_table.pointers.values()
+        return decode_attention(query, key_cache, value_cache, pointers, metadata.rows, metadata.seq_lens)
     key_slots, value_slots = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key.shape[1]

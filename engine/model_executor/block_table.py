@@ -23,14 +23,9 @@ class BlockTable:
 
     Attributes:
         device_table: the tensor on the device; its address never changes.
-        table_ptrs: int64 [1], the table's address.
-        table_strides: int64 [1], elements from one row to the next.
-        table_sizes: int32 [1], blocks per row.
+        pointers: what leads to it, by name: its address, int64 [1]; elements from one row to the next, int64 [1];
+            blocks per row, int32 [1].
     """
-
-    table_ptrs: torch.Tensor
-    table_strides: torch.Tensor
-    table_sizes: torch.Tensor
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, allocate: Allocator) -> None:
         self.block_size = block_size
@@ -47,19 +42,10 @@ class BlockTable:
         So their contents must outlive every sleep, and graphs captured before must be captured anew
         (vllm#40648 is both going wrong).
         """
-        self.table_ptrs = allocate((1,), torch.int64)
-        self.table_strides = allocate((1,), torch.int64)
-        self.table_sizes = allocate((1,), torch.int32)
-        for tensor, value in zip(self.pointer_tensors().values(), self._where(), strict=True):
+        kinds = {"table_ptrs": torch.int64, "table_strides": torch.int64, "table_sizes": torch.int32}
+        self.pointers = {name: allocate((1,), dtype) for name, dtype in kinds.items()}
+        for tensor, value in zip(self.pointers.values(), self._where(), strict=True):
             tensor.fill_(value)
-
-    def pointer_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that lead to the table, by name."""
-        return {
-            "table_ptrs": self.table_ptrs,
-            "table_strides": self.table_strides,
-            "table_sizes": self.table_sizes,
-        }
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return some rows of the table, by the pointer tensors: int32 [B, max_blocks_per_seq] for rows int64 [B].
@@ -71,8 +57,8 @@ class BlockTable:
         if has_kernels(rows):
             from lowtide.engine.model_executor.triton_kernels import gather_rows
 
-            return gather_rows(self.table_ptrs, self.table_strides, self.table_sizes, rows, self.device_table.shape[1])
-        found = tuple(int(tensor.item()) for tensor in self.pointer_tensors().values())
+            return gather_rows(self.pointers.values(), rows, self.device_table.shape[1])
+        found = tuple(int(tensor.item()) for tensor in self.pointers.values())
         if found != self._where():
             raise EngineError(
                 f"the block table's pointer tensors say {_written(found)}, "

@@ -6,6 +6,8 @@ kernel runs on the current device: who calls it has made that the tensors' own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -25,13 +27,11 @@ _PROGRAMS = 512
 _MAX_SPLITS = 16
 
 
-def gather_rows(
-    table_ptrs: torch.Tensor, table_strides: torch.Tensor, table_sizes: torch.Tensor, rows: torch.Tensor, width: int
-) -> torch.Tensor:
+def gather_rows(pointers: Iterable[torch.Tensor], rows: torch.Tensor, width: int) -> torch.Tensor:
     """Rows of the block table: int32 [B, width] for rows int64 [B]; entries beyond the table's own width are 0."""
     out = torch.empty((rows.shape[0], width), dtype=torch.int32, device=rows.device)
     grid = (rows.shape[0], triton.cdiv(width, _COLUMNS))
-    _gather_rows[grid](table_ptrs, table_strides, table_sizes, rows, out, width, COLUMNS=_COLUMNS)
+    _gather_rows[grid](*pointers, rows, out, width, COLUMNS=_COLUMNS)
     return out
 
 
@@ -237,9 +237,7 @@ def decode_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    table_ptrs: torch.Tensor,
-    table_strides: torch.Tensor,
-    table_sizes: torch.Tensor,
+    pointers: Iterable[torch.Tensor],
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
@@ -250,7 +248,7 @@ def decode_attention(
     sequence is split into parts that run side by side, and the parts are joined in a second kernel (Dao et al.,
     "Flash-Decoding", 2023). The shapes of all launches depend on the batch size alone, so that a graph can be captured.
 
-    Queries, and what is returned, are [B, num_heads, head_dim]; caches as in `rotate_and_cache`, and tables as in
+    Queries, and what is returned, are [B, num_heads, head_dim]; caches as in `rotate_and_cache`, and `pointers` as in
     `BlockTable`; `rows` and `seq_lens` int64 [B], and for 0 keys the output is 0.
     """
     batch, num_heads, head_dim = query.shape
@@ -266,9 +264,7 @@ def decode_attention(
         query,
         key_cache,
         value_cache,
-        table_ptrs,
-        table_strides,
-        table_sizes,
+        *pointers,
         rows,
         seq_lens,
         partial,

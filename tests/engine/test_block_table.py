@@ -35,7 +35,7 @@ def make_table() -> BlockTable:
 
 def test_the_pointer_tensors_say_where_the_table_lies_and_how_large_it_is() -> None:
     table = make_table()
-    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in table.pointer_tensors().items()} == {
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in table.pointers.items()} == {
         "table_ptrs": (torch.int64, [table.device_table.data_ptr()]),
         "table_strides": (torch.int64, [WIDTH]),
         "table_sizes": (torch.int32, [WIDTH]),
@@ -55,7 +55,7 @@ def test_rows_are_gathered_in_the_order_asked_for() -> None:
 @pytest.mark.parametrize("name", ["table_ptrs", "table_strides", "table_sizes"])
 def test_lost_contents_are_reported_in_one_line_and_no_memory_is_read(name: str) -> None:
     table = make_table()
-    table.pointer_tensors()[name].fill_(-1)
+    table.pointers[name].fill_(-1)
     said = r"pointer tensors say address 0x\w+, stride -?\d+, size -?\d+, .* address 0x\w+, .* were lost"
     with pytest.raises(EngineError, match=said) as e:
         table.gather(torch.tensor([0]))
@@ -71,9 +71,9 @@ def test_a_pointer_to_a_table_that_has_moved_is_found() -> None:
 
 def test_pointer_tensors_that_are_made_anew_lead_to_the_same_table() -> None:
     table = make_table()
-    before = table.pointer_tensors()
+    before = table.pointers
     table.create_pointers(allocate)
-    assert all(tensor is not before[name] for name, tensor in table.pointer_tensors().items())
+    assert all(tensor is not before[name] for name, tensor in table.pointers.items())
     assert table.gather(torch.tensor([1]))[0, 0] == 1000
 
 

@@ -216,7 +216,7 @@ def test_a_graph_goes_on_reading_the_pointer_tensors_of_its_capture(expected: li
     with make() as engine:
         worker = worker_of(engine)
         table = worker.model_runner.block_table
-        old = table.table_sizes
+        old = table.pointers["table_sizes"]
         table.create_pointers(worker.memory.arena("runtime").allocate)
         assert worker.graph_addresses()["block_table.table_sizes"] == (old.data_ptr(), old.nbytes)
         assert tokens(engine) == expected

@@ -52,7 +52,7 @@ def test_contents_and_addresses_survive_a_sleep(engine: LLMEngine, level: int) -
 
 def test_pointer_tensors_lie_in_memory_that_no_sleep_drops(engine: LLMEngine) -> None:
     engine.sleep(2)
-    for name, tensor in worker_of(engine).model_runner.block_table.pointer_tensors().items():
+    for name, tensor in worker_of(engine).model_runner.block_table.pointers.items():
         assert tensor.any(), name
 
 

@@ -33,16 +33,16 @@ def check_gather() -> None:
     table = BlockTable(5, 131, 16, poisoned)
     table.device_table.copy_(torch.randint(0, 1000, (5, 131)))
     rows = torch.tensor([3, 0, 3, 4])
-    gathered = gather_rows(table.table_ptrs, table.table_strides, table.table_sizes, rows, 131)
+    gathered = gather_rows(table.pointers.values(), rows, 131)
     assert torch.equal(gathered, table.device_table[rows])
     # The tensors are really followed: other values give other rows.
-    table.table_sizes.fill_(70)
-    table.table_ptrs.add_(4)
-    gathered = gather_rows(table.table_ptrs, table.table_strides, table.table_sizes, rows, 131)
+    table.pointers["table_sizes"].fill_(70)
+    table.pointers["table_ptrs"].add_(4)
+    gathered = gather_rows(table.pointers.values(), rows, 131)
     assert torch.equal(gathered[:, :70], table.device_table[rows, 1:71])
     assert not gathered[:, 70:].any()
-    table.table_strides.zero_()
-    gathered = gather_rows(table.table_ptrs, table.table_strides, table.table_sizes, rows, 131)
+    table.pointers["table_strides"].zero_()
+    gathered = gather_rows(table.pointers.values(), rows, 131)
     assert torch.equal(gathered[:, :70], table.device_table[:1, 1:71].expand(4, -1))
 
 
@@ -132,9 +132,7 @@ def check_attention(
         expected.append(
             torch.einsum("hl,lhd->hd", scores.softmax(-1), values) if length else torch.zeros(num_heads, head_dim)
         )
-    attended = decode_attention(
-        query, *caches, table.table_ptrs, table.table_strides, table.table_sizes, rows, torch.tensor(lengths)
-    )
+    attended = decode_attention(query, *caches, table.pointers.values(), rows, torch.tensor(lengths))
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)
     torch.testing.assert_close(attended.double(), torch.stack(expected).double(), rtol=tolerance, atol=tolerance)
 
