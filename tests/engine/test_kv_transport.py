@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lowtide.engine import ConfigError, DriverError, EngineConfig, LLMEngine
+from lowtide.engine.device_allocator import memory
 from lowtide.engine.device_allocator.memory import KVTransport
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.kv import kv_transport
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.readings import resident_bytes
@@ -63,7 +63,7 @@ def test_dropping_the_object_does_not_deregister_anything() -> None:
     del transport
     gc.collect()
     assert [pool.mapped for pool in transports()] == [MIB]
-    (registration,) = kv_transport._REGISTERED
+    (registration,) = memory._REGISTERED
     registration.close()
     assert transports() == []
 
