@@ -398,14 +398,14 @@ def read_model_config(folder: str | Path) -> ModelConfig:
     A `CheckpointError` names the file and the key that is missing, malformed, or of what the engine does not do.
     """
     path = Path(folder) / "config.json"
-    names = _read_json(path, _Architectures).architectures
+    names = read_json(path, _Architectures).architectures
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise CheckpointError(
             f"{path}: architecture {', '.join(names) or '(none)'} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    hf = _read_json(path, _HFConfig)
+    hf = read_json(path, _HFConfig)
     _refuse_unsupported(path, hf)
     qwen2 = known[0] == "Qwen2ForCausalLM"
     try:
@@ -474,7 +474,7 @@ def _eos_token_ids(path: Path, hf: _HFConfig) -> tuple[int, ...]:
     eos = hf.eos_token_id
     generation = path.with_name("generation_config.json")
     if generation.is_file():
-        eos = _default(_read_json(generation, _HFGenerationConfig).eos_token_id, eos)
+        eos = _default(read_json(generation, _HFGenerationConfig).eos_token_id, eos)
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
@@ -484,7 +484,8 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Value = TypeVar("_Value")
 
 
-def _read_json(path: Path, kind: type[_Struct]) -> _Struct:
+def read_json(path: Path, kind: type[_Struct]) -> _Struct:
+    """Return what a file of a checkpoint folder holds; `CheckpointError`: it is missing, or something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

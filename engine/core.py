@@ -52,8 +52,6 @@ class EngineCore:
         self._runs_ahead = runs_ahead
         self._ahead: _Step | None = None
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
     def add_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Queue a request; errors as `Request` and `Scheduler.add_request`."""
         self.scheduler.add_request(Request(request_id, prompt_token_ids, params))
@@ -117,8 +115,6 @@ class EngineCore:
         self.drain_transfers()
         self.worker.prepare_sleep(level)
 
-    # --- sleep and weights, where the scheduler has a part ----------------------------------------------------------
-
     def reload_weights(self) -> None:
         """Fill the weights in place from where they came, and forget what the former ones computed."""
         self.drain_transfers()
@@ -139,8 +135,6 @@ class EngineCore:
         if loaded:
             self.forget_prefixes()
 
-    # --- its end ----------------------------------------------------------------------------------------------------
-
     def kv_cache_usage(self) -> KVCacheUsage:
         """Return who has the KV blocks."""
         return self.scheduler.kv_cache_manager.usage
@@ -152,8 +146,6 @@ class EngineCore:
         teardown.run("the worker", self.worker.shutdown)
         teardown.run("the KV transfers", self.take_in_transfers)
         teardown.finish()
-
-    # --- copies of KV blocks to the host and back -------------------------------------------------------------------
 
     def take_in_transfers(self) -> None:
         """Take in the transfers of KV blocks that have ended; `KVTransferError`: some had failed."""

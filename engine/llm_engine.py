@@ -129,12 +129,7 @@ class LLMEngine:
             self._state = EngineState.RUNNING
 
     def check(self) -> None:
-        """Find out whether `create` can work, as far as that is possible without taking memory.
-
-        Raises:
-            ConfigError: a setting that cannot work here.
-            CheckpointError: the checkpoint cannot be used.
-        """
+        """Find out whether `create` can work, without taking memory; errors as its first two."""
         make_plan(self.config)
         if self.config.model not in PRESETS:
             load_tokenizer(self.config.model)
@@ -144,11 +139,9 @@ class LLMEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Run prompts to their end; one output per prompt, in order.
+        """Run prompts, token ids or text, to their end; one output per prompt, in order.
 
-        Args:
-            prompts: token ids, or text where the checkpoint has a tokenizer.
-            params: for all, or one per prompt; greedy with 16 tokens by default.
+        The `params` are for all, or one per prompt; greedy with 16 tokens by default.
 
         Raises:
             EngineStateError: the engine is not running, or has requests of the step API that would be stepped too.
@@ -201,9 +194,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step; one output for each request that has a new token.
 
-        Raises:
-            KVTransferError: copies of KV blocks to or from the host failed since the last step, or do not end; no
-                request is lost, and the next step goes on.
+        A `KVTransferError` where copies of KV blocks to or from the host failed since the last step, or do not end: no
+        request is lost, and the next step goes on.
         """
         core = self._require("step", EngineState.RUNNING)
         with self._calling("infer"):
@@ -216,11 +208,9 @@ class LLMEngine:
         return core.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, on the device and on the host; False, with nothing forgotten, while requests hold
-        blocks.  Waits for copies between the two, so no step is needed before.
+        """Forget all cached prefixes, here and on the host; False, with nothing forgotten, while requests hold blocks.
 
-        Raises:
-            KVTransferError: such a copy failed, and its blocks are free now, or does not end; nothing was forgotten.
+        Waits for copies between the two; a `KVTransferError` where one failed, or does not end.
         """
         return self._require("reset_prefix_cache", EngineState.RUNNING).reset_prefix_cache()
 

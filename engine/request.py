@@ -14,19 +14,11 @@ from lowtide.engine.errors import RequestError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when they end.
+    """How the tokens of one request are chosen and when they end; a `RequestError` names the field that cannot work.
 
-    Attributes:
-        max_tokens: tokens to generate at most.
-        temperature: 0 takes the likeliest token (greedy); above 0 draws.
-        top_k: draw among the k likeliest tokens; 0 is all of them.
-        top_p: draw among the fewest likeliest tokens whose probabilities reach top_p.
-        seed: equal seeds draw equal tokens, whatever else is in the batch; None takes one from the engine's seed.
-        stop_token_ids: tokens that end the request, besides the model's eos; the last one generated is returned too.
-        ignore_eos: whether to go on past the model's eos.
-
-    Raises:
-        RequestError: a value that cannot work; names the field and what is allowed.
+    Temperature 0 takes the likeliest token (greedy); above 0 it draws, among the `top_k` likeliest (0 is all) and the
+    fewest whose probabilities reach `top_p`.  Equal seeds draw equal tokens, whatever else is in the batch; None takes
+    one from the engine's.  Stop tokens end the request besides the model's eos, and the last token is returned too.
     """
 
     max_tokens: int = 16

@@ -447,13 +447,9 @@ class Server(uvicorn.Server):
 
 
 def serve(engine: LLMEngine, host: str, port: int) -> None:
-    """Create an engine, and serve it until SIGINT or SIGTERM; the latter ends the process.
+    """Create an engine, whose core has a process of its own, and serve it until SIGINT or SIGTERM; port 0 is any.
 
-    Its core must have a process of its own.  Port 0 takes one that is free.
-
-    Raises:
-        ConfigError: nobody can listen there.
-        EngineError: the engine cannot be created, or has ended by itself.
+    A `ConfigError` where nobody can listen there, and the engine's errors, also of one that has ended by itself.
     """
     with _bound(host, port) as listening:
         server = Server(engine)

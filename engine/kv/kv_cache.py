@@ -65,10 +65,8 @@ class KVCache:
 class KVCacheBlock:
     """Who needs one block, and which tokens it holds: a free block keeps its hash until it is given to somebody else.
 
-    Attributes:
-        ref_count: requests and transfers that hold it; 0 is free.
-        num_transfers: those of them that are copies to or from the host under way.
-        block_hash: of the tokens up to the block's end, when other requests may find it.
+    Of its `ref_count` holders, `num_transfers` are copies to or from the host under way; the hash is of all tokens up
+    to its end, when other requests may find it.
     """
 
     block_id: int
@@ -270,13 +268,8 @@ class HostBlockStore:
 class Transfer:
     """Copies of whole KV blocks in one direction, from their plan until their end is taken in.
 
-    Attributes:
-        is_load: whether they go from the host to the device.
-        copies: the blocks, and where they are on the host.
-        held: the KV blocks that it holds; a load's are also those before it, which would otherwise be the first to make
-            room for it.
-        stale: it describes contents that were forgotten since.
-        cancelled: of what it wrote nothing can be said, as where it has an `error`.
+    A load also holds the KV blocks before its own, which would otherwise be the first to make room for it.  A `stale`
+    one describes contents that were forgotten since; of what a `cancelled` one wrote nothing can be said.
     """
 
     is_load: bool
@@ -439,9 +432,8 @@ class KVCacheManager:
     def await_offloaded(self, request: Request, computed_blocks: Sequence[KVCacheBlock], budget: int) -> bool:
         """Return whether a request must wait before it can start: for its next blocks on the host, or for room.
 
-        When there is room, the blocks are planned to be loaded; `get_computed_blocks` gives them once they are there.
-        The room asked for is that of the whole start, of `budget` tokens at most, for a request that then had to wait
-        might lose them again.
+        The room is that of the whole start, of `budget` tokens at most, for a request that then had to wait might lose
+        them.
         """
         if self.offload is None:
             return False

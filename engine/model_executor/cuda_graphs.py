@@ -109,12 +109,9 @@ class DecodeGraphs:
         seq_lens: Sequence[int],
         sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute one token of each of B sequences; see `PagedDecodes` for the arguments, each of B numbers.
+        """Compute one token of each of B sequences, to [B, hidden_size] in a static buffer, valid until the next run.
 
-        Token ids that are on the device alone come as `sampled`, int64 [B], beside any.
-
-        Returns:
-            Hidden states [B, hidden_size] in a static buffer: valid until the next run.
+        Arguments are as in `PagedDecodes`; token ids that are on the device alone come as `sampled`, int64 [B].
         """
         count = len(token_ids)
         self._upload((token_ids, positions, slots, rows, seq_lens))

@@ -99,14 +99,10 @@ def rotate_and_cache(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Turn queries and keys by their positions, and put keys and values into the KV cache; returns all three.
 
-    Dimension i is paired with i + head_dim / 2, as in Hugging Face checkpoints (the original pairs neighbours).
-
-    Args:
-        projected: [T, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values; may be overwritten.
-        rotation: [T, head_dim], see `rotary_table`.
-        key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`; contiguous.
-        value_cache: see `key_cache`.
-        slots: int64 [T], block x block_size + offset; a kernel writes a token nowhere whose slot is negative.
+    Dimension i is paired with i + head_dim / 2, as in Hugging Face checkpoints (the original pairs neighbours).  What
+    is `projected`, [T, num_heads + 2 * num_kv_heads, head_dim], may be overwritten; the caches are contiguous
+    [num_blocks, block_size, num_kv_heads, head_dim], rotations [T, head_dim], slots int64 [T], and a negative one is
+    none.
     """
     num_kv_heads = key_cache.shape[2]
     num_heads = projected.shape[1] - 2 * num_kv_heads

@@ -275,10 +275,7 @@ class VocabParallelEmbedding(nn.Module):
 def gather_logits(
     hidden: torch.Tensor, weight: torch.Tensor, vocab_size: int, group: TensorParallelGroup
 ) -> torch.Tensor:
-    """Logits of all tokens, [N, vocab_size] on every rank, of hidden states [N, hidden_size].
-
-    Each rank's head has the rows of its tokens; `vocab_size` is that of all ranks together.
-    """
+    """Logits of all tokens, [N, vocab_size] on every rank, of hidden states [N, hidden_size]."""
     logits = linear(hidden, weight)
     if group.size == 1:
         return logits

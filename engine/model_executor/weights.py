@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig
+from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig, read_json
 from lowtide.engine.errors import CheckpointError, ConfigError
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.parallel_layers import Shard, shard_parameter
@@ -37,9 +37,7 @@ class _Index(msgspec.Struct):
 def locate_tensors(folder: str | Path, names: Mapping[str, tuple[int, ...]]) -> dict[Path, list[str]]:
     """Return which file of a checkpoint folder holds which of the tensors, given by name and shape; reads headers only.
 
-    Raises:
-        CheckpointError: a file is missing, cut short or damaged, or a tensor is missing, misshapen or of a dtype that
-            is not float32, float16 or bfloat16; names the file and the tensor.
+    A `CheckpointError` names the file that is missing or damaged, or the tensor that does not fit.
     """
     files = _files(Path(folder), names)
     for path, held in files.items():
@@ -71,10 +69,7 @@ def _files(folder: Path, names: Mapping[str, tuple[int, ...]]) -> dict[Path, lis
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a Hugging Face checkpoint folder "
             "whose weights are saved as safetensors"
         )
-    try:
-        shard_of = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error}") from error
+    shard_of = read_json(index, _Index).weight_map
     files: dict[Path, list[str]] = {}
     for name, shape in names.items():
         if name not in shard_of:
@@ -91,11 +86,9 @@ def copy_tensors(
 ) -> None:
     """Copy tensors of safetensors files in place into `parameters`, cast to each parameter's dtype.
 
-    Files are opened one after the other and closed again; no more than one tensor is held besides the parameters.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a tensor in it has another shape than its parameter: it was another
-            file when it was checked, and `copy_` would broadcast it without a word.
+    Files are opened one after the other, and no more than one tensor is held besides the parameters.  A
+    `CheckpointError` where a tensor has another shape than when it was checked, for `copy_` would broadcast it without
+    a word.
     """
     for path, names in files.items():
         with open_safetensors(path) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -136,6 +137,14 @@ class Driver:
     """The granularity that is asked for, of those that there are."""
     _host = "MemHost"
     """What the names of the calls on host memory begin with."""
+    _call: Callable[..., Any]
+    """Makes the call of a name, without `cu` or `hip`; returns what it `gives` besides its code."""
+    _properties: Callable[[], Any]
+    """Returns those of pinned memory on the device."""
+    _access: Callable[[], Any]
+    """Returns the right of the device to read and to write."""
+    _said: Callable[[Any], str]
+    """Returns an error in the driver's own words."""
 
     def granularity(self) -> int:
         """Smallest unit of a mapping: 2 MiB on today's cards."""
@@ -179,24 +188,8 @@ class Driver:
         """Undo `host_register`; a Ctrl-C may have come after the driver did it, before it was written down."""
         self._call(f"{self._host}Unregister", address, done=HOST_MEMORY_NOT_REGISTERED)
 
-    def _call(self, name: str, *args: Any, gives: bool = False, **expected: Any) -> Any:
-        """Make the call of that name, without `cu` or `hip`; what it `gives`, besides its code."""
-        raise NotImplementedError
-
-    def _properties(self) -> Any:
-        """Return those of pinned memory on the device."""
-        raise NotImplementedError
-
-    def _access(self) -> Any:
-        """Return the right of the device to read and to write."""
-        raise NotImplementedError
-
     def _no_room(self, asked: int) -> str:
         return f"the card has no room for {asked} bytes"
-
-    def _said(self, code: Any) -> str:
-        """Return an error in the driver's own words."""
-        raise NotImplementedError
 
     def _check(self, code: Any, *, asked: int = 0, refusal: str = "", done: int = SUCCESS) -> None:
         if int(code) in (SUCCESS, done):
