@@ -95,9 +95,6 @@ class CoreProcess(ServedProcess):
 ENTRY = "lowtide.engine.core_process:main"
 """What runs in the core's process."""
 
-NAME = "lowtide::EngineCore"
-"""Its title."""
-
 INTERRUPT_S = 10.0
 """Seconds that the core has to roll an interrupted order back, before it is killed."""
 
@@ -115,7 +112,7 @@ class CoreClient(Client):
         self._receivers = config.tensor_parallel_size
         self._is_late = False
         self._is_closed = False
-        self.process = ChildProcess(ENTRY, NAME, "the engine core")
+        self.process = ChildProcess(ENTRY, "lowtide::EngineCore", "the engine core")
         self.children = [self.process]
         with undone_by(self._end):
             self._call("create", config)
@@ -191,7 +188,7 @@ class CoreClient(Client):
         called = CoreProcess.signatures[name]
         try:
             # As the core will read it: the cause says what it could not.
-            called.arguments(sent := call(name, *arguments))
+            called.arguments.decode((sent := call(name, *arguments)).arguments)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as unsendable:
             raise ChannelError(f"{name} cannot be sent to the engine core: {unsendable}") from unsendable
         if name != "abort":
@@ -207,7 +204,7 @@ class CoreClient(Client):
         except KeyboardInterrupt:
             self._is_late = True
         if self.process.answer.error is None:
-            return called.returned(self.process.answer)
+            return called.returned.decode(self.process.answer.result)
         error = self.process.error()
         if self._is_late and isinstance(error, Exception):
             self._is_late = False

@@ -184,7 +184,7 @@ class MultiprocExecutor(Client):
                 undone = [rank for rank in told if rank not in failed]
                 raise self._first_error(failed)
         returned = zip(told, orders, strict=True)
-        return [RankProcess.signatures[order.name].returned(rank.answer) for rank, order in returned]
+        return [RankProcess.signatures[order.name].returned.decode(rank.answer.result) for rank, order in returned]
 
     def _do(self, name: str, *arguments: object, undo: Order | None = None) -> list[Any]:
         """Do as the `Worker` method of this name, on all ranks; where one cannot, the others undo it."""

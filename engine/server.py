@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -356,7 +357,7 @@ class Server(uvicorn.Server):
         self._engine = engine
         self._text = TokenText(None)
         self._since = int(time.time())
-        self.llm = AsyncLLM(engine, self._end)
+        self.llm = AsyncLLM(engine, partial(setattr, self, "should_exit", True))
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -387,9 +388,6 @@ class Server(uvicorn.Server):
         while self.llm.is_alive and not self.force_exit:
             await asyncio.sleep(0.02)
         await super().shutdown(sockets)
-
-    def _end(self) -> None:
-        self.should_exit = True
 
     async def _completions(self, request: Request) -> Completion:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -181,17 +181,14 @@ class Worker:
         What was asleep still is where the device has no room, or the weights cannot be read again.
         """
         self.begin_wake(tags)
-        with undone_by(partial(self._drop, tags)):
+        with undone_by(lambda undo: undo.run("giving the pages back", partial(self.undo_wake, tags))):
             self.end_wake(tags)
 
     def begin_wake(self, tags: Sequence[str]) -> None:
         """Do as `wake`, but what `undo_wake` needs is kept until `end_wake`: other ranks may fail."""
-        with undone_by(partial(self._drop, tags)):
+        with undone_by(lambda undo: undo.run("giving the pages back", partial(self.undo_wake, tags))):
             for tag in tags:
                 self.memory.restore(tag, self._reload_weights if tag == "weights" else None)
-
-    def _drop(self, tags: Sequence[str], undo: Teardown) -> None:
-        undo.run("giving the pages back", partial(self.memory.drop, tags))
 
     def undo_wake(self, tags: Sequence[str]) -> None:
         """Put what `begin_wake` has woken to sleep again."""

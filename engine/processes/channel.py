@@ -216,16 +216,8 @@ class Signature:
         result = kinds.pop("return")
         # Made once: msgspec would read the types anew for each message.
         arguments: Any = GenericAlias(tuple, parameters or tuple(kinds.values()))
-        self._arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(arguments)
-        self._result: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result)
-
-    def arguments(self, order: Order) -> tuple[Any, ...]:
-        """Return an order's arguments; `msgspec.MsgspecError`: they are of other types."""
-        return self._arguments.decode(order.arguments)
-
-    def returned(self, answer: Answer) -> Any:
-        """Return what the method has returned, of an answer without an error."""
-        return self._result.decode(answer.result)
+        self.arguments: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(arguments)
+        self.returned: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(result)
 
 
 Signatures = Mapping[str, Signature]
@@ -282,7 +274,7 @@ class ServedProcess:
         try:
             try:
                 self._begin_work()
-                arguments = self.signatures[order.name].arguments(order)
+                arguments = self.signatures[order.name].arguments.decode(order.arguments)
                 if order.name == "create":
                     # Before it is followed: they may change how.
                     self._extensions.enter_context(entered(arguments[0].process_extensions))
