@@ -23,7 +23,7 @@ import machine
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.defects import find_defect, replaced
-from lowtide.engine.processes.child import ChildProcess
+from lowtide.engine.processes import ChildProcess
 from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.process_files import rollup

@@ -218,7 +218,7 @@ class EngineConfig:
         engine_process: whether the core (scheduler, worker, all memory) has a process of its own, as vLLM's has by
             default.
         process_extensions: what the engine's processes enter before they create anything, each as
-            `module:function=argument`; see `processes/channel.py`.
+            `module:function=argument`; see `processes.py`.
 
     Raises:
         ConfigError: a value that cannot work; names the field and what is allowed.

@@ -14,16 +14,20 @@ import msgspec
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.core import EngineCore, create_core
 from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
-from lowtide.engine.processes.channel import (
+from lowtide.engine.processes import (
+    END_S,
     Answer,
+    ChildProcess,
+    Client,
     Connection,
+    HeldInterrupt,
     ServedProcess,
     Signature,
     Signatures,
     call,
+    on_interrupt,
     signatures,
 )
-from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
 from lowtide.engine.request import RequestOutput, SamplingParams
 from lowtide.engine.teardown import Teardown, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket

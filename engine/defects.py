@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 
-from lowtide.engine import runner, weight_transfer
+from lowtide.engine import processes, runner, weight_transfer
 from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.core import EngineCore
 from lowtide.engine.core_process import CoreClient
@@ -45,9 +45,7 @@ from lowtide.engine.model_executor.model import LlamaForCausalLM, StaticForwardC
 from lowtide.engine.model_executor.parallel_layers import ProcessGroup
 from lowtide.engine.pages import Part
 from lowtide.engine.pages.card import VmmPages
-from lowtide.engine.processes import channel, child
-from lowtide.engine.processes.channel import call
-from lowtide.engine.processes.child import ChildProcess
+from lowtide.engine.processes import ChildProcess, call
 from lowtide.engine.ranks import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput, SamplingParams, SchedulerOutput
 from lowtide.engine.runner import ModelRunner
@@ -766,9 +764,9 @@ def orphan_core() -> Iterator[None]:
 
     with (
         _left_running(lambda client: None),
-        replaced(channel, "client_has_gone", wait),
+        replaced(processes, "client_has_gone", wait),
         # In a thread of its own, which has nothing else to do.
-        replaced(child, "parent_has_ended", wait),
+        replaced(processes, "parent_has_ended", wait),
     ):
         yield
 

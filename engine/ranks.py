@@ -14,8 +14,20 @@ import torch
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import CollectiveError, EngineDeadError
 from lowtide.engine.model_executor.parallel_layers import RankPlace
-from lowtide.engine.processes.channel import Connection, Order, ServedProcess, Signature, Signatures, call, signatures
-from lowtide.engine.processes.child import END_S, ChildProcess, Client, HeldInterrupt, on_interrupt
+from lowtide.engine.processes import (
+    END_S,
+    ChildProcess,
+    Client,
+    Connection,
+    HeldInterrupt,
+    Order,
+    ServedProcess,
+    Signature,
+    Signatures,
+    call,
+    on_interrupt,
+    signatures,
+)
 from lowtide.engine.request import SchedulerOutput
 from lowtide.engine.teardown import Teardown, add_notes, undone_by
 from lowtide.engine.weight_transfer import Bucket, ReceivedBucket, added

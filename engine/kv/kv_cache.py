@@ -215,9 +215,6 @@ class HostBlockStore:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
-    def __len__(self) -> int:
-        return len(self._by_hash)
-
     def find(self, hashes: Iterable[bytes]) -> list[HostBlock]:
         """Return the leading blocks that can be loaded."""
         found = []

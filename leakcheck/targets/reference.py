@@ -37,7 +37,7 @@ from lowtide.engine.model_executor.weights import (
 )
 from lowtide.engine.pages.card import VmmPages
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.processes.channel import RemoteError, describe_error, restore_error
+from lowtide.engine.processes import RemoteError, describe_error, restore_error
 from lowtide.engine.weight_transfer import FileMemory, checksum
 from lowtide.leakcheck.resources.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import (

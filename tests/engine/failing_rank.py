@@ -11,7 +11,7 @@ import pytest
 from lowtide.engine import ranks
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.model_executor.parallel_layers import ProcessGroup
-from lowtide.engine.processes.channel import Connection
+from lowtide.engine.processes import Connection
 from lowtide.engine.ranks import RankProcess
 from lowtide.engine.worker import Worker
 

@@ -26,8 +26,7 @@ from lowtide.engine import (
 )
 from lowtide.engine.core_process import CoreClient
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.processes.channel import Connection
-from lowtide.engine.processes.child import HeldInterrupt
+from lowtide.engine.processes import Connection, HeldInterrupt
 from tests.engine.core_extensions import SO_LONG_S, Stops
 from tests.engine.process_watch import LIMIT_S, cores, is_running, nothing_stays
 

@@ -26,7 +26,7 @@ from lowtide.engine import (
 )
 from lowtide.engine.core_process import CoreProcess
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.processes.channel import call
+from lowtide.engine.processes import call
 from tests.engine import core_extensions
 from tests.engine.process_watch import cores, is_running, nothing_stays, ranks
 from tests.engine.random_checkpoint import write_random_checkpoint
@@ -342,7 +342,7 @@ def test_extensions_are_entered_in_each_process_before_anything_is_created_and_l
     "name", ["nowhere.at.all:f=1", f"{EXTENSIONS}:nothing=1", ":f", ".relative:f", f"{EXTENSIONS}:POINTS=1"]
 )
 def test_an_extension_that_cannot_be_loaded_is_named_in_one_line(name: str) -> None:
-    from lowtide.engine.processes.channel import entered
+    from lowtide.engine.processes import entered
 
     with pytest.raises(ConfigError, match="name it as module:function=argument") as raised, entered((name,)):
         pass

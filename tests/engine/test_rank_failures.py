@@ -17,9 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
+from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams, processes
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.processes import child
 from tests.engine.core_extensions import Stops
 from tests.engine.failing_rank import failing
 from tests.engine.process_watch import LIMIT_S, files_of, killed_during, left_of, nothing_stays, ranks
@@ -272,7 +271,7 @@ def interrupted(rank: int, *, comes_back: bool = True) -> Iterator[None]:
     timers = [threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))]
     if comes_back:
         timers.append(threading.Timer(0.8, victim.resume))
-    wait = child._wait
+    wait = processes._wait
 
     # Not sooner: a checker's questions to a stopped process take seconds.
     def wait_and_interrupt(*args: Any) -> Any:
@@ -282,7 +281,7 @@ def interrupted(rank: int, *, comes_back: bool = True) -> Iterator[None]:
         return wait(*args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(child, "_wait", wait_and_interrupt)
+        patched.setattr(processes, "_wait", wait_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             yield
     for timer in timers:
@@ -324,7 +323,7 @@ def test_a_rank_that_answers_something_else_ends_all(tmp_path: Path, monkeypatch
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         engine.create()
-        monkeypatch.setattr("lowtide.engine.processes.child.Answer", int)
+        monkeypatch.setattr("lowtide.engine.processes.Answer", int)
         with pytest.raises(EngineDeadError, match="sent a message that does not belong here"):
             engine.sleep(1)
         engine.shutdown()

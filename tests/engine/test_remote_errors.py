@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide.engine.errors import CheckpointError, EngineError, EngineStateError, OutOfMemoryError
-from lowtide.engine.processes.channel import describe_error, restore_error
+from lowtide.engine.processes import describe_error, restore_error
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup, ExceptionGroup

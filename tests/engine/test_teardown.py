@@ -15,10 +15,8 @@ from functools import partial
 import psutil
 import pytest
 
-from lowtide.engine import teardown
-from lowtide.engine.processes import child as child_module
-from lowtide.engine.processes.channel import Connection
-from lowtide.engine.processes.child import ChildProcess
+from lowtide.engine import processes, teardown
+from lowtide.engine.processes import ChildProcess, Connection
 from lowtide.engine.teardown import Teardown, WhenDropped, release_frames
 from tests.sent_signals import Arrived, all_arrive_elsewhere, raising
 from tests.waiting import HANG_S, wait_until
@@ -239,7 +237,7 @@ def start(entry: Callable[[Connection], None]) -> ChildProcess:
 
 
 def test_the_program_does_not_wait_for_a_dropped_process_that_ends_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "END_S", HANG_S)
+    monkeypatch.setattr(processes, "END_S", HANG_S)
     child = start(deaf)
     pid = child.pid
     with raising(signal.SIGALRM):
@@ -253,7 +251,7 @@ def test_the_program_does_not_wait_for_a_dropped_process_that_ends_late(monkeypa
 
 
 def test_a_dropped_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "END_S", 0.1)
+    monkeypatch.setattr(processes, "END_S", 0.1)
     child = start(deaf)
     pid = child.pid
     del child

@@ -18,7 +18,7 @@ import torch
 from lowtide.engine import ConfigError, EngineConfig
 from lowtide.engine.defects import DEFECTS, TURNS, Defect, find_defect, switched_on
 from lowtide.engine.device_allocator.arena import Arena
-from lowtide.engine.processes.channel import entered
+from lowtide.engine.processes import entered
 from lowtide.engine.worker import Worker
 from lowtide.leakcheck.cli import defects as module
 from lowtide.leakcheck.cli.defects import Verified, VerifiedRun, table, verify
