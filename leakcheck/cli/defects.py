@@ -133,7 +133,8 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bo
                 waiting.append((defect, "", None, None))
                 continue
             # Bugs that need the same engine have the same twin.
-            kind = (where, defect.lives_on(where), tuple(sorted(defect.settings.items())), defect.trigger)
+            same = (defect.lives_on(where), defect.turns, defect.prompt_scale, defect.trigger)
+            kind = (where, *same, tuple(sorted(defect.settings.items())))
             bug = start(defect, where)
             if kind not in twins:
                 twins[kind] = start(defect, where, twin=True)
