@@ -198,7 +198,7 @@ AUDIO_BYTES = 4 << 20
 HOST_CACHE_BYTES, SCRATCH_BYTES = 36 << 20, 48 << 20
 """Bytes that are pinned beside the model, which torch makes 64 MiB, and that a step takes from the driver's pool."""
 
-PIECES, ARENAS = 128, 8
+PIECES, ARENAS = 64, 8
 """How many images a thread allocates at once, and how many threads do so."""
 
 TURNS = 24

@@ -125,7 +125,7 @@ _COST_OF_VALUES = 4
 """How many times as long it takes to read values as to read containers."""
 
 
-_TRIMMED = 32 << 20
+_TRIMMED = 24 << 20
 """Bytes that must have come back at malloc_trim before that is told: what reading frees is less."""
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -155,6 +158,18 @@ def test_the_summary_has_a_line_for_each_cause_with_its_tests(run_inner: RunInne
     assert another.startswith("LEAK test_causes.py::test_keeping_another ")
     assert another.endswith("held by test_causes.OTHERS[0]")
     assert len([line for line in run.out.splitlines() if line.startswith("FAILED ")]) == 7
+    matched = re.findall(pattern_for_vs_code(), run.out, re.MULTILINE)
+    assert [file for file, _ in matched] == ["test_causes.py"] * 2
+    assert [message.partition(" ")[0] for _, message in matched] == ["file-descriptors/module-global"] * 2
+    assert all("held by test_causes." in message for _, message in matched)
+
+
+def pattern_for_vs_code() -> str:
+    """Return the pattern by which the task that the docs show finds a leak."""
+    page = (Path(__file__).parents[2] / "docs" / "pytest.md").read_text(encoding="utf-8")
+    (task,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (shown,) = json.loads(task)["tasks"]
+    return str(shown["problemMatcher"]["pattern"]["regexp"])
 
 
 def test_a_traceback_of_the_program_s_has_none_of_our_frames(run_inner: RunInner) -> None:

@@ -315,7 +315,16 @@ def test_what_a_running_thread_has_is_held_by_what_the_program_can_end() -> None
 
 
 def test_what_nothing_of_the_program_holds_has_no_holder(opened: list[str]) -> None:
-    assert with_holders(leak("file-descriptors", opened[2]), Context()) == leak("file-descriptors", opened[2]).finding
+    left = leak("file-descriptors", opened[2])
+    found = with_holders(left, Context())
+    assert (found.holder, found.path, found.message) == (None, (), left.finding.message)
+    assert found.advice is not None
+    assert found.advice.startswith("no Python code was seen to open it: ")
+
+
+def test_what_a_path_leads_to_may_have_been_opened_by_code_that_nobody_looks_at() -> None:
+    left = leak("file-descriptors", "990004 -> /tmp/model.safetensors")
+    assert with_holders(left, Context()) == left.finding
 
 
 GROUPS = ("0", "1")

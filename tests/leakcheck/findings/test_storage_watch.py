@@ -80,7 +80,8 @@ def test_host_memory_that_the_collector_alone_gives_back_is_told() -> None:
     finding = collected_host_memory("call", MIB)
     assert finding is not None
     assert (finding.resource, finding.cause, finding.holder) == ("host-memory", "cycle", "Message.data")
-    assert 4 * MIB <= finding.bytes < 5 * MIB
+    # What else was allocated meanwhile is in it.
+    assert abs(finding.bytes - 4 * MIB) < MIB // 4
     assert finding.message.startswith(
         "4.0 MiB of host memory came back only when the collector ran, in a cycle through"
     )
