@@ -121,4 +121,6 @@ def test_an_option_makes_it_a_leak_of_every_test(run_inner: RunInner) -> None:
     leaking = [each.id.rpartition("::")[2] for each in run.report.subjects if each.outcome == "leak"]
     assert leaking == ["test_large", "test_many", "test_old", "test_small", "test_old_host_memory", "test_marked"]
     # One cause of tensors, and one of host memory.
-    assert len([line for line in run.out.splitlines() if line.startswith("LEAK ")]) == 2
+    of_tensors, of_host = (line for line in run.out.splitlines() if line.startswith("LEAK "))
+    assert of_tensors.startswith("LEAK test_cycles.py::test_large tensors/cycle 28.0 MiB held by Request.data; also in")
+    assert of_host == "LEAK test_cycles.py::test_old_host_memory host-memory/cycle 64.0 MiB held by Message.data"
