@@ -40,7 +40,7 @@ from lowtide.leakcheck.resources.library_caches import changes_on
 from lowtide.leakcheck.resources.resource import Change, Rung
 from lowtide.leakcheck.resources.settings import advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
-from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.host.memory_parts import held_bytes
 from lowtide.probes.objects.foreign import thread_ident, thread_key, thread_name
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, loaded, signal, threading, time
@@ -619,7 +619,7 @@ def _trimmed_bytes() -> int:
     """Return what the process has of its own when what is free has gone back."""
     collect()
     trim_heap()
-    return anonymous_bytes()
+    return held_bytes()
 
 
 def _trimming(index: int) -> list[Change]:

@@ -218,11 +218,12 @@ def unaccounted_driver_memory(snapshot: Snapshot, device: str) -> int | None:
 def unaccounted_host_memory(snapshot: Snapshot) -> int:
     """Return the process's own bytes (`lowtide.probes.host.counters.own_bytes`) that nothing else explains.
 
-    What announced pools, tensors, files of /dev/shm and torch's page-locked cache hold of them is judged by itself.
+    What announced pools, tensors, files of /dev/shm and torch's page-locked cache hold of them is judged by itself;
+    what is free at the tops of threads' arenas nobody holds.
     """
     pools = [pool.resident for pool in snapshot.pool_residency]
     tensors = snapshot.tensor_residency
-    private = snapshot.host.own - snapshot.host.shared
+    private = snapshot.host.own - snapshot.host.shared - snapshot.host.kept_free
     private -= sum(part.anonymous + part.swapped for part in (*pools, tensors))
     # A page that only other processes have touched is resident, and not this one's.
     named = sum(part.shared for part in (*pools, snapshot.file_residency))

@@ -55,7 +55,8 @@ from lowtide.leakcheck.targets.target import (
 )
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.leakcheck.watching.watched import Policy, Verdict, Watched
-from lowtide.probes.host.counters import Counters, anonymous_bytes
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.memory_parts import held_bytes
 from lowtide.probes.host.process_files import rollup
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import gc
@@ -754,7 +755,7 @@ class CheckedLife:
     def _host_outside(self) -> int:
         """Return the bytes of the process's own host memory beyond announced pools and what imported modules took."""
         pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
-        return anonymous_bytes() - pooled - self._lives.ownership.growth("host-memory")
+        return held_bytes() - pooled - self._lives.ownership.growth("host-memory")
 
     def _outside(self, unknown: int = 0) -> int:
         """Return the driver's bytes beyond arenas and torch's segments; `unknown` where it reports nothing."""

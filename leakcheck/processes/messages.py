@@ -43,8 +43,8 @@ class Levels(_Said, frozen=True, kw_only=True):
         reserved: what torch's allocator took from the driver, by device, without segments of pools that sleep and have
             no pages; None where it does not say.
         has_torch: whether the process has imported torch.
-        resident: bytes of host memory, that is no file's, under tensors, in pools and in torch's cache of pinned
-            memory.
+        resident: bytes of host memory, that is no file's, under tensors, in pools, in torch's cache of pinned memory,
+            and free where malloc does not give it back.
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
     """
 

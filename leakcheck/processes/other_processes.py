@@ -153,7 +153,7 @@ class OtherProcesses:
         self._forget_dead(now)
         if self._asks and self.agents.began():
             self._tree.adopt(self.agents.elsewhere(self._tree.descendants()))
-        self._held = now.amounts["host-memory"]
+        self._held = now.own
         # Of one that has ended since the last test, it is said in this one what it has left on a card.
         self._is_alone = not (self._leaves_any or now.items["processes"])
         if self._is_alone:
@@ -191,7 +191,7 @@ class OtherProcesses:
         """See `UnmeasuredProcesses.look`; nothing else is asked here before there is another process."""
         if self._is_alone:
             if not (self._tree.any_alive() if now is None else now.items["processes"]):
-                self._held = anonymous_bytes() if now is None else now.amounts["host-memory"]
+                self._held = anonymous_bytes() if now is None else now.own
                 return
             self._is_alone = False
             self._forget_last_test()

@@ -39,7 +39,7 @@ from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.large_values import owner_of, with_values
 from lowtide.probes.heap.roots import is_library
-from lowtide.probes.host.memory_parts import malloc_in_use, read_parts
+from lowtide.probes.host.memory_parts import free_at_tops, malloc_in_use, read_parts
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, survey_storages
@@ -260,7 +260,7 @@ class OwnTensors:
             reserved={each.device: _with_pages(each) for each in allocators},
             has_torch=True,
             # What a card's driver has pinned is shared memory without a name, which only this process maps.
-            resident=present.anonymous + present.shared + _pinned_for_later(on_host),
+            resident=present.anonymous + present.shared + _pinned_for_later(on_host) + free_at_tops(),
             communicators=_communicators(),
         )
 

@@ -106,7 +106,7 @@ class UnmeasuredProcesses:
             return
         self._looked_at = children
         if not (self._tree.any_alive() if now is None else now.items["processes"]):
-            self._memory.note(None if now is None else now.amounts["host-memory"])
+            self._memory.note(None if now is None else now.own)
             return
         own, processes = self._memory.read(self._driver, floor=FLOOR)
         whole = own + sum(process.own for process in processes)

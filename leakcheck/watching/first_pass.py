@@ -34,7 +34,8 @@ from lowtide.probes import native
 from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, long_containers
-from lowtide.probes.host.counters import Counters, anonymous_bytes
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.memory_parts import free_at_tops
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each, survey_storages
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, weakref
@@ -346,7 +347,7 @@ class KeptHostMemory:
     """Sums up what the tests of one watch keep of host memory.
 
     Attributes:
-        level_at_end: the process's own memory when the last test had been judged, in bytes; None before the first.
+        level_at_end: the counters' host memory when the last test had been judged, in bytes; None before the first.
         old_arrays: identity and bytes of the large arrays that were there when it last had risen by much, or a card had
             come: no later test's. (A library's first use may take as much as one of them.)
         old_lengths: of the long containers that were there then, or at the beginning, by identity.
@@ -402,7 +403,12 @@ class KeptHostMemory:
         share = self.share(now, ended)
         if share is None or abs(share) < LEAST_KEPT:
             return now
+        return self._trimmed()
+
+    def _trimmed(self) -> Counters:
+        """Give back what is free in the heap, and what cannot be given back count no more; return the counters then."""
         trim_heap()
+        self._watched.counters.kept_free = free_at_tops()
         return self._watched.counters.read()
 
     def kept(self, share: int | None, now: Counters, *, final: bool, card_came: bool) -> tuple[Finding, ...]:
@@ -437,8 +443,7 @@ class KeptHostMemory:
             return ()
         # A clean test is not collected for: what it left may be garbage.
         gc.collect()
-        trim_heap()
-        self.level_at_end = anonymous_bytes()
+        self.level_at_end = self._trimmed().amounts["host-memory"] or 0
         self._kept.fell(max((now.amounts["host-memory"] or 0) - self.level_at_end, 0))
         if not self._kept.is_too_much(tolerance):
             return ()

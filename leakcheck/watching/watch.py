@@ -195,7 +195,8 @@ class Watch:
     @property
     def host_memory(self) -> int | None:
         """The process's own memory when the last test had been judged, in bytes; None before the first."""
-        return self._host.level_at_end
+        level = self._host.level_at_end
+        return None if level is None else level + self._watched.counters.kept_free
 
     def kept_of(
         self, label: str, name: str, root: object, turns: Collection[int]

@@ -23,6 +23,7 @@ from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.heap.births import Births
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
+from lowtide.probes.host.memory_parts import free_at_tops
 from lowtide.probes.host.process_tree import ProcessEvents, ProcessTree
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.reports.schema import Finding, NotMeasured
@@ -163,6 +164,7 @@ class Watched:
 
     def start(self) -> None:
         """Begin to follow all of it."""
+        self.counters.kept_free = free_at_tops()
         self.births.start()
         self.segments.start()
         self.tree.start()

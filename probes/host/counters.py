@@ -51,10 +51,12 @@ class Counters(msgspec.Struct, frozen=True):
 
     Attributes:
         items: per resource, what is there by name, with bytes or 1 each.
-        amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None if it cannot be read.
+        amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None if it cannot be read. Host
+            memory is without what malloc keeps free (`CounterReader.kept_free`).
         settings: process-wide settings by name, as text; what replaced an object has another text.
         native_threads: all threads of the process, Python's included.
         unmeasured: why a driver's amount is None, by its key.
+        own: all of the process's own memory (`own_bytes`), in bytes.
     """
 
     items: Mapping[str, Items]
@@ -62,6 +64,7 @@ class Counters(msgspec.Struct, frozen=True):
     settings: Mapping[str, str]
     native_threads: int = 0
     unmeasured: Mapping[str, str] = msgspec.field(default_factory=dict)
+    own: int = 0
 
     @property
     def devices(self) -> list[str]:
@@ -183,6 +186,9 @@ class CounterReader:
         orphans: which processes belong to this one besides its children: those whose parent has ended.
         temporary_files: those that processes have left which belonged to this one and have ended.
         warnings_filters: whether to read those.
+
+    Attributes:
+        kept_free: bytes that malloc keeps though nobody has them, as whoever trims the heap has found: no host memory.
     """
 
     def __init__(
@@ -195,6 +201,7 @@ class CounterReader:
         warnings_filters: bool = True,
         resources: Callable[[], Mapping[str, Items]] = dict,
     ) -> None:
+        self.kept_free = 0
         self._resources = resources
         self._driver = driver
         self._orphans = orphans
@@ -237,9 +244,10 @@ class CounterReader:
             **self._resources(),
         }
         self._status = read_status()
+        own = own_bytes(self._status)
         amounts: dict[str, int | None] = {
             "gc-frozen": self._frozen.read(),
-            "host-memory": own_bytes(self._status),
+            "host-memory": own - self.kept_free,
         }
         mapped: dict[str, int] = {}
         pinned = 0
@@ -262,7 +270,7 @@ class CounterReader:
                     amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), unmeasured)
         of_libraries = settings == "all"
         values = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
-        return Counters(items, amounts, values, _figure(self._status, b"Threads:"), unmeasured)
+        return Counters(items, amounts, values, _figure(self._status, b"Threads:"), unmeasured, own)
 
     def _read_descriptors(self) -> Items:
         """Return `number -> target` of each open descriptor; a target is read only where a number has another file."""

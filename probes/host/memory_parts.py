@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lowtide.probes.host.counters import bytes_in_status, read_status
+from lowtide.probes.host.counters import anonymous_bytes, bytes_in_status, read_status
 from lowtide.probes.originals import contents, os, resource, sys
 
 _ARENAS = re.compile(rb"^# arenas allocated current .*\n(\d+) arenas \* (\d+) bytes/arena", re.MULTILINE)
@@ -133,6 +133,25 @@ def malloc_in_use(info: _Mallinfo | None = None) -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
+def free_at_tops() -> int:
+    """Return the bytes that are free at the tops of glibc's arenas of threads, which `malloc_trim` does not give back.
+
+    Up to 64 MiB of each arena stay so, where the program has freed a block of half as much (`M_TRIM_THRESHOLD` in
+    mallopt(3)). Takes some 0.1 ms, up to as much as malloc has free blocks.
+    """
+    arenas = said_by(_tell_heaps).split(b"<heap nr=")[2:]
+    # What is after the last arena are the sums of all.
+    return sum(_top_of(arena.partition(b"</heap>")[0]) for arena in arenas)
+
+
+def held_bytes() -> int:
+    """Return the process's own memory as `anonymous_bytes` does, without what is free at the tops of threads' arenas.
+
+    After the heap has been trimmed it is what somebody holds, as near as can be told.
+    """
+    return anonymous_bytes() - free_at_tops()
+
+
 class HighWater(NamedTuple):
     """Resident memory of the process, pages of mapped files included; bytes.
 
@@ -211,9 +230,13 @@ _NO_LIMIT = 1 << 60
 """What the first version has where there is none is beyond."""
 
 
+_LIBRARY = ctypes.CDLL(None)
+"""The C library, opened once: each opening leaves a cycle."""
+
+
 def _reader() -> Callable[[], _Mallinfo]:
     try:
-        read = ctypes.CDLL(None).mallinfo2
+        read = _LIBRARY.mallinfo2
     except AttributeError:
         # Before glibc 2.33, and with another C library.
         return _Mallinfo
@@ -229,6 +252,9 @@ _FREE = re.compile(rb"^(?:# bytes in available blocks|\d+ unused pools \* \d+ by
 
 _CHUNKS = re.compile(rb'<(?:size|unsorted) from="\d+" to="\d+" total="(\d+)" count="(\d+)"/>')
 """Of what glibc says of its heaps, the free chunks of about one size."""
+
+_FREE_IN_ALL = re.compile(rb'<total type="(?:fast|rest)" count="\d+" size="(\d+)"/>')
+"""Likewise, all that is free in one arena: its chunks and its top."""
 
 _PAGES_AROUND = 2 * 4096
 """Bytes of a free chunk that stay when the heap is trimmed, at most: the pages that it shares with its neighbours."""
@@ -261,20 +287,25 @@ def fragments() -> list[Fragments]:
     return [each for each in found if each.bytes]
 
 
+def _top_of(arena: bytes) -> int:
+    in_chunks = sum(int(total) for total, _ in _CHUNKS.findall(arena))
+    return max(0, sum(map(int, _FREE_IN_ALL.findall(arena))) - in_chunks)
+
+
 def tell_arenas(stream: ctypes.c_void_p) -> None:
     """Write what `sys._debugmallocstats` prints to stderr, which is the program's."""
     ctypes.pythonapi._PyObject_DebugMallocStats(stream)
 
 
 def _tell_heaps(stream: ctypes.c_void_p) -> None:
-    ctypes.CDLL(None).malloc_info(0, stream)
+    _LIBRARY.malloc_info(0, stream)
 
 
 def said_by(tell: Callable[[ctypes.c_void_p], None]) -> bytes:
     """Return what a function of C's writes to a stream; empty where it is not there."""
-    libc, text, size = ctypes.CDLL(None), ctypes.c_char_p(), ctypes.c_size_t()
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
     try:
-        begin = libc.open_memstream
+        begin = _LIBRARY.open_memstream
     except AttributeError:
         return b""
     begin.restype = ctypes.c_void_p
@@ -283,7 +314,7 @@ def said_by(tell: Callable[[ctypes.c_void_p], None]) -> bytes:
         return b""
     with contextlib.suppress(AttributeError):
         tell(stream)
-    libc.fclose(stream)
+    _LIBRARY.fclose(stream)
     said = text.value or b""
-    libc.free(text)
+    _LIBRARY.free(text)
     return said

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
+from lowtide.probes.host.memory_parts import free_at_tops
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
@@ -56,6 +57,7 @@ class HostReading(msgspec.Struct, frozen=True):
         shared_memory: bytes of the files in /dev/shm that this process maps.
         own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.host.counters.own_bytes`.
         shared: the part of `own` that is shared memory.
+        kept_free: the part of `own` that is in no block, and that malloc does not give back (`free_at_tops`).
     """
 
     rss: int
@@ -68,6 +70,7 @@ class HostReading(msgspec.Struct, frozen=True):
     shared_memory: int
     own: int = 0
     shared: int = 0
+    kept_free: int = 0
 
     @property
     def swapped(self) -> int:
@@ -115,6 +118,7 @@ def read_host() -> HostReading:
         shared_memory=sum(map(shared_file_bytes, mapped_shared_files())),
         own=own,
         shared=status["RssShmem"],
+        kept_free=free_at_tops(),
     )
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.host import memory_parts
-from lowtide.probes.host.memory_parts import MemoryParts, malloc_in_use, read_parts
+from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.host.memory_parts import MemoryParts, held_bytes, malloc_in_use, read_parts
+from tests.probes.thread_arenas import PIECE, free, take
 
 MIB = 1 << 20
 _LIBRARY = ctypes.CDLL(None)
@@ -76,3 +79,16 @@ def test_without_glibc_what_malloc_has_is_among_the_rest(monkeypatch: pytest.Mon
     read = read_parts()
     assert (malloc_in_use(), read.malloc, read.malloc_free) == (0, 0, 0)
     assert read.total == pytest.approx(counted_by_kernel(), rel=0.01)
+
+
+@needs_glibc
+def test_what_is_free_at_the_tops_of_threads_arenas_is_no_held_memory() -> None:
+    trim_heap()
+    held, kept = held_bytes(), anonymous_bytes()
+    addresses = take(4, 300)
+    assert held_bytes() - held == pytest.approx(len(addresses) * PIECE, rel=0.1)
+    free(addresses)
+    trim_heap()
+    assert held_bytes() - held < 8 * MIB
+    # Else there is nothing to leave out, and this shows nothing.
+    assert anonymous_bytes() - kept > 50 * MIB

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes.util
+import inspect
 import os
 from unittest import mock
 
 import pytest
 
 from lowtide.reports.schema import Finding
+from tests.probes import thread_arenas
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 PIECES = """
@@ -32,6 +34,31 @@ def test_freed_in_other_sizes():
 
 def test_kept():
     KEPT.extend(pieces(150))
+"""
+
+IN_THREADS = """
+import ctypes
+
+from thread_arenas import free, take
+
+KEPT = []
+
+
+def test_freed():
+    free(take(4, 300))
+
+
+def test_freed_again():
+    free(take(8, 300))
+
+
+def test_kept():
+    KEPT.extend(take(4, 250))
+
+
+def test_freed_and_kept_elsewhere():
+    free(take(8, 300))
+    KEPT.append(ctypes.create_string_buffer(b"x" * 100_000_000))
 """
 
 FRAMES = """
@@ -160,6 +187,18 @@ def test_what_an_allocator_keeps_of_what_was_freed_is_no_leak_and_hides_none(
     assert kept is not None
     assert kept.resource == "host-memory"
     assert kept.bytes >= 140 << 20
+
+
+def test_what_threads_have_freed_is_no_leak_and_hides_none(run_inner: RunInner) -> None:
+    run = run_inner({"test_inner.py": IN_THREADS, "thread_arenas.py": inspect.getsource(thread_arenas)})
+    names = ["test_freed", "test_freed_again", "test_kept", "test_freed_and_kept_elsewhere"]
+    found = [finding_of(run, name) for name in names]
+    assert [None if each is None else (each.resource, round(each.bytes / 1e8)) for each in found] == [
+        None,
+        None,
+        ("host-memory", 1),
+        ("host-memory", 1),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from lowtide.probes.device.torch_allocator import PinnedReading
 from lowtide.probes.host import readings as host
 from lowtide.probes.host.readings import resident_in
 from lowtide.probes.snapshot import Snapshot, take_snapshot
+from tests.probes.thread_arenas import free, take
 
 pytestmark = pytest.mark.nightly
 
@@ -37,6 +38,8 @@ def tidy() -> Iterator[None]:
     gc.collect()
     yield
     for kept in KEPT:
+        if isinstance(kept, list) and kept and isinstance(kept[0], int):
+            free(kept)
         if isinstance(kept, shared_memory.SharedMemory):
             kept.close()
             kept.unlink()
@@ -66,6 +69,27 @@ class KeepsTheMap(MapsMemory):
     keeps = True
 
 
+class FreesInThreads:
+    """Has its requests read in by threads, in each life by more, whose arenas keep what they have freed."""
+
+    keeps = False
+    threads = 0
+
+    def create(self) -> None:
+        type(self).threads += 4
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        addresses = take(self.threads, 300)
+        if self.keeps:
+            KEPT.append(addresses)
+        else:
+            free(addresses)
+        return [[0]]
+
+    def shutdown(self) -> None:
+        pass
+
+
 class KeepsASharedTensor(MapsMemory):
     """A tensor in shared memory: found as a tensor, and as nothing else."""
 
@@ -77,6 +101,22 @@ class KeepsASharedTensor(MapsMemory):
 
     def shutdown(self) -> None:
         KEPT.append(self.weights)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_threads_have_freed_in_a_life_is_no_leak(monkeypatch: pytest.MonkeyPatch, *, keeps: bool) -> None:
+    monkeypatch.setattr(FreesInThreads, "keeps", keeps)
+    monkeypatch.setattr(FreesInThreads, "threads", 0)
+    run = LifecycleRun(
+        "threads",
+        FreesInThreads,
+        device="cpu",
+        driver=NoDriver("a test"),
+        cycles=2,
+        script=("create", "infer", "shutdown"),
+    )
+    found = [(finding.resource, finding.bytes > 110_000_000) for finding in run.run().findings if finding.bytes]
+    assert found == ([("host-memory", True)] if keeps else [])
 
 
 class KeepsAFile(MapsMemory):
