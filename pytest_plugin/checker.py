@@ -300,6 +300,8 @@ class Checker:
                 self._session.watch.phase("teardown", settings_later=True)
             else:
                 self._session.watch.unread_phase("teardown")
+            # Before an engine ends that is this test's own.
+            self._session.watch.look_at_slots("call")
             allowed = ANYTHING if excused else None
             self._session.watch.used(self._fixtures.used_by(item), allowed=allowed)
         instance = getattr(item, "_instance", None)

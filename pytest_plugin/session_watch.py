@@ -217,6 +217,7 @@ class SessionWatch:
                 self.watch.stage(self._stages.pop())
                 self.sleeps.left(stage, error)
                 self.watch.others.left(stage, error)
+                self.watch.slots_after(stage)
 
     def take_of_engines(self, known: Sequence[Finding]) -> tuple[list[Finding], tuple[NotMeasured, ...]]:
         """Return what sleeps and inferences have left since the last verdict, and what of them cannot be judged.

@@ -56,6 +56,7 @@ from lowtide.leakcheck.lives.script import (
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.lives.tenant import Tenant, freed_between, tenant_of
 from lowtide.leakcheck.lives.workspace_growth import GrowthWatch
+from lowtide.leakcheck.processes.lost_slots import LostSlots
 from lowtide.leakcheck.processes.own_tensors import outside_pools
 from lowtide.leakcheck.processes.process_growth import Left, Turns, grown_under, is_under
 from lowtide.leakcheck.processes.process_levels import explain_kept_on_host, judged_asleep
@@ -149,6 +150,7 @@ class LifecycleRun:
         self._processes.asks_turns = self.turns > 0
         self._preserved_state = PreservedState(self.device)
         self._growth = GrowthWatch(self.device)
+        self._slots = LostSlots(lambda: self._processes.lost_slots(self._processes.has_answered), self.device)
         self._turns_of = {stage: Turns(stage) for stage in ("infer", UPDATE)}
         self._named_growth = NamedGrowth(UPDATE, lambda: self._reader.counters.read().items)
         # What has grown in the last life: tensors under the engine, by stage, and with `turns` the rest.
@@ -326,7 +328,7 @@ class LifecycleRun:
                 self._record.findings += self._sent.end(version, life)
             elif name == "infer":
                 self._record.findings += self._sent.judge(name, tokens)
-                self._record.findings += self._idle(life, name)
+                self._record.findings += self._idle(life, name) + self._slots.look(name)
                 grown = self._growth.finding(name)
                 self._record.findings += [] if grown is None else [grown]
             before = after

@@ -123,6 +123,8 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
         return _preserved(question, importing)
     if isinstance(question, messages.ReadTurn):
         return _after_turn(question, own, importing)
+    if isinstance(question, messages.ReadSlots):
+        return () if own is None else tuple(own.slots.lost())
     if isinstance(question, messages.Read):
         if question.collects:
             gc.collect()

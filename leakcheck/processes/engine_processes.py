@@ -33,6 +33,7 @@ from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.process_files import name_of
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.objects.request_slots import LostSlot
 from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.stages import UPDATE
@@ -480,6 +481,10 @@ class EngineProcesses:
                 largest_in = functools.partial(self._largest_in, stage=stage)
                 found.append(process_levels.explain_uneven_rank(uneven, stage, self.kind, device, largest_in))
         return found
+
+    def lost_slots(self, pids: Collection[int]) -> dict[int, tuple[LostSlot, ...]]:
+        """Return the slots of engines' pools that no request has any more, by process."""
+        return self._each([pid for pid in pids if pid not in self.not_measured], messages.ReadSlots())
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
         """Return what a wake that raised has left mapped in each, of what the last sleep had given up."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 
+from lowtide.probes.objects.request_slots import LostSlot
 from lowtide.reports.schema import Finding, as_written, encoded
 from lowtide.reports.statement import HolderFacts
 
@@ -174,6 +175,10 @@ class Read(Question[Levels], frozen=True, kw_only=True, tag="read"):
     """
 
     collects: bool = False
+
+
+class ReadSlots(Question[tuple[LostSlot, ...]], frozen=True, kw_only=True, tag="read-slots"):
+    """Which slots of an engine's pools no request has that waits or runs."""
 
 
 class ExplainAsleep(Question[list[Finding]], frozen=True, kw_only=True, tag="explain-asleep"):

@@ -30,6 +30,7 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.objects.request_slots import LostSlot
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import EnteredStage
@@ -296,6 +297,13 @@ class OtherProcesses:
         found = (*largest_of_cause(self._found), *self._engine.findings_at_end(), *self._ended.findings())
         self._found = []
         return found
+
+    def lost_slots(self) -> dict[int, tuple[LostSlot, ...]]:
+        """Return the slots of engines' pools that no request has any more, by process."""
+        if not self._asks or not self._tree.any_alive():
+            return {}
+        pids = set(self._tree.descendants()) - self._reported_pids
+        return self._engine.lost_slots([pid for pid in pids if self._has_torch(pid) and self.agents.has_agent(pid)])
 
     def growth_of(self, owner: Owner) -> list[Finding]:
         """Return what has grown test after test in the processes of an owner, asked while they live."""

@@ -230,6 +230,7 @@ class LeakCheck:
             self._watch.phase(self._outer.pop())
             self._sleeps.left(stage, error)
             self._watch.others.left(stage, error)
+            self._watch.slots_after(stage)
 
     def _report_of(self, subject: Subject) -> Report:
         return report_of([subject], lowtide.__version__, shlex.join(sys.argv), settings=self._settings)

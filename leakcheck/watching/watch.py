@@ -36,6 +36,7 @@ from lowtide.leakcheck.judging.storages import (
     storage_keys,
     within,
 )
+from lowtide.leakcheck.processes.lost_slots import LostSlots
 from lowtide.leakcheck.resources.first_use import CardsWithoutTorch, WarmUp, driver_is_open, may_be_a_drivers
 from lowtide.leakcheck.watching.first_pass import KeptHostMemory, Stayed, Suspects, wait_for_return
 from lowtide.leakcheck.watching.full_reading import Case, OwnersInUse, Unsettled
@@ -49,7 +50,7 @@ from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, time, torch_with_cuda
-from lowtide.probes.stages import announced_pools
+from lowtide.probes.stages import EnteredStage, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 
 _MOST_GENERATIONS = 4
@@ -88,6 +89,9 @@ class Watch:
         self.heap: HeapFile | None = None
         self.turns: dict[str, int] = {}
         self._peak: PeakWatch | None = None
+        self._slots = LostSlots(self.others.lost_slots)
+        # What engines have lost in the test of now; None where nobody has looked yet.
+        self._lost: list[Finding] | None = None
         self._labels: list[str] = []
         self._begun = self._forgetting = 0.0
         # The stage of what the next reading counts, where that is not the one of now.
@@ -365,6 +369,19 @@ class Watch:
             self._in_use.used(used, allowed=allowed)
             self.others.used(used)
 
+    def slots_after(self, stage: EnteredStage) -> None:
+        """Look for what requests have lost, where the program says that the stage in which they ran has ended."""
+        if stage.name == "infer":
+            self.look_at_slots(stage.name)
+
+    def look_at_slots(self, stage: str) -> None:
+        """Look, while the engines that it used are there, for what the test has lost in their pools.
+
+        Args:
+            stage: which has ended.
+        """
+        self._lost = [*(self._lost or ()), *self._slots.look(stage)]
+
     def ending(self, owner: Owner) -> None:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
         self._in_use.ending(owner)
@@ -390,6 +407,9 @@ class Watch:
             peak, self._peak = self._peak, None
             peaks, hidden = ([], []) if peak is None else peak.end(self._subject)
             self._arrival.meet()
+            if self._lost is None:
+                self.look_at_slots(self.stage_now)
+            lost, self._lost = self._lost or (), None
             closed = self._watched.ownership.close(ended)
             in_others = self.others.judge([*self._watched.ownership.live, *closed])
             verdict = self._verdict(closed, let_go, hints, final=True)
@@ -397,7 +417,7 @@ class Watch:
                 verdict = self._in_use.with_growth(verdict)
             return replace(
                 verdict,
-                findings=(*verdict.findings, *in_others, *peaks),
+                findings=(*verdict.findings, *lost, *in_others, *peaks),
                 not_measured=(*verdict.not_measured, *hidden),
             )
         finally:

@@ -190,7 +190,7 @@ class Looks:
 
 
 def counters(*pids: int, held: int) -> Counters:
-    return Counters({"processes": {str(pid): 1 for pid in pids}}, {"host-memory": held}, {})
+    return Counters({"processes": {str(pid): 1 for pid in pids}}, {}, {}, own=held)
 
 
 def test_nobody_is_asked_before_there_is_another_process_and_then_what_was_held_before_it_came_counts(

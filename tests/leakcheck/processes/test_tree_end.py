@@ -260,7 +260,7 @@ def test_an_orphan_is_reported_with_what_it_holds_on_cards(tree: ProcessTree, ca
     assert (finding.process.pid, finding.process.device) == (child.pid, "cuda:0")
 
 
-A_TREE = SimpleNamespace(items={"processes": frozenset({"1"})}, amounts={"host-memory": 0})
+A_TREE = SimpleNamespace(items={"processes": frozenset({"1"})}, own=0)
 """Counters that say that there is a tree."""
 
 

@@ -1,0 +1,90 @@
+"""What an engine loses in its own pools: slots (KV blocks) that no request has any more, in whichever process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from lowtide.leakcheck.judging.fingerprints import finding_of
+from lowtide.leakcheck.processes.process_levels import describe_process
+from lowtide.probes.objects.request_slots import LostSlot, RequestSlots
+from lowtide.probes.originals import os, time
+from lowtide.reports.schema import Finding
+from lowtide.reports.sizes import first_of, format_amount
+from lowtide.reports.statement import in_process
+
+_PATIENCE_S, _PAUSE_S = 1.0, 0.05
+"""Seconds in which slots of requests that were aborted may come back, and between two looks at them."""
+
+_SHOWN = 3
+
+_ADVICE = "give them back wherever a request ends: finished, aborted and failed"
+
+
+class LostSlots:
+    """Finds the slots that are lost from one look to the next, in this process and in others.
+
+    They are waited for: what a client has aborted, an engine in another process gives back in a later step.
+
+    Args:
+        ask: returns what other processes say of theirs, by process.
+        device: where the engine is; empty where that is not known.
+    """
+
+    def __init__(self, ask: Callable[[], Mapping[int, Sequence[LostSlot]]], device: str = "") -> None:
+        self._ask = ask
+        self._device = device
+        self._own = RequestSlots()
+        self._known: dict[int, frozenset[LostSlot]] = {}
+
+    def look(self, stage: str) -> list[Finding]:
+        """Return the slots that were lost since the last look, each once.
+
+        Args:
+            stage: after which this is.
+        """
+        until = time.perf_counter() + _PATIENCE_S
+        lost = self._read()
+        while self._new(lost) and time.perf_counter() < until:
+            time.sleep(_PAUSE_S)
+            lost = self._read()
+        new, self._known = self._new(lost), {pid: frozenset(slots) for pid, slots in lost.items()}
+        return [
+            finding if pid == os.getpid() else in_process(finding, describe_process(pid))
+            for pid, slots in new.items()
+            for finding in lost_slots(stage, self._device, slots)
+        ]
+
+    def _read(self) -> dict[int, Sequence[LostSlot]]:
+        lost = {os.getpid(): self._own.lost(), **self._ask()}
+        return {pid: slots for pid, slots in lost.items() if slots}
+
+    def _new(self, lost: Mapping[int, Sequence[LostSlot]]) -> dict[int, Sequence[LostSlot]]:
+        known = {pid: self._known.get(pid, frozenset()) for pid in lost}
+        new = {pid: [slot for slot in slots if slot not in known[pid]] for pid, slots in lost.items()}
+        return {pid: slots for pid, slots in new.items() if slots}
+
+
+def lost_slots(stage: str, device: str, lost: Sequence[LostSlot]) -> Iterator[Finding]:
+    """Yield the findings about slots of one process, one for each pool and kind of owner.
+
+    Args:
+        stage: after which this is.
+        device: where the engine is.
+        lost: the slots.
+    """
+    for pool, unit, owner in dict.fromkeys((slot.pool, slot.unit, slot.owner) for slot in lost):
+        own = [slot for slot in lost if (slot.pool, slot.owner) == (pool, owner)]
+        requests = first_of([*dict.fromkeys(slot.request for slot in own if slot.request)], _SHOWN)
+        requests = f" ({requests})" if requests else ""
+        amount = format_amount(len(own), f"{unit}s")
+        numbers = first_of([slot.number for slot in own], _SHOWN)
+        yield finding_of(
+            "kv-blocks",
+            stage=stage,
+            device=device,
+            count=len(own),
+            suspects=(pool, owner),
+            holder=owner,
+            message=f"{amount} of {pool} ({numbers}) not given back after {stage}, held by {owner}{requests}",
+            advice=_ADVICE,
+        )
