@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lowtide.probes.device.allocations import with_sleepers
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.torch_allocator import (
     AllocatorReading,
@@ -103,6 +104,11 @@ class Snapshot(msgspec.Struct, frozen=True):
         reading = self.allocator(device)
         return 0 if reading is None else reading.reserved
 
+    def asleep(self, device: str) -> int:
+        """Return the bytes of that which the driver does not have while the pools that they are in sleep."""
+        reading = self.allocator(device)
+        return 0 if reading is None else sum(pool.asleep for pool in reading.pools)
+
 
 _MOST_BEHIND_CACHES = 300_000
 """Objects behind all large caches together that one snapshot looks at: a third of a second."""
@@ -136,7 +142,8 @@ def take_snapshot(*, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
         outside = without(tensors.on("cpu"), pooled)
         tensor_residency = resident_in(outside, swapped=swapped)
         file_residency = resident_in(without(named_shared_memory(), [*pooled, *outside]))
-        allocators = read_allocators({storage.address for storage in survey.storages})
+        claimed = {storage.address for storage in survey.storages}
+        allocators = tuple(map(with_sleepers, read_allocators(claimed)))
     return Snapshot(
         tensors=tensors,
         allocators=allocators,

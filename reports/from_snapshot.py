@@ -129,14 +129,19 @@ def _torch_lines(snapshot: Snapshot, device: str) -> tuple[LedgerLine, ...]:
     private = [pool for pool in allocator.pools if pool.private]
     return (
         *_pool_lines("torch default pool", default),
-        *_pool_lines("torch private pools", private),
+        *_pool_lines("torch private pools", [pool for pool in private if not pool.owner]),
+        *(
+            line
+            for owner in sorted({pool.owner for pool in private} - {""})
+            for line in _pool_lines(owner, [pool for pool in private if pool.owner == owner])
+        ),
         _line("library workspaces", allocator.library_workspaces, "kept by BLAS libraries between calls"),
     )
 
 
 def _pool_lines(name: str, pools: list[PoolSegments]) -> tuple[LedgerLine, ...]:
-    used = sum(pool.allocated - pool.workspaces for pool in pools)
-    free = sum(pool.reserved - pool.allocated for pool in pools)
+    used = sum(pool.allocated - pool.workspaces - pool.asleep_in_use for pool in pools)
+    free = sum(pool.reserved - pool.allocated - pool.asleep + pool.asleep_in_use for pool in pools)
     ids = " ".join(f"{first}.{second}" for first, second in (pool.pool_id for pool in pools if pool.private))
     return (_line(f"{name}, in use", used, ids), _line(f"{name}, cached", free, ids))
 

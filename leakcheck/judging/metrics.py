@@ -212,7 +212,7 @@ def unaccounted_driver_memory(snapshot: Snapshot, device: str) -> int | None:
     total, reserved = snapshot.driver_bytes(device), snapshot.reserved(device)
     if total is None or reserved is None:
         return None
-    return total - reserved - snapshot.arena_mapped(device=device)
+    return total - reserved + snapshot.asleep(device) - snapshot.arena_mapped(device=device)
 
 
 def unaccounted_host_memory(snapshot: Snapshot) -> int:

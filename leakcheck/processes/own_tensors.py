@@ -26,7 +26,7 @@ from lowtide.leakcheck.processes.messages import ExplainGrown, FilledCache, Left
 from lowtide.leakcheck.resources.driver_memory import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.allocation_stacks import AllocationStacks
-from lowtide.probes.device.allocations import sleeping_bytes
+from lowtide.probes.device.allocations import with_sleepers
 from lowtide.probes.device.torch_allocator import (
     AllocatorReading,
     any_exported,
@@ -288,7 +288,7 @@ def _with_pages(allocator: AllocatorReading) -> int | None:
     """Return what torch's allocator took from the driver, without what has no pages while a pool sleeps, in bytes."""
     if allocator.reserved is None:
         return None
-    return allocator.reserved - sleeping_bytes(int(allocator.device.partition(":")[2]))
+    return allocator.reserved - sum(pool.asleep for pool in with_sleepers(allocator).pools)
 
 
 def _pinned_for_later(on_host: list[Range]) -> int:

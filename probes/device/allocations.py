@@ -1,7 +1,7 @@
 """What the CUDA driver itself says of this process: its contexts, the ranges that some code asked it for, its pool.
 
 torch hands a private pool's segments out and takes them back, and does not hear of what the pool's own allocator does
-meanwhile: vLLM's unmaps all of them in a sleep, and torch's counters stay as they were (`sleeping_bytes`).
+meanwhile: vLLM's unmaps all of them in a sleep, and torch's counters stay as they were (`with_sleepers`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lowtide.probes.device.torch_allocator import all_segments
+from msgspec.structs import replace
+
+from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import initialized_torch, os, time
@@ -432,25 +434,27 @@ def pooled_bytes(device_index: int) -> int | None:
     return reserved - used + by_graphs
 
 
-def sleeping_bytes(device_index: int) -> int:
-    """Return the bytes of private pools' segments behind which the driver has no allocation; 0 where unknown.
+def with_sleepers(allocator: AllocatorReading) -> AllocatorReading:
+    """Return a reading of torch's allocator with what of its private pools has no memory behind it.
 
     Args:
-        device_index: of the card, as torch numbers it.
+        allocator: as torch counts: a pool that an engine has unmapped in a sleep is as large as before.
     """
     torch = initialized_torch()
-    if torch is None:
-        return 0
-    segments: list[Range] = [
-        (segment["address"], segment["total_size"])
-        for segment in all_segments(torch)[0] or ()
-        if segment["device"] == device_index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
-    ]
-    if not segments:
-        return 0
+    segments = sorted((at, size) for pool in allocator.pools for at, size, _ in pool.segments)
+    if torch is None or not segments:
+        return allocator
+    index = int(allocator.device.partition(":")[2])
     # An agent's thread has no context yet, and without one the driver knows no address; this makes it the thread's.
-    torch.cuda.mem_get_info(device_index)
-    present = read_allocations(device_index, among=sorted(segments))
-    if present is None:
-        return 0
-    return total(segments) - total(common(segments, present))
+    torch.cuda.mem_get_info(index)
+    present = read_allocations(index, among=segments)
+    return (
+        allocator
+        if present is None
+        else replace(allocator, pools=tuple(_asleep(pool, present) for pool in allocator.pools))
+    )
+
+
+def _asleep(pool: PoolSegments, present: Sequence[Range]) -> PoolSegments:
+    gone = [(size, used) for at, size, used in pool.segments if not total(common([(at, size)], present))]
+    return replace(pool, asleep=sum(size for size, _ in gone), asleep_in_use=sum(used for _, used in gone))

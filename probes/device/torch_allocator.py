@@ -9,11 +9,12 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
 
+from lowtide.probes.device.engine_pools import owners_of_pools
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import all_instances
@@ -91,6 +92,10 @@ class PoolSegments(msgspec.Struct, frozen=True):
         empty_at: address and bytes of each segment in which no block is in use.
         exported_at: those of each block that was exported by CUDA IPC, that no live storage explains any more, and that
             waits for its importers; in `unclaimed` it is not.
+        segments: of a private pool, address, bytes, and bytes in use of each segment.
+        asleep: bytes of the segments behind which the driver has no memory, since the pool sleeps, and those of them
+            that are in use; as far as somebody has asked the driver (`allocations.with_sleepers`).
+        owner: who keeps the pool, where an engine says it: `weights of vLLM's CuMemAllocator`.
     """
 
     pool_id: tuple[int, int]
@@ -102,6 +107,10 @@ class PoolSegments(msgspec.Struct, frozen=True):
     pending: int
     empty_at: tuple[tuple[int, int], ...] = ()
     exported_at: tuple[tuple[int, int], ...] = ()
+    segments: tuple[tuple[int, int, int], ...] = ()
+    asleep: int = 0
+    asleep_in_use: int = 0
+    owner: str = ""
 
     @property
     def private(self) -> bool:
@@ -256,7 +265,7 @@ def _read_device(
     pools: tuple[PoolSegments, ...] = ()
     workspaces: int | None = None
     if segments is not None:
-        pools = parse_pools(segments, index, claimed, workspace_sizes(torch, index), _exported())
+        pools = parse_pools(segments, index, claimed, workspace_sizes(torch, index), _exported(), owners_of_pools())
         workspaces = sum(pool.workspaces for pool in pools)
     return AllocatorReading(
         f"cuda:{index}",
@@ -294,6 +303,7 @@ def parse_pools(
     claimed: Collection[int],
     workspace_sizes: Collection[int],
     exported: Collection[int] = (),
+    owners: Mapping[tuple[int, int], str] = MappingProxyType({}),
 ) -> tuple[PoolSegments, ...]:
     """Add up the segments of one device by pool; sorted by pool id.
 
@@ -303,11 +313,13 @@ def parse_pools(
         claimed: addresses of the live storages.
         workspace_sizes: sizes in bytes that a BLAS workspace may have.
         exported: addresses of what CUDA IPC has exported.
+        owners: who keeps private pools, by their ids.
     """
     addresses = sorted(claimed)
     sums: dict[tuple[int, int], Counter[str]] = {}
     empty_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
     exported_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for segment in segments:
         if segment["device"] != device:
             continue
@@ -319,6 +331,9 @@ def parse_pools(
         if not in_use:
             held["empty"] += segment["total_size"]
             empty_at.setdefault(pool_id, []).append((segment["address"], segment["total_size"]))
+        if pool_id != (0, 0):
+            used = sum(block["size"] for block in in_use)
+            parts.setdefault(pool_id, []).append((segment["address"], segment["total_size"], used))
         for block in in_use:
             kind = unexplained(block, addresses, workspace_sizes, exported)
             held["allocated"] += block["size"]
@@ -336,6 +351,8 @@ def parse_pools(
             pending=held["pending"],
             empty_at=tuple(sorted(empty_at.get(pool_id, ()))),
             exported_at=tuple(sorted(exported_at.get(pool_id, ()))),
+            segments=tuple(sorted(parts.get(pool_id, ()))),
+            owner=owners.get(pool_id, ""),
         )
         for pool_id, held in sorted(sums.items())
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lowtide.probes.device import allocations
-from lowtide.probes.device.allocations import sleeping_bytes
+from lowtide.probes.device.allocations import with_sleepers
+from lowtide.probes.device.torch_allocator import AllocatorReading, parse_pools
 from lowtide.probes.memory.ranges import Range
 
 MIB = 1 << 20
@@ -18,7 +19,15 @@ POOL = (0, 7)
 
 
 def segment(address: int, size: int, pool: tuple[int, int] = POOL, device: int = 0) -> dict[str, Any]:
-    return {"address": address * MIB, "total_size": size * MIB, "segment_pool_id": pool, "device": device}
+    # Three quarters of it are in use.
+    block = {"state": "active_allocated", "size": size * MIB * 3 // 4, "address": address * MIB}
+    return {
+        "address": address * MIB,
+        "total_size": size * MIB,
+        "segment_pool_id": pool,
+        "device": device,
+        "blocks": [block],
+    }
 
 
 class Double:
@@ -30,7 +39,8 @@ class Double:
     """
 
     def __init__(self, segments: Sequence[dict[str, Any]], present: Sequence[tuple[int, int]] | None) -> None:
-        self.cuda = SimpleNamespace(memory_snapshot=lambda: segments, mem_get_info=self._give_context)
+        self.cuda = SimpleNamespace(mem_get_info=self._give_context)
+        self.segments = segments
         self._present = None if present is None else [(start * MIB, size * MIB) for start, size in present]
         self.asked: list[Range] = []
         self.contexts: list[int] = []
@@ -54,28 +64,37 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+def asleep(double: Double) -> tuple[int, int]:
+    """Bytes of the first card's segments that sleep, and those of them that are in use."""
+    pools = parse_pools(double.segments, 0, (), ())
+    reading = with_sleepers(AllocatorReading("cuda:0", 0, 0, pools, 0, trusted=True, note=""))
+    return sum(pool.asleep for pool in reading.pools), sum(pool.asleep_in_use for pool in reading.pools)
+
+
 def test_segments_without_pages_sleep(use: Any) -> None:
     double = Double([segment(100, 20), segment(200, 30), segment(300, 5)], present=[(200, 30)])
     use(double)
-    assert sleeping_bytes(0) == 25 * MIB
+    assert asleep(double) == (25 * MIB, 25 * MIB * 3 // 4)
     assert double.asked == [(100 * MIB, 20 * MIB), (200 * MIB, 30 * MIB), (300 * MIB, 5 * MIB)]
 
 
 def test_an_awake_pool_has_all_its_pages(use: Any) -> None:
     # One allocation of the driver's may hold several segments.
-    use(Double([segment(100, 20), segment(120, 20)], present=[(100, 40)]))
-    assert sleeping_bytes(0) == 0
+    double = Double([segment(100, 20), segment(120, 20)], present=[(100, 40)])
+    use(double)
+    assert asleep(double) == (0, 0)
 
 
 def test_the_default_pool_and_other_cards_are_not_asked_about(use: Any) -> None:
     double = Double([segment(100, 20, DEFAULT), segment(200, 20, device=1)], present=[])
     use(double)
-    assert sleeping_bytes(0) == 0
+    assert asleep(double) == (0, 0)
     assert double.asked == []
 
 
 def test_a_driver_that_cannot_be_asked_says_nothing(use: Any) -> None:
-    use(Double([segment(100, 20)], present=None))
-    assert sleeping_bytes(0) == 0
+    double = Double([segment(100, 20)], present=None)
+    use(double)
+    assert asleep(double) == (0, 0)
     use(None)
-    assert sleeping_bytes(0) == 0
+    assert asleep(double) == (0, 0)

@@ -14,6 +14,7 @@ import torch
 
 from lowtide.probes.device import cuda_ipc, torch_allocator
 from lowtide.probes.device.cuda_ipc import Counter, Export
+from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.torch_allocator import (
     PinnedReading,
     PoolSegments,
@@ -32,6 +33,8 @@ from lowtide.probes.device.torch_allocator import (
 )
 from lowtide.probes.memory.ranges import common, total, without
 from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.snapshot import take_snapshot
+from lowtide.reports.from_snapshot import LedgerBase, to_ledger
 from tests.loaded_modules import load_instead
 
 MIB = 1 << 20
@@ -73,7 +76,8 @@ RECORDED = [
 
 
 def test_segments_add_up_by_pool() -> None:
-    assert parse_pools(RECORDED, 0, claimed=[0x1000_0000], workspace_sizes=[WORKSPACE]) == (
+    owners = {(0, 3): "weights of an allocator"}
+    assert parse_pools(RECORDED, 0, claimed=[0x1000_0000], workspace_sizes=[WORKSPACE], owners=owners) == (
         PoolSegments(
             (0, 0),
             reserved=52 * MIB,
@@ -92,6 +96,8 @@ def test_segments_add_up_by_pool() -> None:
             unclaimed=0,
             pending=2 * MIB,
             empty_at=((0x4000_0000, 8 * MIB),),
+            segments=((0x3000_0000, 2 * MIB, 2 * MIB), (0x4000_0000, 8 * MIB, 0)),
+            owner="weights of an allocator",
         ),
     )
 
@@ -538,3 +544,41 @@ def test_it_is_torch_itself_that_is_told_so_and_no_copy_of_it() -> None:
         "assert '_inductor' not in vars(torch) and 'torch._inductor' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
+
+
+def kept_pools() -> dict[str, int]:
+    """The ledger's lines about pools that an engine keeps, in MiB."""
+    ledger = to_ledger(take_snapshot(driver=NoDriver("a test")), LedgerBase("cuda:0", context=0))
+    return {line.name: line.bytes // MIB for line in ledger.lines if " of " in line.name}
+
+
+@pytest.mark.cuda
+@needs_card
+def test_the_ledger_says_who_keeps_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = torch.cuda.MemPool()
+    allocator = SimpleNamespace(instance=SimpleNamespace(allocator_and_pools={"weights": (pool, None)}))
+    load_instead(monkeypatch, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+    with torch.cuda.use_mem_pool(pool):
+        weights = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+    assert kept_pools() == {
+        "weights of vLLM's CuMemAllocator, in use": 64,
+        "weights of vLLM's CuMemAllocator, cached": 0,
+    }
+    del weights
+    assert kept_pools()["weights of vLLM's CuMemAllocator, in use"] == 0
+
+
+@pytest.mark.cuda
+@needs_card
+def test_a_pool_of_torch_memory_saver_has_no_memory_while_it_is_paused() -> None:
+    saver = pytest.importorskip("torch_memory_saver").torch_memory_saver
+    saver.hook_mode = "torch"
+    with saver.region(tag="weights"):
+        weights = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+    line = "weights of torch_memory_saver, in use"
+    assert kept_pools()[line] == 64
+    saver.pause("weights")
+    assert kept_pools()[line] == 0
+    saver.resume("weights")
+    assert kept_pools()[line] == 64
+    del weights

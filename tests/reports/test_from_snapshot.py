@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from lowtide.leakcheck.judging.metrics import unaccounted_driver_memory
 from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
 from lowtide.probes.host.readings import HostReading, Resident
@@ -48,6 +49,9 @@ ALLOCATOR = AllocatorReading(
     trusted=True,
     note="",
 )
+
+
+AWAKE = replace(EMPTY, allocators=(ALLOCATOR,))
 
 
 def lines_of(ledger: Ledger) -> dict[str, int]:
@@ -104,6 +108,22 @@ def test_private_pools_are_named_by_their_ids() -> None:
     ledger = to_ledger(replace(EMPTY, allocators=(ALLOCATOR,)), CARD)
     (line,) = [line for line in ledger.lines if line.name == "torch private pools, cached"]
     assert line.note == "0.1 0.2"
+
+
+def test_a_pool_that_an_engine_keeps_has_its_name_and_no_memory_while_it_sleeps() -> None:
+    default, awake, asleep = ALLOCATOR.pools
+    owned = (
+        default,
+        replace(awake, owner="weights of vLLM's CuMemAllocator", asleep=150, asleep_in_use=40),
+        replace(asleep, owner="kv_cache of vLLM's CuMemAllocator"),
+    )
+    taken = replace(EMPTY, allocators=(replace(ALLOCATOR, pools=owned),))
+    lines = lines_of(to_ledger(taken, CARD))
+    assert lines["weights of vLLM's CuMemAllocator, in use"] == 50 - 8 - 40
+    assert lines["weights of vLLM's CuMemAllocator, cached"] == 200 - 50 - (150 - 40)
+    assert lines["kv_cache of vLLM's CuMemAllocator, cached"] == 100
+    assert lines["torch private pools, in use"] == lines["torch private pools, cached"] == 0
+    assert (unaccounted_driver_memory(taken, "cuda:0") or 0) - (unaccounted_driver_memory(AWAKE, "cuda:0") or 0) == 150
 
 
 def test_an_allocator_without_a_snapshot_is_one_line_by_its_own_count() -> None:
