@@ -816,6 +816,19 @@ def nccl_kept(self: MultiprocExecutor) -> None:
     """The ranks' communicators keep their buffers on each card while the engine sleeps."""
 
 
+@_bug("vime#4", ("driver", "driver"), settings={"tensor_parallel_size": 2}, devices=("cuda",))
+def bridge_context() -> Iterator[None]:
+    """Each rank that takes in new weights makes a context on the first card, too, where it has nothing to do."""
+    begin = Worker.begin_update
+
+    def begin_on_the_first_card(self: Worker) -> None:
+        torch.zeros(1, device="cuda:0")
+        begin(self)
+
+    with replaced(Worker, "begin_update", begin_on_the_first_card):
+        yield
+
+
 @_bug(
     "vllm#44490",
     _GROWS,

@@ -291,6 +291,7 @@ class LifecycleRun:
             elif name == "wake" and self.script[turn - 1] == "sleep(1)":
                 moved = after.arena_mapped("weights", self.device)
             self._processes.end_stage(name)
+            self._record.findings += self._processes.contexts_elsewhere(name)
             for turns in self._turns_of.values():
                 turns.after(name)
             may_grow = leaves_more(before, after) if name == "infer" else may_grow

@@ -102,6 +102,8 @@ class EngineProcesses:
     _readings: OpenEnd = field(default_factory=OpenEnd)
     _in_turns: dict[int, tuple[Finding, ...]] = field(default_factory=dict)
     _undecided: dict[int, NotMeasured] = field(default_factory=dict)
+    # The processes, with a card of another one's on which they have a context, of which it was said.
+    _contexts: set[tuple[int, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -481,6 +483,10 @@ class EngineProcesses:
                 largest_in = functools.partial(self._largest_in, stage=stage)
                 found.append(process_levels.explain_uneven_rank(uneven, stage, self.kind, device, largest_in))
         return found
+
+    def contexts_elsewhere(self, stage: str) -> list[Finding]:
+        """Return the contexts that processes have where they do not work, each once; right after `end_stage`."""
+        return process_levels.contexts_elsewhere(stage, self._now, self._contexts)
 
     def lost_slots(self, pids: Collection[int]) -> dict[int, tuple[LostSlot, ...]]:
         """Return the slots of engines' pools that no request has any more, by process."""

@@ -36,6 +36,9 @@ LEAST_ON_HOST = 1 << 20
 LEAST_PART = 0.02
 """The part of what a rank had at work that it may keep more: allocators round, and ranks are never quite even."""
 
+_OF_A_CONTEXT = 1 << 20
+"""Bytes of tensors below which a process has nothing on a card but its context: what made that may be there still."""
+
 NOTHING_SAID = Levels(tensors={}, arenas={}, reserved={}, has_torch=False)
 """Of a process that is seen from outside alone."""
 
@@ -109,6 +112,14 @@ class ProcessLevels(msgspec.Struct, frozen=True):
         devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
         process = describe_process(pid, variables=levels.variables, devices=devices, called=levels.called)
         return cls(process, levels, cards, private_bytes(pid))
+
+    def devices_held(self) -> dict[str, int]:
+        """Return the bytes of tensors and in arenas by card, as the process numbers these."""
+        devices = {device for device in (*self.levels.tensors, *self.levels.arenas) if device != "cpu"}
+        return {
+            device: self.levels.tensors.get(device, 0) + sum(self.levels.arenas.get(device, {}).values())
+            for device in devices
+        }
 
     def held(self, kind: str) -> int | None:
         """Return the bytes on the devices of a kind; None where the driver does not say.
@@ -217,6 +228,48 @@ def communicators_kept(
                 "in the wake",
             )
         )
+    return found
+
+
+def contexts_elsewhere(stage: str, now: Mapping[int, ProcessLevels], known: set[tuple[int, str]]) -> list[Finding]:
+    """Find the processes that have a context on a card where they keep nothing, beside that on which they work.
+
+    Each costs half a gigabyte of a card that belongs to another rank (vime#4). Where a process numbers its cards in
+    another way than this one, which card is which is not known, and nothing is said.
+
+    Args:
+        stage: after which this is.
+        now: what each process holds.
+        known: processes and cards of which it was said; those that are found are added.
+    """
+    found = []
+    for pid, each in now.items():
+        held = each.devices_held()
+        own = max(held, key=lambda device: held[device], default="")
+        # Another order of the cards shows in what the driver counts.
+        if not held.get(own) or (each.cards.get(own) or 0) < held[own]:
+            continue
+        for device, size in each.cards.items():
+            if not size or held.get(device, 0) >= _OF_A_CONTEXT or device == own or (pid, device) in known:
+                continue
+            known.add((pid, device))
+            message = f"{each.process.text} has {format_bytes(size)} on {device} after {stage}: a context, and "
+            message += f"{format_bytes(held[device])} of tensors" if held.get(device) else "no tensor"
+            found.append(
+                finding_of(
+                    "driver",
+                    cause="driver",
+                    bytes=size,
+                    device=device,
+                    stage=stage,
+                    suspects=("context elsewhere", role_of(each.process.name)),
+                    process=each.process,
+                    message=f"{message}; it works on {own}",
+                    holder="a context of CUDA",
+                    advice=f"call torch.cuda.set_device in that process before {stage}, and name the device by its "
+                    "index wherever a tensor, a stream or an event is made",
+                )
+            )
     return found
 
 

@@ -213,6 +213,15 @@ EXPECTED: dict[str, Sequence[Told]] = {
             r"destroy its process groups in sleep\(2\) or suspend them .*",
         )
     ],
+    "bridge-context": [
+        Told(
+            "driver",
+            "driver",
+            ("update_weights",),
+            "a context of CUDA",
+            r"call torch\.cuda\.set_device in that process .*",
+        )
+    ],
     "frozen-list": [Told(*CONTAINER, r"engine\._core\.scheduler\.kv_cache_manager\.new_block_ids", BOUND)],
     "request-map": [Told(*CONTAINER, r"engine\._core\.scheduler\.seq_id_to_seq_group", BOUND)],
     "aborted-outputs": [Told(*CONTAINER, r"engine\.completed_outputs", BOUND)],

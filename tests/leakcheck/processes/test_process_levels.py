@@ -20,6 +20,7 @@ from lowtide.leakcheck.processes.process_levels import (
     ProcessLevels,
     SleptLevels,
     communicators_kept,
+    contexts_elsewhere,
     describe_process,
     explain_uneven_rank,
     mapped_by_failed_wake,
@@ -46,6 +47,55 @@ def rank(number: int, of_driver: int | None, *groups: str, arenas: dict[str, int
     )
     process = ProcessName(pid=40 + number, name=f"lowtide::Worker_TP{number}", rank=number, device=f"cuda:{number}")
     return ProcessLevels(process, levels, {f"cuda:{number}": of_driver})
+
+
+def on_cards(
+    cards: dict[str, int | None], tensors: dict[str, int], arenas: dict[str, int] | None = None
+) -> ProcessLevels:
+    """The second rank, with what the driver counts for it, and what it has there."""
+    of_arenas = {device: {"kv_cache": size} for device, size in (arenas or {}).items()}
+    levels = Levels(tensors=tensors, arenas=of_arenas, reserved={}, has_torch=True)
+    return ProcessLevels(
+        ProcessName(pid=41, name="lowtide::Worker_TP1", rank=1, device=", ".join(cards)), levels, cards
+    )
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        on_cards({"cuda:0": 520 * MIB, "cuda:1": 2000 * MIB}, {"cuda:1": 900 * MIB}),
+        on_cards({"cuda:0": 520 * MIB, "cuda:1": 2000 * MIB}, {"cuda:0": 512}, {"cuda:1": 900 * MIB}),
+    ],
+)
+def test_a_context_on_another_rank_s_card_is_told_once(levels: ProcessLevels) -> None:
+    known: set[tuple[int, str]] = set()
+    (finding,) = contexts_elsewhere("update_weights", {41: levels}, known)
+    assert (finding.resource, finding.device, finding.bytes) == ("driver", "cuda:0", 520 * MIB)
+    assert "has 520.0 MiB on cuda:0 after update_weights: a context, and" in finding.message
+    assert finding.message.endswith("it works on cuda:1")
+    assert "torch.cuda.set_device" in (finding.advice or "")
+    assert contexts_elsewhere("infer", {41: levels}, known) == []
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param(on_cards({"cuda:1": 2000 * MIB}, {"cuda:1": 900 * MIB}), id="one card"),
+        pytest.param(
+            on_cards({"cuda:0": 900 * MIB, "cuda:1": 2000 * MIB}, {"cuda:0": 200 * MIB, "cuda:1": 900 * MIB}),
+            id="works on both",
+        ),
+        pytest.param(on_cards({"cuda:2": 520 * MIB, "cuda:3": 2000 * MIB}, {"cuda:0": 900 * MIB}), id="other numbers"),
+        pytest.param(
+            on_cards({"cuda:0": 520 * MIB, "cuda:1": 2000 * MIB}, {"cuda:0": 900 * MIB}), id="in another order"
+        ),
+        pytest.param(on_cards({"cuda:0": 520 * MIB, "cuda:1": 520 * MIB}, {}), id="has no tensor yet"),
+        pytest.param(on_cards({"cuda:0": None, "cuda:1": None}, {"cuda:1": 900 * MIB}), id="the driver does not say"),
+        pytest.param(rank(1, 2000 * MIB), id="each rank sees its own card only"),
+    ],
+)
+def test_a_context_where_a_process_works_is_not(levels: ProcessLevels) -> None:
+    assert contexts_elsewhere("infer", {41: levels}, set()) == []
 
 
 @pytest.mark.parametrize(
