@@ -767,7 +767,7 @@ def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stay
     def read(anonymous: int) -> Any:
         nothing = Resident(0, 0)
         return SimpleNamespace(
-            host=SimpleNamespace(own=anonymous, shared=0),
+            host=SimpleNamespace(own=anonymous, shared=0, kept_free=0),
             pool_residency=(),
             tensor_residency=nothing,
             file_residency=nothing,
