@@ -24,9 +24,19 @@ from lowtide.leakcheck.findings.storage_watch import Collected
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, leaks_at_rungs, leaks_of
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.owners import Claims, Owner
-from lowtide.leakcheck.judging.storages import HeldStorage, Key, is_tensor, read_heap, tensors_over, thaw, within
+from lowtide.leakcheck.judging.storages import (
+    HeldStorage,
+    Key,
+    inside,
+    is_tensor,
+    read_heap,
+    tensors_over,
+    thaw,
+    within,
+)
 from lowtide.leakcheck.resources.resource import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.device.allocations import asleep_on
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, survey_storages
@@ -499,9 +509,14 @@ def not_judged(stage: str, sizes: tuple[int, int], kind: str, where: str = "") -
 
 
 def _outside_pools() -> _Storages:
-    """Read the storages that lie in no announced pool: the pages of a pool may be gone."""
+    """Read the storages that lie in no announced pool, whose pages may be gone, and behind which there is memory.
+
+    vLLM's and SGLang's engines unmap their tensors in a sleep, and keep them.
+    """
     storages, is_pooled = survey_storages().storages, within(announced_pools())
-    return {each.key: each for each in storages if each.bytes and not is_pooled(each.address)}
+    outside = [each for each in storages if each.bytes and not is_pooled(each.address)]
+    is_asleep = {device: inside(asleep_on(device)) for device in {each.device for each in outside}}
+    return {each.key: each for each in outside if not is_asleep[each.device](each.address)}
 
 
 def _held_by_frames() -> set[Key]:

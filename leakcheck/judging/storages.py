@@ -15,7 +15,7 @@ from lowtide.leakcheck.judging.owners import Claims, Owner, gradients_of
 from lowtide.leakcheck.resources.unreadable_tensors import name_of
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk, instances_in
-from lowtide.probes.memory.ranges import merge, total
+from lowtide.probes.memory.ranges import Range, merge, total
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
 from lowtide.probes.objects.foreign import is_a, mro_of
 from lowtide.probes.objects.listed import Census, all_objects, any_frozen, collector_paused
@@ -355,11 +355,16 @@ def without_overlaps(held: Iterable[HeldStorage]) -> tuple[HeldStorage, ...]:
 
 def within(pools: Sequence[PoolReading]) -> Callable[[int], bool]:
     """Return a function that says whether an address lies in one of some pools, whose pages may be gone."""
-    pooled = merge(part for pool in pools for part in pool.addresses)
-    starts = [start for start, _ in pooled]
+    return inside(part for pool in pools for part in pool.addresses)
 
-    def is_pooled(address: int) -> bool:
+
+def inside(ranges: Iterable[Range]) -> Callable[[int], bool]:
+    """Return a function that says whether an address lies in one of some ranges."""
+    merged = merge(ranges)
+    starts = [start for start, _ in merged]
+
+    def is_inside(address: int) -> bool:
         place = bisect.bisect_right(starts, address) - 1
-        return place >= 0 and address < sum(pooled[place])
+        return place >= 0 and address < sum(merged[place])
 
-    return is_pooled
+    return is_inside

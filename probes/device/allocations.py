@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments
+from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments, all_segments
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import initialized_torch, os, time
@@ -440,21 +440,42 @@ def with_sleepers(allocator: AllocatorReading) -> AllocatorReading:
     Args:
         allocator: as torch counts: a pool that an engine has unmapped in a sleep is as large as before.
     """
-    torch = initialized_torch()
-    segments = sorted((at, size) for pool in allocator.pools for at, size, _ in pool.segments)
-    if torch is None or not segments:
+    gone = {
+        *_without_memory(allocator.device, [(at, size) for pool in allocator.pools for at, size, _ in pool.segments])
+    }
+    if not gone:
         return allocator
-    index = int(allocator.device.partition(":")[2])
+    return replace(allocator, pools=tuple(_asleep(pool, gone) for pool in allocator.pools))
+
+
+def asleep_on(device: str) -> list[Range]:
+    """Return the segments of private pools of torch's allocator behind which the driver has no memory, on one device.
+
+    The tensors in them are alive all the same, while vLLM's or SGLang's engine sleeps.
+    """
+    torch = initialized_torch()
+    if torch is None or not device.startswith("cuda"):
+        return []
+    private = [
+        (segment["address"], segment["total_size"])
+        for segment in all_segments(torch)[0] or ()
+        if f"cuda:{segment['device']}" == device and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
+    return _without_memory(device, private)
+
+
+def _without_memory(device: str, segments: Sequence[Range]) -> list[Range]:
+    """Return those of some segments behind which the driver has no memory; none where it cannot be asked."""
+    torch = initialized_torch()
+    if torch is None or not segments:
+        return []
+    index = int(device.partition(":")[2])
     # An agent's thread has no context yet, and without one the driver knows no address; this makes it the thread's.
     torch.cuda.mem_get_info(index)
-    present = read_allocations(index, among=segments)
-    return (
-        allocator
-        if present is None
-        else replace(allocator, pools=tuple(_asleep(pool, present) for pool in allocator.pools))
-    )
+    present = read_allocations(index, among=sorted(segments))
+    return [] if present is None else [segment for segment in segments if not total(common([segment], present))]
 
 
-def _asleep(pool: PoolSegments, present: Sequence[Range]) -> PoolSegments:
-    gone = [(size, used) for at, size, used in pool.segments if not total(common([(at, size)], present))]
-    return replace(pool, asleep=sum(size for size, _ in gone), asleep_in_use=sum(used for _, used in gone))
+def _asleep(pool: PoolSegments, gone: Collection[Range]) -> PoolSegments:
+    asleep = [(size, used) for at, size, used in pool.segments if (at, size) in gone]
+    return replace(pool, asleep=sum(size for size, _ in asleep), asleep_in_use=sum(used for _, used in asleep))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck.findings import life_findings
 from lowtide.leakcheck.findings.life_findings import ENGINE, SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.storages import live_keys
+from lowtide.probes.memory.ranges import Range
 from lowtide.reports.schema import Finding
 
 pytestmark = pytest.mark.nightly
@@ -236,3 +239,37 @@ def test_what_no_running_function_leads_to_may_be_garbage_and_is_collected_for()
     assert (found, collections > 0) == ([], True)
     assert sizes is not None
     assert min(sizes) >= 10 * MIB
+
+
+class Unmaps(Engine):
+    """Keeps its tensors in a sleep, without memory behind them, as vLLM's and SGLang's do; and wakes with the same."""
+
+    asleep: Sequence[Range] = ()
+
+    def sleep(self) -> None:
+        self.asleep = [(each.data_ptr(), each.nbytes) for each in (self.weights, self.kv)]
+
+    def wake(self) -> None:
+        self.asleep = ()
+
+
+class UnmapsLittle(Unmaps):
+    def sleep(self) -> None:
+        self.asleep = [(self.weights.data_ptr(), self.weights.nbytes)]
+
+
+@pytest.mark.parametrize(("make", "stays"), [(Unmaps, None), (UnmapsLittle, 8 * MIB)])
+def test_tensors_without_memory_were_given_back(
+    monkeypatch: pytest.MonkeyPatch, make: type[Unmaps], stays: int | None
+) -> None:
+    engine = make()
+    monkeypatch.setattr(life_findings, "asleep_on", lambda device: engine.asleep)
+    slept = SleptTensors("cpu")
+    for _ in range(2):
+        slept.begin("sleep(1)")
+        engine.sleep()
+        kept = slept.kept_asleep()
+        assert (None if kept is None else kept[1] // MIB * MIB) == stays
+        slept.begin("wake")
+        engine.wake()
+        assert slept.more_awake("wake", lambda: Context(roots=[(ENGINE, engine)], living=True)) == []

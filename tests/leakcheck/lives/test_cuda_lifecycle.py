@@ -179,3 +179,54 @@ def test_a_defect_is_reported_holder_by_holder_on_the_card(driver: Driver, name:
         assert finding.stage in ("create", "infer")
         assert finding.remedy is not None
         assert finding.remedy.returns_bytes == finding.bytes
+
+
+class Saved:
+    """Has its weights with torch_memory_saver, as SGLang: they stay in a sleep, without memory behind them."""
+
+    pauses = True
+
+    def create(self) -> None:
+        self.saver = pytest.importorskip("torch_memory_saver").torch_memory_saver
+        if self.saver._impl is None:
+            self.saver.hook_mode = "torch"
+        with self.saver.region(tag="weights"):
+            self.weights = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [[int(self.weights[:8].sum())]]
+
+    def sleep(self, level: int) -> None:
+        if self.pauses:
+            self.saver.pause("weights")
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        if self.pauses:
+            self.saver.resume("weights")
+            self.weights.fill_(1)
+
+    def shutdown(self) -> None:
+        del self.weights
+
+
+class KeepsItsMemory(Saved):
+    pauses = False
+
+
+@pytest.mark.parametrize(("life", "found"), [(Saved, []), (KeepsItsMemory, ["tensors"])])
+def test_a_pool_whose_memory_is_unmapped_asleep_gave_it_back(
+    driver: Driver, life: type[Saved], found: list[str]
+) -> None:
+    run = LifecycleRun(
+        "saved",
+        life,
+        device="cuda:0",
+        driver=driver,
+        cycles=2,
+        script=("create", "infer", "sleep(1)", "wake", "shutdown"),
+    )
+    subject = run.run()
+    assert [finding.resource for finding in subject.findings if finding.stage == "sleep(1)"] == found
+    for stage in subject.stages:
+        (ledger,) = [ledger for ledger in stage.after.ledgers if ledger.device == "cuda:0"]
+        assert -16 * MIB < (ledger.unexplained or 0) < 64 * MIB
