@@ -81,6 +81,7 @@ class CudaMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
+        self._copy: FileMemory | None = None
         try:
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
@@ -91,9 +92,18 @@ class CudaMemory:
         shared = self.data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         return CudaExport(shared[:4], shared[4:])
 
+    def on_host(self) -> FileMemory:
+        """Return a copy of what it holds now, in shared memory; valid until the next one."""
+        if self._copy is None:
+            self._copy = FileMemory(self.size)
+        self._copy.data.copy_(self.data)
+        return self._copy
+
     def close(self) -> None:
-        """Let go of it, and of the storages that importers have closed."""
+        """Let go of it and its copy, and of the storages that importers have closed."""
         self.__dict__.pop("data", None)
+        if self._copy is not None:
+            self._copy.close()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
@@ -196,8 +206,16 @@ class SentBucket(NamedTuple):
         yield {each.name: each.over(self.memory.data) for each in self.tensors}
 
     def shared(self, receivers: int) -> ReceivedBucket:
-        """Return it with an export for each of so many other processes."""
-        return ReceivedBucket(self.tensors, [self.memory.export() for _ in range(receivers)])
+        """Return it with an export for each of so many other processes, which are the ranks in their order.
+
+        Of ranks on cards only the first has that of the bucket. To open it there, another one would need a context on
+        that card, which would be there for ever (vime#4): it gets a copy on the host.
+        """
+        if receivers == 1 or isinstance(self.memory, FileMemory):
+            return ReceivedBucket(self.tensors, [self.memory.export() for _ in range(receivers)])
+        copy = self.memory.on_host()
+        exports: list[Export] = [self.memory.export(), *(copy.export() for _ in range(1, receivers))]
+        return ReceivedBucket(self.tensors, exports)
 
 
 Bucket: TypeAlias = SentBucket | ReceivedBucket

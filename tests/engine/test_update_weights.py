@@ -26,7 +26,16 @@ from lowtide.engine.config import load_model_config
 from lowtide.engine.errors import EngineDeadError, OutOfMemoryError
 from lowtide.engine.model_executor.parallel_layers import shard_parameter
 from lowtide.engine.model_executor.weights import RandomWeights, parameter_shapes
-from lowtide.engine.weight_transfer import added, checksum
+from lowtide.engine.weight_transfer import (
+    CudaExport,
+    CudaMemory,
+    FileExport,
+    PackedTensor,
+    ReceivedBucket,
+    SentBucket,
+    added,
+    checksum,
+)
 from lowtide.probes.stages import announced_pools
 from tests.engine.process_watch import cores, nothing_stays, ranks
 
@@ -263,3 +272,22 @@ def test_weights_go_to_another_process_of_a_card(shape: str) -> None:
                 engine.update_weights(iter(new.items()), bucket_bytes=SMALL_BUCKET)
                 assert engine.weight_checksums() == checksums(new)
                 assert torch.cuda.memory_allocated() == held
+
+
+def test_a_rank_on_another_card_gets_a_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_card = CudaExport((0, b"", 64, 0), (b"", 0, b"", False))
+    monkeypatch.setattr(CudaMemory, "export", lambda _: of_card)
+    memory = CudaMemory(64, torch.device("cpu"))
+    weight = PackedTensor("weight", "float32", [16], 0)
+    for turn in (1.0, 2.0):
+        weight.over(memory.data).fill_(turn)
+        first, *others = SentBucket([weight], memory).shared(3).exports
+        assert first is of_card
+        for export in others:
+            with ReceivedBucket([weight], [export]).opened() as tensors:
+                assert tensors["weight"].tolist() == [turn] * 16
+    assert isinstance(others[0], FileExport)
+    assert SentBucket([weight], memory).shared(1).exports == [of_card]
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    memory.close()
+    assert not Path(others[0].path).exists()
