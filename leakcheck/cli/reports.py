@@ -347,7 +347,9 @@ def trend_lines(trends: Sequence[Trend]) -> Iterator[RenderableType]:
     for sentence in sentences[:_MOST_SHOWN]:
         yield HangingText(sentence, style="bold")
     if not sentences:
-        yield HangingText("no level changed")
+        yield HangingText("no level changed" if trends else "no run is there yet: add its report with --add DIR")
+    if not trends:
+        return
     table = Table(box=None, header_style="dim")
     for name in ("subject", "what", "hardware", "trend, oldest first", "last"):
         # A suppression names a finding by its fingerprint: that is no good without its last digits.

@@ -492,7 +492,12 @@ def watch(
     kept = history or os.environ.get(VARIABLE)
     with _Watching(name, address, load, bool(url or load), seconds, until, metrics, kept) as watching:
         if command is not None:
-            growth = WatchedGrowth(watching.begin, allowed, stops=True)
+
+            def begin(engine: EngineProcesses) -> ServerWatch:
+                tell(f"the server is asked at {address}{'' if url else ': --url says another address'}")
+                return watching.begin(engine)
+
+            growth = WatchedGrowth(begin, allowed, stops=True)
             code = judge_command("watch", command, report, as_json, known, 5.0, growth)
         else:
             assert top is not None

@@ -452,7 +452,8 @@ def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
     if key != "threads":
         names = [f"{number} -> {target}" for number, target in numbered_descriptors(os.getpid()).items()]
         owners = _stand_ins({key: [name for name in names if int(name.partition(" ")[0]) not in known]}, Context())
-        return _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
+        in_one = _container_of_most([*owners.values()])
+        return in_one or _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
     new = [each for each in threading.enumerate() if each.native_id not in known]
     if not new:
         return None
@@ -462,6 +463,33 @@ def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
     facts = _facts_of(kept, len(new)) or HolderFacts(note=Note(""), cause="thread", verdict=None, path=(), advice="")
     text = f" {most_work(new)}{',' if facts.note.text else ''}{facts.note.text}"
     return msgspec.structs.replace(facts, note=msgspec.structs.replace(facts.note, text=text))
+
+
+def _container_of_most(items: Sequence[Any]) -> HolderFacts | None:
+    """Return the container that has most of some objects, each in an entry of its own; None where none has.
+
+    In a program that runs on, what leads to it is in use: the container is what grows.
+    """
+    explanations = Context(living=True).explain(items) if len(items) > 1 else []
+    entries: dict[tuple[Hop, ...], set[str]] = {}
+    for each in explanations:
+        for depth, hop in enumerate(each.path):
+            if depth and hop.edge.startswith("["):
+                entries.setdefault(each.path[:depth], set()).add(hop.edge)
+    path, found = max(entries.items(), key=lambda item: len(item[1]), default=((), set()))
+    if 2 * len(found) <= len(items):
+        return None
+    first = next(each for each in explanations if each.path[: len(path)] == path)
+    some = "" if len(found) == len(items) else f" {len(found)} of them"
+    # A thread's or a variable's is named behind what it has.
+    entry = way_text(first.path[len(path) :])
+    if entry in first.holder:
+        holder = first.holder.replace(entry, "", 1)
+    elif path[0].type == "thread":
+        holder = f"{path[-2].type.rpartition('.')[2]}{path[-1].edge} of thread {path[0].edge!r}"
+    else:
+        holder = way_text(path)
+    return HolderFacts(note=Note(f"{some} held by ", holder), cause=first.cause, verdict=None, path=path, advice="")
 
 
 def _facts_of(causes: Mapping[_Named, CommonCause], count: int) -> HolderFacts | None:

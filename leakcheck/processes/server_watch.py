@@ -58,11 +58,13 @@ class Client(Protocol):
         failed: how many have not.
         failure: what went wrong with most of these.
         is_needed: whether the watch waits until the server answers.
+        url: where it is asked.
     """
 
     answered: int
     failed: int
     is_needed: bool
+    url: str
 
     @property
     def failure(self) -> str: ...  # noqa: D102
@@ -161,8 +163,7 @@ class ServerWatch:
         """Return whether the server answers; where it does no more, that is the end of the watch."""
         silent = client.silent_for()
         if client.is_needed and silent is None and time.monotonic() - self._made > STARTS_S:
-            why = f"it had not answered after {STARTS_S:g} s"
-            self._too_late = (NotMeasured(what="what grows in the server", why=why),)
+            self._too_late = (_unanswered(client, f"after {STARTS_S:g} s"),)
             self._end([])
         if silent is not None and silent > HANGS_S:
             self._end([_hanging(silent, self._last_minutes())])
@@ -273,8 +274,9 @@ class ServerWatch:
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return what could not be measured in the last window, or at all."""
         of_window = () if self._window is None or self._found else tuple(self._window.not_measured)
-        if self._window is None and self._began is None and not (self._found or self._too_late):
-            of_window = (NotMeasured(what="what grows in the server", why="it had not answered when the watch ended"),)
+        is_unseen = self._window is None and self._began is None and not (self._found or self._too_late)
+        if is_unseen:
+            of_window = (_unanswered(self.client, "when the watch ended"),)
         return (*self._too_late, *of_window, *(self._failed_requests() if self._fails_at_work else ()))
 
     @property
@@ -316,6 +318,12 @@ def _by_request(grown: GrownLevel, count: int, window: TimeWindow) -> Finding:
         return finding
     more = format_bytes(round(finding.bytes / count)) if finding.bytes else f"{finding.count / count:.2g}"
     return noted(finding, f"; {more} a request over {count} requests")
+
+
+def _unanswered(client: Client | None, until: str) -> NotMeasured:
+    where, hint = ("", "") if client is None else (f" at {client.url}", ": --url says where it listens")
+    why = f"it had not answered{where} {until}{hint}"
+    return NotMeasured(what="what grows in the server", why=why)
 
 
 def _hanging(silent: float, course: str) -> Finding:

@@ -75,10 +75,11 @@ class Load:
         failed: how many have not.
         failure: what went wrong with the first of the kind of these that is most frequent.
         is_needed: as given.
+        url: as given.
     """
 
     def __init__(self, url: str, clients: int, *, is_needed: bool) -> None:
-        self._url, self._clients, self.is_needed = url.rstrip("/"), clients, is_needed
+        self.url, self._clients, self.is_needed = url.rstrip("/"), clients, is_needed
         self.answered = self.failed = 0
         # By its kind, with how many there were and the first of them.
         self._failures: dict[str, tuple[int, str]] = {}
@@ -114,7 +115,7 @@ class Load:
     def _counted(self) -> int | None:
         try:
             with httpx.Client(trust_env=False, timeout=_HEALTH_S) as client:
-                text = client.get(f"{self._url}/metrics").raise_for_status().text
+                text = client.get(f"{self.url}/metrics").raise_for_status().text
             samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         except (httpx.HTTPError, ValueError):
             return None
@@ -123,7 +124,7 @@ class Load:
 
     async def _ask_all(self) -> None:
         # Whatever proxy the environment names is for others.
-        async with httpx.AsyncClient(base_url=self._url, trust_env=False, timeout=_ANSWER_S) as client:
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=_ANSWER_S) as client:
             asking = asyncio.ensure_future(self._ask_on(client))
             while not self._is_over.is_set() and not asking.done():
                 await asyncio.sleep(0.1)

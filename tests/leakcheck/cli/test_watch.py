@@ -191,6 +191,16 @@ def test_a_server_that_refuses_all_is_not_judged(server: Path, port: int) -> Non
     assert "a request was refused: 500 no" in " ".join(each.why for each in subject.not_measured)
 
 
+def test_one_that_never_answers_is_told_with_the_address_that_was_asked() -> None:
+    ends = [sys.executable, "-c", "import time; time.sleep(2)"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", "watch", "--", *ends], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 1
+    assert "the server is asked at http://127.0.0.1:8000: --url says another address" in done.stderr
+    assert "the server ended with exit code 0 while it was watched" in done.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("has_agents", [True, False])
 def test_one_that_runs_is_found_by_its_address(server: Path, port: int, has_agents: bool) -> None:

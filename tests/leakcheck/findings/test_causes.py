@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import subprocess
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -43,11 +44,12 @@ from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.resources.files import SharedMemory
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange
 from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.host.process_files import numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import thread_key
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.statement import StatedFinding, Statement, restated
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 
 def leak(resource: ResourceName, *names: str, size: int = 0) -> ItemLeak:
@@ -570,6 +572,55 @@ def test_a_leak_on_a_card_says_what_more_its_segments_keep(monkeypatch: pytest.M
     assert ends == ["65.0 MiB more stay reserved in its segments", "", ""]
     assert asked == [(int(CARD.partition(":")[2]), [[0x10, 0x20], [0x30]])]
     assert [leak.sizes for leak in reported] == [leak.sizes for leak in leaks]
+
+
+class Spooling:
+    """What each of its threads has opened lies in one list."""
+
+    def __init__(self) -> None:
+        self.spools: list[Any] = []
+        self.end = threading.Event()
+
+    def answer(self) -> None:
+        self.spools.append(tempfile.TemporaryFile())  # noqa: SIM115
+        self.end.wait()
+
+
+@contextmanager
+def answering(server: Spooling, count: int) -> Iterator[None]:
+    threads = [threading.Thread(target=server.answer, name=f"request-{number}") for number in range(count)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(server.spools) == count)
+    yield
+    server.end.set()
+    for thread in threads:
+        thread.join()
+    for spool in server.spools:
+        spool.close()
+
+
+def test_new_descriptors_are_told_by_the_container_that_has_most_of_them() -> None:
+    known = numbered_descriptors(os.getpid()).keys()
+    with answering(server := Spooling(), 8), tempfile.TemporaryFile():
+        facts = holder_of_new("file-descriptors", known)
+        assert facts is not None
+        assert facts.note.holder.startswith("Spooling.spools of thread 'request-"), facts.note
+        # The thread that has come last may still have its own in a variable.
+        assert (facts.note.text[2:], facts.path[-1].edge) == (" of them held by ", ".spools")
+    del server
+
+
+LOGS = SimpleNamespace(access=None, errors=None)
+
+
+def test_those_that_lie_in_no_container_are_told_by_who_holds_each() -> None:
+    known = numbered_descriptors(os.getpid()).keys()
+    with tempfile.TemporaryFile() as LOGS.access, tempfile.TemporaryFile() as LOGS.errors:
+        facts = holder_of_new("file-descriptors", known)
+        LOGS.access, LOGS.errors = LOGS.access.close(), LOGS.errors.close()
+    assert facts is not None
+    assert facts.note.holder == f"{__name__}.LOGS"
 
 
 def test_where_nothing_leaks_on_a_card_no_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

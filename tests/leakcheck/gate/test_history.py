@@ -277,6 +277,11 @@ def test_on_a_terminal_of_80_columns_a_fingerprint_keeps_all_its_digits(engine: 
     assert max(map(len, captured.get().splitlines())) <= 80
 
 
+def test_a_history_without_runs_shows_no_empty_table() -> None:
+    (line,) = map(str, trend_lines([]))
+    assert line == "no run is there yet: add its report with --add DIR"
+
+
 def test_changes_come_first_and_the_newest_of_them_before_the_others(engine: Engine) -> None:
     for number in range(20):
         found = [

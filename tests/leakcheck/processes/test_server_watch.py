@@ -64,6 +64,7 @@ class Client:
     failed: int = 0
     failure: str = ""
     is_needed: bool = True
+    url: str = "http://127.0.0.1:8000"
     silent: float | None = 0.0
     steps: Sequence[int] = ()
 
@@ -269,7 +270,8 @@ def test_a_server_that_had_not_answered_when_it_was_asked_to_end_is_not_judged()
     watch.look()
     watch.end(0, asked=True)
     (missing,) = watch.not_measured
-    assert missing.why == "it had not answered when the watch ended"
+    where = "at http://127.0.0.1:8000 when the watch ended: --url says where it listens"
+    assert missing.why == f"it had not answered {where}"
 
 
 def test_what_grows_over_the_readings_of_all_watches_is_found_where_no_window_shows_it() -> None:
