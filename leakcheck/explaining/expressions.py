@@ -45,7 +45,7 @@ from lowtide.probes.objects.foreign import (
     place_of_definition,
     type_name,
 )
-from lowtide.probes.originals import threading
+from lowtide.probes.originals import loaded, threading
 from lowtide.probes.references.edges import UNNAMED
 from lowtide.probes.references.entries import is_name
 from lowtide.probes.references.unseen_references import reader_of
@@ -429,6 +429,15 @@ END_OF_SHARED_MEMORY = f"close() and {_ITSELF}.unlink()"
 """That of shared memory: closed it keeps its name, unlinked its descriptors."""
 
 
+def _is_ended_process(instance: object) -> bool:
+    """Return whether it is a process of multiprocessing that was joined: what is left of it are its pipes."""
+    module = loaded("multiprocessing.process")
+    if module is None or not is_a(instance, module.BaseProcess):
+        return False
+    popen = attribute(instance, "_popen")
+    return popen is not None and attribute(popen, "returncode") is not None
+
+
 def ending_of(cls: type | None, instance: object = None) -> str:
     """Return the call that ends an instance of a class, as `stop()`, `await close()`; empty where it has none.
 
@@ -447,6 +456,8 @@ def ending_of(cls: type | None, instance: object = None) -> str:
             names[name] = own
     if "run_forever" in names and type(attribute(instance, "_thread_id")) is int:
         return END_OF_RUNNING_LOOP
+    if _is_ended_process(instance):
+        return "close()"
     if _is_full_queue(instance):
         return END_OF_FULL_QUEUE
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.

@@ -791,6 +791,8 @@ def _cause(
     if idle and not part and thing.numbers:
         owner_name = way_text(_way_of(path, holder))
         part_call = ", ".join(f"os.close({owner_name}.{each})" for each in attributes_with(thing.item, thing.numbers))
+    # To let go of who holds them ends none of these.
+    outlives = bool(thing.resources & {"processes", "shared-memory", "threads"})
     exception = _exception_on(_way_of(path, holder))
     at_exit = next((each for each in on_way if type(each) is MethodType and each.__self__ is itself), None)
     if exception:
@@ -802,9 +804,9 @@ def _cause(
         advice = closing
     elif len(path) == 1 and root.type == "interpreter":
         advice = advice_for_root(root.edge)
-    elif not ending and (known := known_advice(name)):
+    elif not ending and not (part_call and outlives) and (known := known_advice(name)):
         advice = known
-    elif root.type in ("interpreter", "thread") or any(hop.edge == _IN_SET for hop in path) or _is_inside_library(path):
+    elif root.type in ("interpreter", "thread") or not _is_code(path, outlives) or _is_inside_library(path):
         # No code leads to what only C holds, or a thread that runs, or what is in a set; what a library has noted for
         # itself is the program's to end where it was made.
         of, call = (last.type, ending) if ending or not part else (type_name(type(thing.item)), part_ending)
@@ -922,13 +924,20 @@ def _end_within(path: tuple[Hop, ...], holder: Holder, on_way: Sequence[object],
     for turn in range(len(path), len(way)):
         if way[turn].edge.startswith("._") and is_library(way[turn - 1].type):
             break
-        ending = ending_of(class_named(way[turn].type))
         of_its_type = [each for each in on_way if type_name(type(each)) == way[turn].type]
-        if ending and len(of_its_type) == 1 and thing.is_left_by(of_its_type[0], ending):
+        is_known = len(of_its_type) == 1
+        ending = ending_of(class_named(way[turn].type), of_its_type[0] if is_known else None)
+        if ending and is_known and thing.is_left_by(of_its_type[0], ending):
             idle = f"{way[turn].type}.{ending}"
         elif ending:
             return way_text(way[: turn + 1]), ending, idle
     return "", "", idle
+
+
+def _is_code(path: Sequence[Hop], outlives: bool) -> bool:
+    """Return whether code leads along a path; where a thing `outlives` its holder, not through a closure either."""
+    edges = [hop.edge for hop in path[1:]]
+    return _IN_SET not in edges and not (outlives and any(edge.startswith("cell ") for edge in edges))
 
 
 def _is_inside_library(path: Sequence[Hop]) -> bool:

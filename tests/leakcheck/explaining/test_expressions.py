@@ -8,6 +8,7 @@ import multiprocessing.pool
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from lowtide.leakcheck.explaining.expressions import class_named, ending_of, ends_part, on
+from tests.waiting import HANG_S
 
 
 class Hostile:
@@ -106,6 +108,15 @@ class Plain:
 )
 def test_of_several_endings_the_one_that_calls_the_others_is_told(cls: type, ending: str) -> None:
     assert ending_of(cls) == ending
+
+
+def test_of_a_process_that_was_joined_only_its_pipes_are_left_to_close() -> None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(HANG_S,))
+    process.start()
+    assert ending_of(type(process), process) == "terminate()"
+    process.terminate()
+    process.join()
+    assert ending_of(type(process), process) == "close()"
 
 
 def test_the_libraries_endings_are_as_their_documentation_says() -> None:

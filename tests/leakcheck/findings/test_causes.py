@@ -265,6 +265,35 @@ def test_shared_memory_that_is_only_closed_is_to_be_unlinked(forgetful: Forgetfu
     assert {each.advice for each in causes} == {f"call {kept}.close() and {kept}.unlink() in teardown{idle}"}
 
 
+MODEL = SimpleNamespace(_forward_hooks={})
+
+
+def advice_where_a_hook_holds_it(engine: Forgetful, resource: str, name: str, item: Any) -> str:
+    """Return what to do about a thing that an engine has which a hook alone holds, of a model that was there before."""
+    OPENED.clear()
+    MODEL._forward_hooks[0] = hook = lambda: engine
+    new = [hook, *(hook.__closure__ or ()), engine, vars(engine), item]
+    context = Context(born=frozenset(map(id, new)))
+    new.clear()
+    (cause,) = causes_of._causes_by_name({(resource, name): item}, context).values()
+    MODEL._forward_hooks.clear()
+    return cause.advice
+
+
+def test_what_outlives_its_holder_is_advised_by_its_own_call_though_a_hook_holds_it(forgetful: Forgetful) -> None:
+    advice = advice_where_a_hook_holds_it(forgetful, "shared-memory", forgetful.memory.name, forgetful.memory)
+    end = "call unlink() of the multiprocessing.shared_memory.SharedMemory in teardown"
+    assert advice == f"{end}: {__name__}.Forgetful.close() does not end it"
+
+
+def test_what_goes_with_its_holder_is_advised_by_the_end_of_the_hook(forgetful: Forgetful) -> None:
+    with tempfile.TemporaryFile() as file:
+        forgetful.file = file  # type: ignore[attr-defined]
+        advice = advice_where_a_hook_holds_it(forgetful, "file-descriptors", descriptor(file.fileno()), file)
+        del forgetful.file  # type: ignore[attr-defined]
+    assert advice.startswith("the hook is still registered")
+
+
 def test_of_several_that_are_forgotten_each_has_its_call(forgetful: Forgetful) -> None:
     owners = {("processes", "1"): forgetful.tool, ("shared-memory", "psm_1"): forgetful.memory}
     causes = causes_of._causes_by_name(owners, Context()).values()
