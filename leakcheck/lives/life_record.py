@@ -10,7 +10,7 @@ import msgspec
 from lowtide.leakcheck.findings.causes import CommonCause, by_cause
 from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
-from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
+from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.lives.script import told
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.from_snapshot import LedgerBase, to_ledger, to_readings
@@ -31,6 +31,14 @@ class Lived(msgspec.Struct, frozen=True):
     tokens: int = 0
     moved: int = 0
     processes: tuple[ProcessStage, ...] = ()
+
+
+class _Things(msgspec.Struct, frozen=True):
+    """Things of one resource by their names, and the fingerprints of the findings that are about some of them."""
+
+    key: str
+    names: frozenset[str]
+    marks: frozenset[str]
 
 
 class LifeRecord:
@@ -62,6 +70,7 @@ class LifeRecord:
         self._left_in: dict[str, list[int]] = {}
         # Of those, how many lives came before the first in which it is judged.
         self._unjudged: dict[str, int] = {}
+        self._things: list[_Things] = []
         # What there was before the latest life, and how many stages had been gone through then.
         self._begun: tuple[int, dict[str, int]] = (0, {})
 
@@ -97,6 +106,16 @@ class LifeRecord:
                 level = (metric.resource, metric.device, metric.unit, metric.what)
                 self.level_of[finding.fingerprint] = level
         self.not_measured.update({item.what: item for item in judgement.not_measured})
+
+    def note_things(self, finding: Finding, metric: Metric, names: Collection[str]) -> None:
+        """Note what a finding is about: what all lives have left has what each has, and is one finding with it."""
+        things = _Things(metric.key, frozenset(names), frozenset({finding.fingerprint}))
+        same = [each for each in self._things if each.key == metric.key and each.names & things.names]
+        for each in same:
+            things = _Things(metric.key, things.names | each.names, things.marks | each.marks)
+        self._things = [*(each for each in self._things if each not in same), things]
+        level = (metric.resource, metric.device, metric.unit, min(things.names, default=""))
+        self.level_of.update(dict.fromkeys(things.marks if things.names else (), level))
 
     def note_preserved(self, life: object, *, elsewhere: bool) -> Mapping[str, Any]:
         """Note what a life says must survive a sleep; where none of it is in any process, the report says so."""

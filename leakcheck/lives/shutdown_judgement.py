@@ -217,6 +217,7 @@ class ShutdownJudgement:
             for leak in with_pools_to_let_go(whole, context):
                 findings.append(self._concluded(leak, context) if self._is_last else _marked(leak))
                 metrics.append(metric)
+                self._record.note_things(findings[-1], metric, leak.names)
         return msgspec.structs.replace(judgement, findings=tuple(findings), metrics=tuple(metrics))
 
     def _arrays_of_all_lives(self, judgements: Sequence[Judgement], context: Context) -> list[Finding]:

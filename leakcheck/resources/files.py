@@ -14,6 +14,9 @@ _MADE_UP = re.compile(
     r"(psm_|wnsm_|sem\.mp-|sem\.loky-|mp-|pym-|torch_|nccl-|cuda\.shm\.|__KMP_REGISTERED_LIB_)[\w.-]*"
 )
 
+_BY_TEMPFILE = re.compile(r"(?<=[-.])(?=[a-z]*[0-9_])[a-z0-9_]{8}$")
+"""What `tempfile` adds to a prefix, as far as that tells it from a word."""
+
 _SENT = re.compile(r"torch_\d+_\d+(_\d+)?")
 """How torch calls the memory of a tensor that it shares by name: who has received it removes that."""
 
@@ -61,7 +64,7 @@ class SharedMemory(Resource):
 def name_of_segment(item: str) -> Name:
     """Return what names an entry of /dev/shm for ever."""
     made_up = _MADE_UP.fullmatch(item)
-    return Name(f"{made_up[1]}*", is_given=False) if made_up else Name(without_numbers(item))
+    return Name(f"{made_up[1]}*", is_given=False) if made_up else Name(without_numbers(_BY_TEMPFILE.sub("*", item)))
 
 
 class Descriptors(Resource):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.explaining.explain import explain
-from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import fingerprint, identity_of
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 
 _LEAKS = """
@@ -223,3 +223,17 @@ def suspects(request: pytest.FixtureRequest) -> dict[str, Sequence[str]]:
 def test_a_holder_has_the_fingerprint_that_it_always_had(suspects: dict[str, Sequence[str]], holder: str) -> None:
     _, expected = HOLDERS[holder]
     assert fingerprint(resource="tensors", device="cpu", stage="call", suspects=suspects[holder]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("offload-di0_dic5", "offload-*"),
+        ("kv.a1b2c3d4", "kv.*"),
+        ("offload-segments", "offload-segments"),
+        ("model_weights", "model_weights"),
+    ],
+)
+def test_what_tempfile_makes_up_is_no_part_of_the_name_of_shared_memory(name: str, text: str) -> None:
+    assert identity_of("shared-memory", [name]).names == (text,)
+    assert identity_of("file-descriptors", [f"7 -> /dev/shm/{name}"]).names == (text,)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -452,3 +455,41 @@ def test_what_several_objects_hold_is_not() -> None:
         if isinstance(held, socket.socket):
             held.close()
     assert {finding.resource for finding in found} == {"tensors", "file-descriptors"}
+
+
+class LeavesAFile(SmallTarget):
+    """Maps a file in shared memory by a name that `tempfile` makes up, each life its own."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        descriptor, self.path = tempfile.mkstemp(prefix="offload-", dir="/dev/shm")
+        os.truncate(descriptor, 1 << 20)
+        self.offloaded = mmap.mmap(descriptor, 1 << 20)
+        os.close(descriptor)
+        self.offloaded[:] = bytes(1 << 20)
+        KEPT.append((self.path, self.offloaded))
+
+
+class RemovesIt(LeavesAFile):
+    def shutdown(self) -> None:
+        super().shutdown()
+        KEPT.clear()
+        self.offloaded.close()
+        os.unlink(self.path)
+
+
+def test_what_each_life_leaves_by_another_name_is_one_finding_that_grows() -> None:
+    try:
+        found = lived(LeavesAFile, cycles=3).findings
+    finally:
+        for path, mapped in KEPT:
+            mapped.close()
+            os.unlink(path)
+    every = [*found, *(part for finding in found for part in finding.parts)]
+    left = {finding.resource: finding for finding in every}
+    assert sorted(left) == sorted(finding.resource for finding in every)
+    assert (left["shared-memory"].bytes, left["shared-memory"].trend) == (3 << 20, "growth")
+
+
+def test_its_twin_that_removes_the_file_is_clean() -> None:
+    assert lived(RemovesIt, cycles=3).findings == ()
