@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.findings.kept_bytes import KeptBytes, hides_memory, is_of_a_module, kept_by, own_size
-from lowtide.leakcheck.growth.bounds import bound_in_code, is_asked_for_length
+from lowtide.leakcheck.growth.bounds import bound_in_code, is_asked_for_length, places_that_fill
 from lowtide.leakcheck.growth.containers import Course, together
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.judging.storages import is_tensor
@@ -48,7 +48,7 @@ from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, Hop, ResourceName
-from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, Statement
 
 ADVICE = "remove entries once they are no longer needed, or bound the container"
@@ -65,6 +65,9 @@ _LEAST_IN_ALL = 512 << 10
 
 _LARGEST_WINDOW = 32 << 20
 """Bytes of a full cache or window that grows until then."""
+
+_SHOWN_PLACES = 2
+"""Places in code that are named."""
 
 _SAMPLE = 20
 """Things of which it is told what all are."""
@@ -621,6 +624,8 @@ def _of_container(
     if is_of_library or (explanation.path[1:] and is_library(explanation.path[-2].type)):
         of = _programs_in(last_entries(container, _SAMPLE))
         of_kind += f", for {of}" if of else ""
+    places = places_that_fill(explanation.path, explanation.through, container)
+    of_kind += f", added in {first_of(places, _SHOWN_PLACES)}" if places else ""
     name = _name_of(explanation, container)
     if course.together > 1:
         name = _of_any_entry(name, explanation.path)

@@ -1,7 +1,7 @@
-"""Whether a program's code bounds a container, and by how much: a cache or window that fills is no growth.
+"""What a program's code does to a container: where it fills it, and whether and by how much it bounds it.
 
-The code says so where a function compares its length and takes out of it what is too much, or puts a slice of so many
-things in its place. It is read, and never run.
+A cache or window that fills is no growth. The code says so where a function compares its length and takes out of it
+what is too much, or puts a slice of so many things in its place. It is read, and never run.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import dis
 import math
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.foreign import (
     MISSING,
     attribute,
@@ -27,8 +29,12 @@ from lowtide.reports.schema import Hop
 
 _TAKE_OUT = frozenset({"pop", "popleft", "popitem", "clear", "remove", "discard"})
 
+_PUT_IN = frozenset({"append", "appendleft", "add", "extend", "extendleft", "insert", "setdefault", "update"})
+
 _NEAR = 6
-"""Steps before the one that deletes an entry in which the container is named."""
+"""Steps before the one that sets or deletes an entry in which the container is named."""
+
+_LOADS = ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME")
 
 _Step = tuple[str, Any]
 
@@ -53,17 +59,11 @@ def bound_in_code(path: Sequence[Hop], through: Collection[int], container: Any)
     Returns:
         None where no function of the modules on the path compares its length and takes out of it.
     """
-    if len(path) < 2 or not path[-1].edge.startswith("."):
-        return None
-    name = path[-1].edge.removeprefix(".")
-    # Whatever on the way has the container by its name.
-    owners = [each for each in map(object_at, through) if attribute(each, name) is container]
-    modules = {path[0].edge, *(module_of_class(cls) for each in owners for cls in mro_of(type(each)))}
-    found = [sys.modules[each] for each in sorted(modules) if type(sys.modules.get(each)) is ModuleType]
+    name, owners, modules = _named_in(path, through, container)
     bounds = [
         _bound(operand, dict_of_module(module), owners)
-        for module in found
-        for code in _codes_of(module)
+        for module in modules
+        for _, code in _codes_of(module)
         if name in (*code.co_names, *code.co_varnames, *code.co_freevars)
         for operand in _bounds_asked(code, name)
     ]
@@ -71,16 +71,70 @@ def bound_in_code(path: Sequence[Hop], through: Collection[int], container: Any)
     return max(known) if known else (math.nan if bounds else None)
 
 
-def _codes_of(module: ModuleType) -> Iterator[CodeType]:
-    """Yield the code of a module's functions and methods, with what is defined in these."""
+def places_that_fill(path: Sequence[Hop], through: Collection[int], container: Any) -> list[str]:
+    """Return where the program's modules on a path put things into a container.
+
+    The arguments are those of `bound_in_code`. What Python's own modules do is nobody's here to change.
+    """
+    name, _, modules = _named_in(path, through, container)
+    found = {
+        f"{function}, {PurePath(code.co_filename).name}:{line}"
+        for module in modules
+        if not is_library(module.__name__)
+        for function, code in _codes_of(module)
+        if name in code.co_names
+        for line in _lines_that_fill(code, name)
+    }
+    return sorted(found)
+
+
+def _named_in(
+    path: Sequence[Hop], through: Collection[int], container: Any
+) -> tuple[str, list[object], list[ModuleType]]:
+    """Return the name that code has for a container, what on the way has it by that, and whose code that may be."""
+    if len(path) < 2 or not path[-1].edge.startswith("."):
+        return "", [], []
+    name = path[-1].edge.removeprefix(".")
+    owners = [each for each in map(object_at, through) if attribute(each, name) is container]
+    modules = {path[0].edge, *(module_of_class(cls) for each in owners for cls in mro_of(type(each)))}
+    return name, owners, [sys.modules[each] for each in sorted(modules) if type(sys.modules.get(each)) is ModuleType]
+
+
+def _lines_that_fill(code: CodeType, name: str) -> Iterator[int]:
+    """Yield the lines of a function in which it puts something into the container of that name."""
+    # What has been loaded, with how many values there are then.
+    line, depth, before = code.co_firstlineno, 0, list[tuple[object, int]]()
+    for step in dis.get_instructions(code):
+        # From Python 3.13 on `starts_line` is no number.
+        line = getattr(step, "line_number", step.starts_line) or line
+        puts_in = step.argval in _PUT_IN and before[-1:] == [(name, depth)]
+        sets_entry = step.opname == "STORE_SUBSCR" and _is_below_key(name, before, depth)
+        gives_way = step.opname in ("STORE_ATTR", "STORE_GLOBAL") and step.argval == name
+        if puts_in or sets_entry or (gives_way and name in (loaded for loaded, _ in before[-_NEAR:])):
+            yield line
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if step.opname not in ("PRECALL", "CACHE"):
+            before.append((step.argval if step.opname in _LOADS else None, depth))
+
+
+def _is_below_key(name: str, before: Sequence[tuple[object, int]], depth: int) -> bool:
+    """Return whether what lies right below the topmost value was loaded by that name."""
+    for loaded, height in reversed(before):
+        if height < depth:
+            return height == depth - 1 and loaded == name
+    return False
+
+
+def _codes_of(module: ModuleType) -> Iterator[tuple[str, CodeType]]:
+    """Yield the code of a module's functions and methods by their names, with what is defined in these."""
     own = list(dict_of_module(module).values())
     within = [each for each in own if is_a(each, type) and module_of_class(each) == module.__name__]
     functions = [*own, *(each for cls in within for each in namespace_of_class(cls).values())]
-    waiting = [each.__code__ for each in functions if type(each) is FunctionType]
+    waiting = [(each.__qualname__, each.__code__) for each in functions if type(each) is FunctionType]
     while waiting:
-        code = waiting.pop()
-        yield code
-        waiting += [each for each in code.co_consts if type(each) is CodeType]
+        name, code = waiting.pop()
+        yield name, code
+        waiting += [(name, each) for each in code.co_consts if type(each) is CodeType]
 
 
 def _steps(code: CodeType) -> list[_Step]:

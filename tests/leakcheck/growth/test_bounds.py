@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.growth.bounds import bound_in_code
+from lowtide.leakcheck.growth.bounds import bound_in_code, places_that_fill
 from lowtide.reports.schema import Hop
 
 MOST = 300
@@ -108,3 +109,56 @@ def test_an_attribute_is_bounded_by_what_takes_out_of_it(
 def test_a_global_is_bounded_by_its_modules_functions(name: str, bound: float | None) -> None:
     path = [Hop(type="module", edge=__name__), Hop(type="dict", edge=f".{name}")]
     assert bound_in_code(path, [id(sys.modules[__name__])], globals()[name]) == bound
+
+
+class Filled:
+    """Has a container that several methods fill, and others that none does."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+        self.by_key: dict[str, Any] = {}
+        self.joined: list[Any] = []
+        self.read: dict[str, Any] = {}
+        self.key = ["a key"]
+
+    def takes(self, item: Any) -> None:
+        self.taken.append(item)
+
+    def sets(self, key: str, item: Any) -> None:
+        self.by_key[f"{key} of {len(item)}", self.read[key]] = item
+
+    def joins(self, item: Any) -> None:
+        self.joined = [*self.joined, item]
+
+    def reads(self, key: str) -> Any:
+        other: dict[Any, Any] = {}
+        other[self.key] = self.read.get(key)
+        other[key] = self.read
+        other[key] = self.read[key]
+        return self.read[key]
+
+
+FILLED = Filled()
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("taken", Filled.takes), ("by_key", Filled.sets), ("joined", Filled.joins), ("read", None), ("key", None)],
+)
+def test_the_line_that_fills_a_container_is_named_and_none_that_reads_it(
+    name: str, method: Callable[..., None] | None
+) -> None:
+    path = [
+        Hop(type="module", edge=__name__),
+        Hop(type=f"{__name__}.Filled", edge=".FILLED"),
+        Hop(type="x", edge=f".{name}"),
+    ]
+    through = [id(FILLED), id(sys.modules[__name__])]
+    places = places_that_fill(path, through, getattr(FILLED, name))
+    line = method and method.__code__.co_firstlineno + 1
+    assert places == ([f"{method.__qualname__}, test_bounds.py:{line}"] if method else [])
+
+
+def test_what_python_s_own_modules_fill_has_no_place() -> None:
+    path = [Hop(type="module", edge="logging"), Hop(type="list", edge="._handlerList")]
+    assert places_that_fill(path, [id(logging)], logging._handlerList) == []  # type: ignore[attr-defined]

@@ -475,7 +475,7 @@ class RemovesIt(LeavesAFile):
         super().shutdown()
         KEPT.clear()
         self.offloaded.close()
-        os.unlink(self.path)
+        Path(self.path).unlink()
 
 
 def test_what_each_life_leaves_by_another_name_is_one_finding_that_grows() -> None:
@@ -484,7 +484,7 @@ def test_what_each_life_leaves_by_another_name_is_one_finding_that_grows() -> No
     finally:
         for path, mapped in KEPT:
             mapped.close()
-            os.unlink(path)
+            Path(path).unlink()
     every = [*found, *(part for finding in found for part in finding.parts)]
     left = {finding.resource: finding for finding in every}
     assert sorted(left) == sorted(finding.resource for finding in every)
