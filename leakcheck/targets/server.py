@@ -8,6 +8,7 @@ them each stage is a request. What its processes hold is read by the agents in t
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -130,10 +131,15 @@ class ServerTarget(ABC):
 
     def _is_ready(self) -> bool:
         try:
-            with _OPENER.open(f"{self._url}/health", timeout=_HEALTH_S) as answer:
+            with self.get("/health") as answer:
                 return bool(answer.status == 200)
         except _FAILED:
             return False
+
+    def get(self, path: str) -> http.client.HTTPResponse:
+        """Return the answer to a question that is answered at once; raises what is raised where it is not."""
+        answer: http.client.HTTPResponse = _OPENER.open(f"{self._url}{path}", timeout=_HEALTH_S)
+        return answer
 
     @abstractmethod
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
@@ -237,13 +243,27 @@ class VllmServer(ServerTarget):
         return [choice["token_ids"] for choice in choices]
 
     def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
-        """See `Sleeping`."""
+        """See `Sleeping`; a server that then says that it is awake has not slept."""
         self.post("/sleep", query=[("level", level)])
+        self._must_say(sleeps=True, after="POST /sleep")
         return {}
 
     def wake(self, tags: Sequence[str] | None) -> None:
-        """See `Sleeping`."""
+        """See `Sleeping`; a server of which nothing may be asleep any more has to say so."""
         self.post("/wake_up", query=[("tags", tag) for tag in tags or ()])
+        if tags is None:
+            self._must_say(sleeps=False, after="POST /wake_up")
+
+    def _must_say(self, *, sleeps: bool, after: str) -> None:
+        """Compare what the server answers to `/is_sleeping`, where it answers that.
+
+        Raises:
+            ServerError: it says the contrary.
+        """
+        with contextlib.suppress(*_FAILED, ValueError), self.get("/is_sleeping") as answer:
+            said = json.load(answer)
+            if type(said) is dict and said.get("is_sleeping") is not None and said["is_sleeping"] is not sleeps:
+                raise ServerError(f"{after} was answered, and then /is_sleeping with {json.dumps(said)}")
 
     def reset_prefix_cache(self) -> bool:
         """See `PrefixCaching`."""

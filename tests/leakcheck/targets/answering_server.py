@@ -3,7 +3,7 @@
 It notes each request in a file, a line of JSON each. Ways: `engine` (lowtide's answers; else tokens that are counted
 up), `keeps` (each sleep leaves 32 MiB in a list of the module), `fails` (a sleep is answered with 500), `ends` (it ends
 at once), `stays` (it takes no SIGTERM), `wordless` (completions without token ids), `speechless` (what is no JSON),
-`short` (an answer that breaks off).
+`short` (an answer that breaks off), `wakeful` and `drowsy` (after a sleep, or a wake, it says the contrary).
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Lowtide:
 class Handler(BaseHTTPRequestHandler):
     engine: Counting | Lowtide
 
+    is_sleeping = False
+
     def do_GET(self) -> None:
-        self._answer({})
+        self._answer({"is_sleeping": self.is_sleeping} if self.path == "/is_sleeping" else {})
 
     def do_POST(self) -> None:
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -85,8 +87,10 @@ class Handler(BaseHTTPRequestHandler):
             return
         if asked.path == "/sleep":
             self.engine.sleep(int(query["level"][0]))
+            Handler.is_sleeping = "wakeful" not in WAYS
         elif asked.path == "/wake_up":
             self.engine.wake(query.get("tags"))
+            Handler.is_sleeping = Handler.is_sleeping and ("tags" in query or "drowsy" in WAYS)
         self._answer({})
 
     def _answer(self, said: Any) -> None:

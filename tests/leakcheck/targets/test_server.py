@@ -84,6 +84,25 @@ def test_a_life_of_vllm_s_server(make: Make, tmp_path: Path) -> None:
     assert (process.returncode, logs(tmp_path)) == (-15, [])
 
 
+def test_a_server_that_says_the_contrary_of_what_it_was_asked_for_is_told(make: Make) -> None:
+    wakeful, drowsy = (
+        make(VllmServer, "wakeful", "--enable-sleep-mode"),
+        make(VllmServer, "drowsy", "--enable-sleep-mode"),
+    )
+    for target in (wakeful, drowsy):
+        target.create({})
+    with pytest.raises(
+        ServerError, match=r'POST /sleep was answered, and then /is_sleeping with {"is_sleeping": false}'
+    ):
+        wakeful.sleep(1, "wait")
+    drowsy.sleep(1, "wait")
+    drowsy.wake(["weights"])
+    with pytest.raises(
+        ServerError, match=r'POST /wake_up was answered, and then /is_sleeping with {"is_sleeping": true}'
+    ):
+        drowsy.wake(None)
+
+
 def test_a_life_of_sglang_s_server(make: Make, tmp_path: Path) -> None:
     target = make(SglangServer, "--enable-memory-saver")
     target.create({})
