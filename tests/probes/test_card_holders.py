@@ -10,7 +10,7 @@ import pytest
 from lowtide.probes.device.driver import NoDriver
 from lowtide.probes.device.driver.card_holders import CardHolders, count_cards, read_card_holders
 from lowtide.probes.device.driver.nvml import NvmlDriver
-from tests.probes.test_driver import FakeNvml
+from tests.probes.fake_drivers import FakeNvml
 
 MIB = 1 << 20
 

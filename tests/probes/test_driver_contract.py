@@ -21,7 +21,7 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host import process_files
-from tests.probes.test_driver import FakeAmdsmi, FakeNvml, amd_process
+from tests.probes.fake_drivers import FakeAmdsmi, FakeNvml, amd_process
 from tests.waiting import SleptClock
 
 MIB = 1 << 20

@@ -19,8 +19,8 @@ from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host import process_files
 from lowtide.probes.processes import outside_view
 from lowtide.probes.processes.outside_view import by_process, read_process, read_processes
+from tests.probes.fake_drivers import FakeNvml
 from tests.probes.left_processes import TITLE, holder
-from tests.probes.test_driver import FakeNvml
 from tests.waiting import HANG_S, wait_until
 
 MIB = 1 << 20

@@ -24,8 +24,8 @@ from lowtide.probes.host import process_files, process_tree
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import MARK, name_of
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree, TreeMemory
+from tests.probes.fake_drivers import FakeNvml, FakeNvmlError
 from tests.probes.left_processes import TITLE
-from tests.probes.test_driver import FakeNvml, FakeNvmlError
 from tests.waiting import wait_until
 
 MIB = 1 << 20

@@ -24,8 +24,8 @@ from lowtide.probes.host.process_files import MARK
 from lowtide.probes.processes import outside_view, shared_memory_files
 from lowtide.reports.processes import listing
 from tests.probes import left_processes
+from tests.probes.fake_drivers import FakeNvml
 from tests.probes.left_processes import holder
-from tests.probes.test_driver import FakeNvml
 from tests.waiting import HANG_S
 
 SHIPPED = Path(__file__).parents[3] / "reports" / "processes" / "lowtide-ps-1.schema.json"
