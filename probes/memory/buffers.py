@@ -84,7 +84,9 @@ def _find(found: dict[int, Buffer], least: int) -> None:
     _add_untracked(found, running_locals(), kinds, least)
     if native.owned_by_all is not None and lists_can_be_read():
         known = [kind for kind, _ in kinds]
-        sized = [kind for kind, _ in _sized_by_libraries(all_classes(), known)]
+        # Of all classes those say it that say it themselves.
+        definers = (cls for cls in all_classes() if "__sizeof__" in namespace_of(cls))
+        sized = [kind for kind, _ in _sized_by_libraries(definers, known)]
         # Of text so many bytes may be a quarter of the characters.
         owners = native.owned_by_all(tuple(all_classes(*known, *sized)), least // _BYTES_OF_CHARACTER)
         _add(found, Census(owners), kinds, least)
