@@ -10,7 +10,6 @@ from tests.pytest_plugin.conftest import InnerRun, RunInner
 NUMBERS = """
 import os
 import socket
-import torch.multiprocessing
 
 KEPT = []
 
@@ -107,7 +106,13 @@ def test_closed():
     KEPT.append(pair)
 
 
+def test_import():
+    # Only now: what is judged before goes through a heap without torch.
+    import torch.multiprocessing
+
+
 def sent():
+    import torch.multiprocessing
     made = torch.multiprocessing.get_context("spawn").Queue()
     made.put(torch.ones(1000))
     assert made._reader.poll(60)
@@ -115,6 +120,7 @@ def sent():
 
 
 def in_a_file():
+    import torch.multiprocessing
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         return sent()
