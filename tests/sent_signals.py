@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 ROUNDS = 200
+NUMBERS = (signal.SIGINT, signal.SIGALRM)
 
 # Only tells the kernel: `os.kill` itself looks whether a signal has come.
 _KILL = ctypes.CDLL(None).kill
@@ -51,19 +52,19 @@ def arrivals(number: int, happens: Callable[[], partial[object]]) -> int:
     return count
 
 
-def all_arrive_elsewhere(number: int, module: str, happens: str) -> None:
+def all_arrive_elsewhere(module: str, happens: str) -> None:
     """Require that all signals arrive and what is dropped is given back, in a process without audit hooks of libraries.
 
     One that is written in Python (filelock has one) hears of each thread that starts, and in it handlers run.
 
     Args:
-        number: of the signal.
         module: a module of tests.
         happens: the function in it that makes what happens.
     """
     source = f"from {module} import {happens} as happens; from tests.sent_signals import ROUNDS, arrivals; "
     source += "from lowtide.engine.teardown import WhenDropped; from tests.waiting import wait_until; "
-    source += f"found = arrivals({number}, happens); assert found == ROUNDS, found; "
+    source += f"found = [arrivals(number, happens) for number in {[int(number) for number in NUMBERS]}]; "
+    source += "assert found == [ROUNDS, ROUNDS], found; "
     source += "wait_until(lambda: not WhenDropped._waiting)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
