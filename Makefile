@@ -37,38 +37,39 @@ demo: $(STAMP)
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q --leakcheck
 # Three groups, each of their parts in a process of its own, because what goes through the whole heap takes as long as
 # that is large, and each process imports all files of its part: torch makes it four times as large, a thousand tests by
-# half. Torch's compiler, transformers and scipy make it larger for all that is run after them, and so come last.
+# half. What loads torch's compiler, transformers or scipy, which make it twice as large again, is loaded once, in one more.
 ALL := $(sort $(wildcard tests/*/test_*.py tests/leakcheck/*/test_*.py))
 # The plugin's own tests have torch in the texts of inner runs, which are processes of their own.
 LOADING_TORCH := $(sort $(shell grep -lE -e '^( {4})?(import|from) torch' -e '"import torch.n' \
 	-e 'importorskip..(torch|transformers|scipy)' -e '(from|import) lowtide\.(engine|targets)' \
 	-e 'lives\.(fuzz|witness)' -e 'checked_life|small_target|check_run' $(filter-out tests/pytest_plugin/%,$(ALL))) \
 	$(shell awk 'FNR < 14 && /^import torch$$/ { print FILENAME }' $(filter tests/pytest_plugin/%,$(ALL))))
-LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
-	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers|scipy' $(LOADING_TORCH))
+LOADING_MORE := $(shell grep -lE -e '= torch\.compile|FakeTensorMode|torch\.profiler' \
+	-e 'import transformers|from transformers|write_checkpoint: |scipy' $(LOADING_TORCH))
+# The engine's tests leave more behind.
 WITH_TORCH := $(filter-out tests/engine/% $(LOADING_MORE),$(LOADING_TORCH)) \
-	$(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(LOADING_TORCH))) $(LOADING_MORE)
+	$(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(LOADING_TORCH)))
 WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.explaining|findings\.(host_memory|turn_growth)' \
 	$(filter-out $(LOADING_TORCH),$(filter tests/probes/% tests/leakcheck/%,$(ALL))))
 # The inner runs that take longest come first, or all wait for them.
 LONG := tests/pytest_plugin/test_leaks.py tests/pytest_plugin/test_clean.py
-OTHERS := $(LONG) $(filter-out $(LONG) $(WALKS) $(WITH_TORCH),$(ALL))
+OTHERS := $(LONG) $(filter-out $(LONG) $(WALKS) $(LOADING_TORCH),$(ALL))
 # Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take half of the time of all
 # tests: `make test-all` runs them, every night. A file says of itself that it is one of them, or a test of itself alone.
 NIGHTLY := $(shell grep -lE '^(pytestmark = \[?|    )pytest\.mark\.nightly' $(ALL))
 
-PARTS := $(foreach part,1 2 3 4 0,$(addsuffix .$(part),WITH_TORCH OTHERS WALKS))
+PARTS := LOADING_MORE $(foreach part,1 2 3 4 0,$(addsuffix .$(part),WITH_TORCH OTHERS WALKS))
 .PHONY: $(addprefix test-,$(PARTS))
 
 # Four processes at a time: many tests wait for processes of their own.
 test: $(STAMP)
-	@echo "three groups of tests in five parts each, four at a time; what each says is shown when it has ended"
+	@echo "sixteen parts of the tests, four at a time; what each says is shown when it has ended"
 	@$(MAKE) --no-print-directory --keep-going --jobs=4 --output-sync=line $(addprefix test-,$(PARTS))
 
 # Every fifth of a group's files: those of one room, which take about as long, are in different parts.
 $(addprefix test-,$(PARTS)): test-%: $(STAMP)
 	$(PYTEST) -m 'not nightly' \
-		$(shell printf '%s\n' $(filter-out $(NIGHTLY),$($(basename $*))) | awk 'NR % 5 == $(subst .,,$(suffix $*))')
+		$(shell printf '%s\n' $(filter-out $(NIGHTLY),$($(basename $*))) | awk 'NR % 5 == $(or $(subst .,,$(suffix $*)),NR % 5)')
 
 test-all: $(NIGHT) test
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m nightly $(shell grep -l 'pytest\.mark\.nightly' $(ALL))
