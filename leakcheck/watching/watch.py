@@ -49,6 +49,7 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
 from lowtide.probes.objects.listed import all_instances
+from lowtide.probes.objects.request_slots import MODULES
 from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, time, torch_with_cuda
 from lowtide.probes.stages import EnteredStage, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
@@ -380,7 +381,8 @@ class Watch:
         Args:
             stage: which has ended.
         """
-        self._lost = [*(self._lost or ()), *self._slots.look(stage)]
+        is_any = self._watched.tree.any_alive() or any(loaded(module) is not None for module in MODULES)
+        self._lost = [*(self._lost or ()), *(self._slots.look(stage) if is_any else ())]
 
     def ending(self, owner: Owner) -> None:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""

@@ -154,3 +154,6 @@ _POOLS = (
     _Pools("vllm.v1.core.block_pool", "BlockPool", _vllm_blocks),
     _Pools("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager", _vllm_embeddings),
 )
+
+MODULES = tuple(pools.module for pools in _POOLS)
+"""Where engines have their pools: while none of them is loaded, none has any."""

@@ -184,7 +184,7 @@ def run(run_inner: RunInner) -> InnerRun:
 @pytest.fixture(scope="module")
 def children(run_inner: RunInner) -> InnerRun:
     # One of them ends only a little later.
-    return run_inner({"test_children.py": CHILDREN}, settle=3)
+    return run_inner({"test_children.py": CHILDREN}, settle=6)
 
 
 @pytest.mark.parametrize("name", ["ends[agent]", "ends[no agent]", "ends_unmarked", "is_ending"])
