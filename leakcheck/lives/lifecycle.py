@@ -329,7 +329,9 @@ class LifecycleRun:
                 self._record.findings += self._sent.end(version, life)
             elif name == "infer":
                 self._record.findings += self._sent.judge(name, tokens)
-                self._record.findings += self._idle(life, name) + self._slots.look(name)
+                lost = self._slots.look(name)
+                # Else that the prefix cache cannot be reset would be told beside what its blocks are held by.
+                self._record.findings += lost if self._slots.any_lost else self._idle(life, name)
                 grown = self._growth.finding(name)
                 self._record.findings += [] if grown is None else [grown]
             before = after

@@ -33,7 +33,7 @@ from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.process_files import name_of
 from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.objects.request_slots import LostSlot
+from lowtide.probes.objects.engine_pools import LostSlot
 from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.stages import UPDATE
@@ -486,7 +486,10 @@ class EngineProcesses:
 
     def contexts_elsewhere(self, stage: str) -> list[Finding]:
         """Return the contexts that processes have where they do not work, each once; right after `end_stage`."""
-        return process_levels.contexts_elsewhere(stage, self._now, self._contexts)
+        told = set(self._contexts)
+        found = process_levels.contexts_elsewhere(stage, self._now.values())
+        self._contexts |= {(process_levels.pid_of(each), each.device) for each in found}
+        return [each for each in found if (process_levels.pid_of(each), each.device) not in told]
 
     def lost_slots(self, pids: Collection[int]) -> dict[int, tuple[LostSlot, ...]]:
         """Return the slots of engines' pools that no request has any more, by process."""

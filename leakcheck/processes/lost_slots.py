@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.process_levels import describe_process
-from lowtide.probes.objects.request_slots import LostSlot, RequestSlots
+from lowtide.probes.objects.engine_pools import LostSlot, RequestSlots
 from lowtide.probes.originals import os, time
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import first_of, format_amount
@@ -23,7 +23,8 @@ _ADVICE = "give them back wherever a request ends: finished, aborted and failed"
 class LostSlots:
     """Finds the slots that are lost from one look to the next, in this process and in others.
 
-    They are waited for: what a client has aborted, an engine in another process gives back in a later step.
+    They are waited for: what a client has aborted, an engine in another process gives back in a later step. And what an
+    engine at work moves while it is read is lost in one look and not in the next.
 
     Args:
         ask: returns what other processes say of theirs, by process.
@@ -46,13 +47,19 @@ class LostSlots:
         lost = self._read()
         while self._new(lost) and time.perf_counter() < until:
             time.sleep(_PAUSE_S)
-            lost = self._read()
+            now = self._read()
+            lost = {pid: [slot for slot in slots if slot in now.get(pid, ())] for pid, slots in lost.items()}
         new, self._known = self._new(lost), {pid: frozenset(slots) for pid, slots in lost.items()}
         return [
             finding if pid == os.getpid() else in_process(finding, describe_process(pid))
             for pid, slots in new.items()
             for finding in lost_slots(stage, self._device, slots)
         ]
+
+    @property
+    def any_lost(self) -> bool:
+        """Return whether any was lost at the last look, told then or before."""
+        return any(self._known.values())
 
     def _read(self) -> dict[int, Sequence[LostSlot]]:
         lost = {os.getpid(): self._own.lost(), **self._ask()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from lowtide.probes.objects.request_slots import LostSlot
+from lowtide.probes.objects.engine_pools import LostSlot
 from lowtide.reports.schema import Finding, as_written, encoded
 from lowtide.reports.statement import HolderFacts
 

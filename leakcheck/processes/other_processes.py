@@ -30,7 +30,7 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.objects.request_slots import LostSlot
+from lowtide.probes.objects.engine_pools import LostSlot
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import EnteredStage

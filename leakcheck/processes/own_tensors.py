@@ -43,7 +43,7 @@ from lowtide.probes.host.memory_parts import free_at_tops, malloc_in_use, read_p
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, survey_storages
-from lowtide.probes.objects.request_slots import RequestSlots
+from lowtide.probes.objects.engine_pools import RequestSlots
 from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import PoolReading, announced_pools, announced_preserved
 from lowtide.reports.schema import Finding, as_written

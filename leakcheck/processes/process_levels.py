@@ -231,7 +231,7 @@ def communicators_kept(
     return found
 
 
-def contexts_elsewhere(stage: str, now: Mapping[int, ProcessLevels], known: set[tuple[int, str]]) -> list[Finding]:
+def contexts_elsewhere(stage: str, now: Iterable[ProcessLevels]) -> list[Finding]:
     """Find the processes that have a context on a card where they keep nothing, beside that on which they work.
 
     Each costs half a gigabyte of a card that belongs to another rank (vime#4). Where a process numbers its cards in
@@ -240,19 +240,17 @@ def contexts_elsewhere(stage: str, now: Mapping[int, ProcessLevels], known: set[
     Args:
         stage: after which this is.
         now: what each process holds.
-        known: processes and cards of which it was said; those that are found are added.
     """
     found = []
-    for pid, each in now.items():
+    for each in now:
         held = each.devices_held()
         own = max(held, key=lambda device: held[device], default="")
         # Another order of the cards shows in what the driver counts.
         if not held.get(own) or (each.cards.get(own) or 0) < held[own]:
             continue
         for device, size in each.cards.items():
-            if not size or held.get(device, 0) >= _OF_A_CONTEXT or device == own or (pid, device) in known:
+            if not size or held.get(device, 0) >= _OF_A_CONTEXT or device == own:
                 continue
-            known.add((pid, device))
             message = f"{each.process.text} has {format_bytes(size)} on {device} after {stage}: a context, and "
             message += f"{format_bytes(held[device])} of tensors" if held.get(device) else "no tensor"
             found.append(

@@ -47,9 +47,9 @@ from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.objects.engine_pools import MODULES
 from lowtide.probes.objects.identities import NamespaceSizes, namespace_sizes
 from lowtide.probes.objects.listed import all_instances
-from lowtide.probes.objects.request_slots import MODULES
 from lowtide.probes.originals import gc, in_main_thread, initialized_torch, loaded, time, torch_with_cuda
 from lowtide.probes.stages import EnteredStage, announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
@@ -188,6 +188,7 @@ class Watch:
         self.others.begin(now)
         self._host.begin(subject, now, judged=judged)
         watched.ownership.begin(stage, now)
+        self._lost = None
         memory = watched.device_memory
         if any(not memory.knows(device) or memory.has_shrunk(device, now) for device in now.devices):
             self._adopt(now, read_heap(watched.births, Claims(()), (), ()))

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lowtide.probes.device.engine_pools import owners_of_pools
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.objects.engine_pools import owners_of_pools
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import initialized_torch, loaded, sys, threading
 

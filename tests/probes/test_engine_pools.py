@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.probes.device.engine_pools import owners_of_pools
+from lowtide.probes.objects.engine_pools import owners_of_pools
 
 VLLM = "vllm.device_allocator.cumem"
 POOL = """

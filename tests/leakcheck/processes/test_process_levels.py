@@ -13,6 +13,7 @@ import pytest
 
 from lowtide.leakcheck.growth.quantities import HOST
 from lowtide.leakcheck.processes import own_tensors
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth
 from lowtide.leakcheck.processes.process_levels import (
@@ -27,6 +28,7 @@ from lowtide.leakcheck.processes.process_levels import (
     uneven_ranks,
 )
 from lowtide.leakcheck.resources.processes import ProcessGroups
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, decode
@@ -68,13 +70,13 @@ def on_cards(
     ],
 )
 def test_a_context_on_another_rank_s_card_is_told_once(levels: ProcessLevels) -> None:
-    known: set[tuple[int, str]] = set()
-    (finding,) = contexts_elsewhere("update_weights", {41: levels}, known)
+    engine = EngineProcesses(ProcessTree(), Agents(), None, None, _now={41: levels})
+    (finding,) = engine.contexts_elsewhere("update_weights")
     assert (finding.resource, finding.device, finding.bytes) == ("driver", "cuda:0", 520 * MIB)
     assert "has 520.0 MiB on cuda:0 after update_weights: a context, and" in finding.message
     assert finding.message.endswith("it works on cuda:1")
     assert "torch.cuda.set_device" in (finding.advice or "")
-    assert contexts_elsewhere("infer", {41: levels}, known) == []
+    assert engine.contexts_elsewhere("infer") == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_a_context_on_another_rank_s_card_is_told_once(levels: ProcessLevels) ->
     ],
 )
 def test_a_context_where_a_process_works_is_not(levels: ProcessLevels) -> None:
-    assert contexts_elsewhere("infer", {41: levels}, set()) == []
+    assert contexts_elsewhere("infer", [levels]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""The slots of fixed pools that engines give to requests (KV blocks, cached embeddings), and which of them are lost.
+"""What engines keep in pools of their own, as vLLM's and SGLang's objects say it: memory by tag, and slots by request.
 
-Such a pool is as large as ever when a slot is not given back: no counter of memory shows it, and the engine has room
-for one request less. What is read are attributes of the engines' own objects, found by their modules; nothing of theirs
-is called, and nothing imported.
+The private pools of torch's allocator are known by the engine's allocator that keeps them. The slots of a fixed pool
+(KV blocks, cached embeddings) are given to requests: one that is not given back shows in no counter of memory, and the
+engine has room for one request less. What is read are attributes, found by the engines' modules; nothing of theirs is
+called, and nothing imported.
 """
 
 from __future__ import annotations
@@ -11,8 +12,62 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from lowtide.probes.objects.foreign import is_a, type_name
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.originals import loaded, sys, time, weakref
+
+PoolId = tuple[int, int]
+
+
+def owners_of_pools() -> dict[PoolId, str]:
+    """Return who keeps each pool, by torch's number of it: `weights of vLLM's CuMemAllocator`.
+
+    vLLM's `CuMemAllocator` and `torch_memory_saver` (SGLang's) keep one pool for each tag, whose memory they unmap
+    while the engine sleeps. They are found by their modules, and nothing is imported.
+    """
+    found: dict[PoolId, str] = {}
+    for whose, keeper, pools in _KEEPERS:
+        # Of another version, or changed by another thread meanwhile.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            for tag, pool in _by_tag(pools(loaded(keeper))):
+                first, second = pool.id
+                found[int(first), int(second)] = f"{tag} of {whose}"
+    return found
+
+
+def _of_vllm(module: Any) -> Mapping[Any, Any]:
+    """Return `CuMemAllocator.allocator_and_pools`: by tag a pool with its allocator, or a list of these."""
+    kept: Mapping[Any, Any] = module.CuMemAllocator.instance.allocator_and_pools
+    return kept
+
+
+def _of_memory_saver(module: Any) -> Mapping[Any, Any]:
+    """Return `TorchMemorySaver._impl._mem_pools`: pools by tag and settings."""
+    kept: Mapping[Any, Any] = module.torch_memory_saver._impl._mem_pools
+    return kept
+
+
+_KEEPERS = (
+    ("vLLM's CuMemAllocator", "vllm.device_allocator.cumem", _of_vllm),
+    ("torch_memory_saver", "torch_memory_saver", _of_memory_saver),
+)
+
+
+def _by_tag(pools: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, kept in dict(pools).items():
+        tag = key[0] if is_a(key, tuple) else key
+        for pool in _pools_in(kept):
+            yield str(tag), pool
+
+
+def _pools_in(kept: Any) -> Iterable[Any]:
+    """Yield the pools in what is kept for a tag: itself, or in lists and tuples."""
+    if is_a(kept, list) or is_a(kept, tuple):
+        for part in kept:
+            yield from _pools_in(part)
+    elif type_name(type(kept)).endswith(".MemPool"):
+        yield kept
+
 
 NOBODY = "no request"
 
@@ -61,9 +116,13 @@ class RequestSlots:
     To find the pools takes a look at every object there is. It is made anew where the references to their class have
     changed, of which each of them has one, and no more often than takes a fiftieth of the time: of one that comes
     meanwhile the slots are read from the next look on.
+
+    Attributes:
+        unread: the pools whose attributes are not those that are known, each with why.
     """
 
     def __init__(self) -> None:
+        self.unread: dict[str, str] = {}
         self._known: dict[str, tuple[int, float, list[weakref.ref[Any]]]] = {}
 
     def lost(self) -> list[LostSlot]:
@@ -74,9 +133,12 @@ class RequestSlots:
             if not isinstance(cls, type):
                 continue
             for pool in self._instances(pools.module, cls):
-                # Of another version, or changed by another thread meanwhile.
-                with contextlib.suppress(AttributeError, TypeError, RuntimeError):
-                    found += pools.read(pool)
+                # Another thread may change them meanwhile.
+                with contextlib.suppress(RuntimeError):
+                    try:
+                        found += pools.read(pool)
+                    except (AttributeError, TypeError) as error:
+                        self.unread[f"slots of {pools.module}.{pools.name}"] = f"another version's: {error}"
         return found
 
     def _instances(self, module: str, cls: type) -> Iterator[Any]:
