@@ -330,6 +330,7 @@ class LifecycleRun:
             elif name == "infer":
                 self._record.findings += self._sent.judge(name, tokens)
                 lost = self._slots.look(name)
+                self._record.not_measured.update({each.what: each for each in self._slots.not_measured})
                 # Else that the prefix cache cannot be reset would be told beside what its blocks are held by.
                 self._record.findings += lost if self._slots.any_lost else self._idle(life, name)
                 grown = self._growth.finding(name)

@@ -124,7 +124,7 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
     if isinstance(question, messages.ReadTurn):
         return _after_turn(question, own, importing)
     if isinstance(question, messages.ReadSlots):
-        return () if own is None else tuple(own.slots.lost())
+        return ((), {}) if own is None else own.slots.read()
     if isinstance(question, messages.Read):
         if question.collects:
             gc.collect()

@@ -33,7 +33,7 @@ from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.process_files import name_of
 from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.objects.engine_pools import LostSlot
+from lowtide.probes.objects.engine_pools import SlotReading
 from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.stages import UPDATE
@@ -491,7 +491,7 @@ class EngineProcesses:
         self._contexts |= {(process_levels.pid_of(each), each.device) for each in found}
         return [each for each in found if (process_levels.pid_of(each), each.device) not in told]
 
-    def lost_slots(self, pids: Collection[int]) -> dict[int, tuple[LostSlot, ...]]:
+    def lost_slots(self, pids: Collection[int]) -> dict[int, SlotReading]:
         """Return the slots of engines' pools that no request has any more, by process."""
         return self._each([pid for pid in pids if pid not in self.not_measured], messages.ReadSlots())
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.process_levels import describe_process
-from lowtide.probes.objects.engine_pools import LostSlot, RequestSlots
+from lowtide.probes.objects.engine_pools import LostSlot, RequestSlots, SlotReading
 from lowtide.probes.originals import os, time
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import first_of, format_amount
 from lowtide.reports.statement import in_process
 
@@ -31,11 +31,12 @@ class LostSlots:
         device: where the engine is; empty where that is not known.
     """
 
-    def __init__(self, ask: Callable[[], Mapping[int, Sequence[LostSlot]]], device: str = "") -> None:
+    def __init__(self, ask: Callable[[], Mapping[int, SlotReading]], device: str = "") -> None:
         self._ask = ask
         self._device = device
         self._own = RequestSlots()
         self._known: dict[int, frozenset[LostSlot]] = {}
+        self._unread: dict[str, NotMeasured] = {}
 
     def look(self, stage: str) -> list[Finding]:
         """Return the slots that were lost since the last look, each once.
@@ -61,9 +62,19 @@ class LostSlots:
         """Return whether any was lost at the last look, told then or before."""
         return any(self._known.values())
 
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return the pools that could not be read at the last look."""
+        return tuple(self._unread.values())
+
     def _read(self) -> dict[int, Sequence[LostSlot]]:
-        lost = {os.getpid(): self._own.lost(), **self._ask()}
-        return {pid: slots for pid, slots in lost.items() if slots}
+        readings = {os.getpid(): self._own.read(), **self._ask()}
+        self._unread = {
+            what: NotMeasured(what=what, why=why)
+            for reading in readings.values()
+            for what, why in reading.unread.items()
+        }
+        return {pid: reading.lost for pid, reading in readings.items() if reading.lost}
 
     def _new(self, lost: Mapping[int, Sequence[LostSlot]]) -> dict[int, Sequence[LostSlot]]:
         known = {pid: self._known.get(pid, frozenset()) for pid in lost}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from lowtide.probes.objects.engine_pools import LostSlot
+from lowtide.probes.objects.engine_pools import SlotReading
 from lowtide.reports.schema import Finding, as_written, encoded
 from lowtide.reports.statement import HolderFacts
 
@@ -177,7 +177,7 @@ class Read(Question[Levels], frozen=True, kw_only=True, tag="read"):
     collects: bool = False
 
 
-class ReadSlots(Question[tuple[LostSlot, ...]], frozen=True, kw_only=True, tag="read-slots"):
+class ReadSlots(Question[SlotReading], frozen=True, kw_only=True, tag="read-slots"):
     """Which slots of an engine's pools no request has that waits or runs."""
 
 

@@ -30,7 +30,7 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.objects.engine_pools import LostSlot
+from lowtide.probes.objects.engine_pools import SlotReading
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import EnteredStage
@@ -298,7 +298,7 @@ class OtherProcesses:
         self._found = []
         return found
 
-    def lost_slots(self) -> dict[int, tuple[LostSlot, ...]]:
+    def lost_slots(self) -> dict[int, SlotReading]:
         """Return the slots of engines' pools that no request has any more, by process."""
         if not self._asks or not self._tree.any_alive():
             return {}

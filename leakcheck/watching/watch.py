@@ -421,7 +421,7 @@ class Watch:
             return replace(
                 verdict,
                 findings=(*verdict.findings, *lost, *in_others, *peaks),
-                not_measured=(*verdict.not_measured, *hidden),
+                not_measured=(*verdict.not_measured, *self._slots.not_measured, *hidden),
             )
         finally:
             self._suspects.forget()

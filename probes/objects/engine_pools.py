@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lowtide.probes.objects.foreign import is_a, type_name
@@ -96,6 +97,18 @@ class LostSlot(NamedTuple):
     request: str = ""
 
 
+class SlotReading(NamedTuple):
+    """The lost slots of a process.
+
+    Attributes:
+        lost: they.
+        unread: the pools whose attributes are not those that are known here, each with why.
+    """
+
+    lost: tuple[LostSlot, ...]
+    unread: Mapping[str, str] = MappingProxyType({})
+
+
 class _Pools(NamedTuple):
     """How the pools of one class are read.
 
@@ -116,18 +129,15 @@ class RequestSlots:
     To find the pools takes a look at every object there is. It is made anew where the references to their class have
     changed, of which each of them has one, and no more often than takes a fiftieth of the time: of one that comes
     meanwhile the slots are read from the next look on.
-
-    Attributes:
-        unread: the pools whose attributes are not those that are known, each with why.
     """
 
     def __init__(self) -> None:
-        self.unread: dict[str, str] = {}
         self._known: dict[str, tuple[int, float, list[weakref.ref[Any]]]] = {}
 
-    def lost(self) -> list[LostSlot]:
-        """Return them; takes microseconds where there is no engine or nothing is taken."""
+    def read(self) -> SlotReading:
+        """Read them; takes microseconds where there is no engine or nothing is taken."""
         found: list[LostSlot] = []
+        unread: dict[str, str] = {}
         for pools in _POOLS:
             cls = getattr(loaded(pools.module), pools.name, None)
             if not isinstance(cls, type):
@@ -138,8 +148,8 @@ class RequestSlots:
                     try:
                         found += pools.read(pool)
                     except (AttributeError, TypeError) as error:
-                        self.unread[f"slots of {pools.module}.{pools.name}"] = f"another version's: {error}"
-        return found
+                        unread[f"slots of {pools.module}.{pools.name}"] = f"another version's: {error}"
+        return SlotReading(tuple(found), unread)
 
     def _instances(self, module: str, cls: type) -> Iterator[Any]:
         references, looked_until, known = self._known.get(module, (0, 0.0, []))

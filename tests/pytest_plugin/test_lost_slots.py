@@ -185,6 +185,11 @@ def test_own_engine(own):
     own.requests.clear()
     own.encoder_cache_manager.cached.clear()
 
+def test_another_version(engine):
+    pool = engine.kv_cache_manager.block_pool
+    del pool.blocks
+    pool.num_gpu_blocks += 1
+
 def test_core_quiet(core):
     core.ask("a")
 
@@ -250,3 +255,9 @@ def test_those_that_the_engine_s_own_process_has_lost_are_told_with_it(inner: In
 def test_slots_that_were_given_back_or_are_in_use_are_not(inner: InnerRun, name: str) -> None:
     (subject,) = [each for each in inner.report.subjects if each.id.endswith(f"::{name}")]
     assert [each for each in subject.findings if each.resource == "kv-blocks"] == []
+
+
+def test_a_pool_of_another_version_is_not_measured(inner: InnerRun) -> None:
+    (subject,) = [each for each in inner.report.subjects if each.id.endswith("::test_another_version")]
+    (missing,) = [each for each in subject.not_measured if each.what == "slots of vllm.v1.core.block_pool.BlockPool"]
+    assert missing.why == "another version's: 'BlockPool' object has no attribute 'blocks'"
