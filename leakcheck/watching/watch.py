@@ -93,6 +93,7 @@ class Watch:
         self._slots = LostSlots(self.others.lost_slots)
         # What engines have lost in the test of now; None where nobody has looked yet.
         self._lost: list[Finding] | None = None
+        self._unread_slots: tuple[NotMeasured, ...] = ()
         self._labels: list[str] = []
         self._begun = self._forgetting = 0.0
         # The stage of what the next reading counts, where that is not the one of now.
@@ -384,6 +385,7 @@ class Watch:
         """
         is_any = self._watched.tree.any_alive() or any(loaded(module) is not None for module in MODULES)
         self._lost = [*(self._lost or ()), *(self._slots.look(stage) if is_any else ())]
+        self._unread_slots = self._slots.not_measured if is_any else ()
 
     def ending(self, owner: Owner) -> None:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""
@@ -421,7 +423,7 @@ class Watch:
             return replace(
                 verdict,
                 findings=(*verdict.findings, *lost, *in_others, *peaks),
-                not_measured=(*verdict.not_measured, *self._slots.not_measured, *hidden),
+                not_measured=(*verdict.not_measured, *self._unread_slots, *hidden),
             )
         finally:
             self._suspects.forget()
