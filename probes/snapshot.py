@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from lowtide.probes.device.allocations import with_sleepers
+from lowtide.probes.device.allocations import Outside, OutsideTorch, with_sleepers
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.torch_allocator import (
     AllocatorReading,
@@ -52,6 +53,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         frozen: objects in the collector's permanent generation (`gc.freeze()`).
         caches: each `lru_cache` with entries.
         file_residency: of the files of /dev/shm that are mapped here, and are under neither pools nor tensors.
+        outside: by device, what others than torch and the arenas have asked the driver for, where it lists that.
     """
 
     tensors: TensorReading
@@ -65,6 +67,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     frozen: int
     caches: tuple[CacheReading, ...]
     file_residency: Resident = msgspec.field(default_factory=lambda: Resident(0, 0))
+    outside: Mapping[str, Outside] = msgspec.field(default_factory=dict)
 
     def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
         """Return the bytes mapped by announced arenas, of one tag or all, on one device or all."""
@@ -114,12 +117,15 @@ _MOST_BEHIND_CACHES = 300_000
 """Objects behind all large caches together that one snapshot looks at: a third of a second."""
 
 
-def take_snapshot(*, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
+def take_snapshot(
+    *, driver: Driver, devices: Sequence[int] = (), outside_torch: OutsideTorch | None = None
+) -> Snapshot:
     """Read everything once.
 
     Args:
         driver: whom to ask about the cards (`find_driver()`).
         devices: torch's indices of the cards to ask about.
+        outside_torch: reads what others have asked the driver for there; None: that is left out.
 
     Raises:
         HostReadError: /proc cannot be read.
@@ -144,7 +150,7 @@ def take_snapshot(*, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
         file_residency = resident_in(without(named_shared_memory(), [*pooled, *outside]))
         claimed = {storage.address for storage in survey.storages}
         allocators = tuple(map(with_sleepers, read_allocators(claimed)))
-    return Snapshot(
+    snapshot = Snapshot(
         tensors=tensors,
         allocators=allocators,
         pinned=pinned,
@@ -157,6 +163,19 @@ def take_snapshot(*, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
         frozen=gc.get_freeze_count(),
         caches=caches,
     )
+    return snapshot if outside_torch is None else replace(snapshot, outside=_outside(snapshot, outside_torch))
+
+
+def _outside(snapshot: Snapshot, outside_torch: OutsideTorch) -> dict[str, Outside]:
+    found = {}
+    for reading in snapshot.drivers:
+        reserved = snapshot.reserved(reading.device)
+        if reading.process_bytes and reserved is not None:
+            explained = reserved - snapshot.asleep(reading.device) + snapshot.arena_mapped(device=reading.device)
+            outside = outside_torch.read(reading.device, reading.process_bytes - explained)
+            if outside is not None:
+                found[reading.device] = outside
+    return found
 
 
 def _in_host_memory(pool: PoolReading) -> bool:

@@ -60,7 +60,7 @@ _SETTINGS = (
         "native",
         "",
         "while host memory seems to grow with each test, record which calls allocate: with native code by memray "
-        "(extra `native`), else by tracemalloc",
+        "(extra `native`), else by tracemalloc; and which library asks a card's driver for memory (extra `cupti`)",
     ),
     ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
     (

@@ -258,6 +258,7 @@ def watch_policy(config: pytest.Config, settings: Settings, *, shares_card: bool
         driver=not shares_card,
         processes=settings.processes,
         growth=settings.growth,
+        native=settings.native,
         budget=settings.budget,
         # It puts them back after each test.
         warnings_filters=not config.pluginmanager.has_plugin("warnings"),

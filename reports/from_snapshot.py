@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 
 import msgspec
 
+from lowtide.probes.device.allocations import Outside
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import PoolSegments
 from lowtide.probes.objects.listed import frozen_by_program
@@ -24,12 +25,16 @@ class LedgerBase(msgspec.Struct, frozen=True):
         device: `cuda:0`, `cpu`.
         context: bytes; on a card the driver's context, right after initialisation, on `cpu` the interpreter with
             what it imported.
-        libraries: bytes; kernels and libraries, which load lazily, after one warm-up.
+        libraries: bytes; kernels and libraries, which load lazily, after one warm-up; not asked for where `outside`
+            is known.
+        outside: on a card what others than torch and the arenas had asked the driver for; None where it did not list
+            that.
     """
 
     device: str
     context: int
     libraries: int = 0
+    outside: Outside | None = None
 
 
 def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) -> Readings:
@@ -67,7 +72,7 @@ def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
     else:
         driver = next((reading for reading in snapshot.drivers if reading.device == device), None)
         total, source = (None, "none") if driver is None else (driver.process_bytes, driver.source)
-        lines = _device_lines(snapshot, device, base)
+        lines = _device_lines(snapshot, device, base, total)
     explained = sum(line.bytes for line in lines)
     unexplained = None if total is None else total - explained
     return Ledger(device=device, source=source, total=total, lines=lines, unexplained=unexplained)
@@ -108,13 +113,17 @@ def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[LedgerLine, ...]:
     )
 
 
-def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase) -> tuple[LedgerLine, ...]:
-    return (
-        _line("context", base.context, "at baseline"),
-        _line("kernels and libraries", base.libraries, "at warm-up"),
-        *(_line(f"arena {tag}", mapped, "mapped") for tag, mapped in sorted(_arenas(snapshot, device).items())),
-        *_torch_lines(snapshot, device),
-    )
+def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase, total: int | None) -> tuple[LedgerLine, ...]:
+    arenas = (_line(f"arena {tag}", mapped, "mapped") for tag, mapped in sorted(_arenas(snapshot, device).items()))
+    known = (_line("context", base.context, "at baseline"), *arenas, *_torch_lines(snapshot, device))
+    outside = snapshot.outside.get(device)
+    if outside is None or base.outside is None or total is None:
+        return (known[0], _line("kernels and libraries", base.libraries, "at warm-up"), *known[1:])
+    # What the driver counts and lists nowhere is in no allocation that anybody has asked for.
+    own = total - sum(line.bytes for line in known) - (outside.bytes - base.outside.bytes)
+    asked = {name: size - base.outside.by_library.get(name, 0) for name, size in outside.by_library.items()}
+    libraries = (_line(name, size, "past torch") for name, size in asked.items() if size > 0)
+    return (known[0], _line("kernels and libraries", max(0, own), "in no allocation"), *libraries, *known[1:])
 
 
 def _torch_lines(snapshot: Snapshot, device: str) -> tuple[LedgerLine, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,8 @@ _Native = Annotated[
     bool,
     typer.Option(
         "--native",
-        help="With --turns: record which calls allocate while host memory seems to grow, by memray or tracemalloc.",
+        help="With --turns: record which calls allocate while host memory seems to grow, by memray or tracemalloc. "
+        "On a card: record which library asks the driver for memory (extra cupti).",
     ),
 ]
 
@@ -166,8 +168,11 @@ def _options(cycles: int, turns: int, until_decided: bool, native: bool, tenant:
     check_positive(cycles=cycles)
     if until_decided and not turns:
         refuse("--until-decided needs --turns N: as many inferences are made in any case")
-    if native and not turns:
-        refuse("--native needs --turns N: calls are recorded while memory seems to grow with these")
+    if native and not turns and find_spec("cupti") is None:
+        refuse(
+            "--native needs --turns N: calls are recorded while memory seems to grow with these; or the extra cupti, "
+            "to record which library asks a card's driver for memory"
+        )
     if turns:
         from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
 

@@ -19,6 +19,7 @@ from lowtide.probes.device.allocations import (
     read_allocations,
     read_mappings_without_access,
 )
+from lowtide.probes.device.driver_trace import TRACE
 from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks, workspace_sizes_here
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.ranges import Range, common, total, without
@@ -66,10 +67,11 @@ class DeviceMemory:
 
     Args:
         driver: whether to list the driver's own allocations.
+        native: whether to record which library asks the driver for them.
     """
 
-    def __init__(self, *, driver: bool) -> None:
-        self._driver = driver
+    def __init__(self, *, driver: bool, native: bool = False) -> None:
+        self._driver, self._native = driver, native
         self._known: dict[str, _Card] = {}
         # The last list, with the bytes that the driver counted beyond it; only while one judgement lasts.
         self._listed: dict[str, tuple[int, tuple[Range, ...]]] = {}
@@ -86,6 +88,16 @@ class DeviceMemory:
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """Return the cards whose allocations could not be listed, which are not asked for again."""
         return tuple(NotMeasured(what=f"allocations {device}", why=why) for device, why in self._unlisted.items())
+
+    def start(self) -> None:
+        """Begin to record, where that is asked for."""
+        if self._native:
+            TRACE.start()
+
+    def stop(self) -> None:
+        """End it; legal twice, and without a start."""
+        if self._native:
+            TRACE.stop()
 
     def forget(self) -> None:
         """Forget all cards: each is to be read again."""
@@ -304,9 +316,11 @@ class DeviceMemory:
             workspaces = {address: size for address, size in outside.items() if size in of_blas}
             readings[f"workspaces {device}"] = {f"workspace at {each:#x}": size for each, size in workspaces.items()}
             outside = {address: size for address, size in outside.items() if address not in workspaces}
-        readings[f"allocations {device}"] = {allocation_name(address): size for address, size in outside.items()}
+        arrays = {f"array at {each.address:#x}": each.bytes for each in TRACE.arrays_on(index)}
+        names = {allocation_name(address): size for address, size in outside.items()}
+        readings[f"allocations {device}"] = names | arrays
         counted = _counted(now, device)
-        unlisted = None if counted is None else counted - total(allocations)
+        unlisted = None if counted is None else counted - total(allocations) - sum(arrays.values())
         unseen = without([(address, 1) for address in sorted(sizes)], sorted([*explained, *allocations]))
         imported: dict[int, int] = {}
         for address, _ in unseen:

@@ -31,6 +31,7 @@ from lowtide.leakcheck.resources.resource import Items, Rung
 from lowtide.leakcheck.resources.settings import SettingChange, advice, describe_change
 from lowtide.leakcheck.watching.import_watch import ImportWatch, ThreadImports
 from lowtide.leakcheck.watching.watched import Policy, Watched
+from lowtide.probes.device.allocations import OutsideTorch
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import Counters, child_processes
@@ -127,6 +128,11 @@ class LivedProcess:
 class LifeReader(LivedProcess):
     """Reads before, between and after the lives of one run.
 
+    Args:
+        device: "cpu" or "cuda:N", where engines keep their memory.
+        driver: whom to ask for the driver's figures.
+        native: whether it is recorded which library asks the driver for memory.
+
     Attributes:
         leftovers: follows the tensors.
         left_running: the processes that are findings, since an earlier life has left them.
@@ -135,8 +141,10 @@ class LifeReader(LivedProcess):
         once_so_far: what to say of a first use as long as no life has followed.
     """
 
-    def __init__(self, device: str, driver: Driver) -> None:
-        watched = Watched(Policy(processes=False, stacks="off" if device == "cpu" else "auto"), driver)
+    def __init__(self, device: str, driver: Driver, *, native: bool = False) -> None:
+        card = device != "cpu"
+        policy = Policy(processes=False, stacks="auto" if card else "off", native=native and card)
+        watched = Watched(policy, driver)
         self.leftovers = LeftoverTensors(watched.births, watched.stacks)
         super().__init__(device, watched, self._importing, self._imported)
         self._driver = driver
@@ -152,6 +160,7 @@ class LifeReader(LivedProcess):
         self.once_so_far: tuple[NotMeasured, ...] = ()
         # By card, as far as it was asked for; no `lru_cache`, which the ladder would clear.
         self._contexts: dict[str, int | None] = {}
+        self._outside_torch = OutsideTorch()
 
     def _bare_context(self, device: str) -> int | None:
         if device not in self._contexts:
@@ -190,7 +199,7 @@ class LifeReader(LivedProcess):
 
     def snapshot(self) -> Snapshot:
         """Take a snapshot, with those children alone that are the program's to end."""
-        snapshot = take_snapshot(driver=self._driver, devices=self.cards)
+        snapshot = take_snapshot(driver=self._driver, devices=self.cards, outside_torch=self._outside_torch)
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.watched.tree.orphans()}

@@ -12,6 +12,7 @@ from lowtide.leakcheck.growth.series import trend_of
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.lives.script import told
+from lowtide.probes.device.allocations import Outside
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.from_snapshot import LedgerBase, to_ledger, to_readings
 from lowtide.reports.outcomes import judged_as
@@ -66,6 +67,8 @@ class LifeRecord:
         # Bytes that no probe explained before the first life, and how many more after it, by device.
         self._context: dict[str, int] = {}
         self._libraries: dict[str, int] = {}
+        # What others than torch had asked the driver for before the first life, where it lists that.
+        self._outside: Mapping[str, Outside] = {}
         # Of what is counted and not followed one by one: in which lives there was more of it at the end.
         self._left_in: dict[str, list[int]] = {}
         # Of those, how many lives came before the first in which it is judged.
@@ -78,7 +81,7 @@ class LifeRecord:
         """Note what nothing explains before a first life as the process's; before a second also what libraries took."""
         self._begun = (len(self.stages), sizes_of(baseline, self._device))
         if cycle == 1:
-            self._context = self._unexplained(baseline)
+            self._context, self._outside = self._unexplained(baseline), baseline.outside
         elif cycle == 2:
             unexplained = self._unexplained(baseline)
             self._libraries = {device: left - self._context[device] for device, left in unexplained.items()}
@@ -199,7 +202,10 @@ class LifeRecord:
     def _bases(self, cycle: int) -> list[LedgerBase]:
         devices = ["cpu"] if self._device == "cpu" else [self._device, "cpu"]
         late = self._libraries if cycle > 1 else {}
-        return [LedgerBase(device, self._context.get(device, 0), late.get(device, 0)) for device in devices]
+        return [
+            LedgerBase(device, self._context.get(device, 0), late.get(device, 0), self._outside.get(device))
+            for device in devices
+        ]
 
     def _stage(self, lived: Lived, *, follows: bool) -> Stage:
         """Return one stage as a report has it; one that follows another leaves out the ledgers that it begins with."""

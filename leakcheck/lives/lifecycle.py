@@ -112,7 +112,8 @@ class LifecycleRun:
             which it is judged what grows; 0: only as many as tell of tensors, of other processes, and of what each
             update adds to containers.
         until_decided: whether more of them follow, up to ten times as many, until it is known what grows.
-        native: whether the calls are recorded in them that allocate, while host memory seems to grow.
+        native: whether the calls are recorded in them that allocate, while host memory seems to grow; and on a card
+            which library asks the driver for memory.
         heap: where the heap is kept in which something is left of the last life; None: nowhere.
         keep: hears what is known after each whole life that others follow, with the stages of that life alone.
         interrupted: whether Ctrl-C has ended it.
@@ -143,7 +144,7 @@ class LifecycleRun:
         self._calls = call_recorder(wanted=self.native)
         self._record = LifeRecord(self.name, self.device, self.cycles)
         self._sent = SentWeights(self.device)
-        self._reader = LifeReader(self.device, self.driver)
+        self._reader = LifeReader(self.device, self.driver, native=self.native)
         self._leftovers = self._reader.leftovers
         self._judgement = ShutdownJudgement(self.cycles, self._record, self._reader, self.tolerances, self.heap)
         self._processes = self._reader.processes

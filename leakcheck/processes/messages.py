@@ -47,6 +47,7 @@ class Levels(_Said, frozen=True, kw_only=True):
         resident: bytes of host memory, that is no file's, under tensors, in pools, in torch's cache of pinned memory,
             and free where malloc does not give it back.
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
+        outside: what others than torch and the arenas have asked the driver for, by device, where it lists that.
     """
 
     tensors: dict[str, int]
@@ -55,6 +56,7 @@ class Levels(_Said, frozen=True, kw_only=True):
     has_torch: bool
     resident: int = 0
     communicators: tuple[str, ...] = ()
+    outside: dict[str, int] = {}
 
     def of(self, kind: str) -> int:
         """Return the bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ from lowtide.leakcheck.processes.messages import ExplainGrown, FilledCache, Left
 from lowtide.leakcheck.resources.driver_memory import CudaIpc
 from lowtide.leakcheck.resources.processes import ProcessGroups
 from lowtide.probes.allocation_stacks import AllocationStacks
-from lowtide.probes.device.allocations import with_sleepers
+from lowtide.probes.device.allocations import Outside, OutsideTorch, with_sleepers
 from lowtide.probes.device.torch_allocator import (
     AllocatorReading,
     any_exported,
@@ -88,6 +88,7 @@ class OwnTensors:
         # What waits for importers, by device and address: its bytes, and the cycle in which that began.
         self._waiting: dict[tuple[str, int], tuple[int, int]] = {}
         self._cycle = 0
+        self._outside_torch = OutsideTorch()
 
     def begin(self, stage: str, cycle: int) -> None:
         """Attribute what appears from here on to this stage."""
@@ -255,16 +256,33 @@ class OwnTensors:
         allocators = read_allocators({storage.address for storage in survey.storages})
         on_host = [*tensors.on("cpu"), *_pooled(pools, "cpu")]
         present = resident_in(on_host)
+        reserved = {each.device: _with_pages(each) for each in allocators}
+        outside = self._outside(reserved, arenas)
         return Levels(
             # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
             tensors=outside_pools(tensors, pools),
             arenas=arenas,
-            reserved={each.device: _with_pages(each) for each in allocators},
+            reserved=reserved,
             has_torch=True,
             # What a card's driver has pinned is shared memory without a name, which only this process maps.
             resident=present.anonymous + present.shared + _pinned_for_later(on_host) + free_at_tops(),
             communicators=_communicators(),
+            outside={device: each.bytes for device, each in outside.items()},
         )
+
+    def _outside(
+        self, reserved: Mapping[str, int | None], arenas: Mapping[str, Mapping[str, int]]
+    ) -> dict[str, Outside]:
+        """Return what others than torch and the arenas have asked the driver for, by card."""
+        torch, found = torch_with_cuda(), {}
+        for device, size in reserved.items():
+            if torch is not None and size is not None:
+                # Of all processes: where another one's changes, this one's is read once more.
+                free, whole = torch.cuda.mem_get_info(device)
+                outside = self._outside_torch.read(device, whole - free - size - sum(arenas.get(device, {}).values()))
+                if outside is not None:
+                    found[device] = outside
+        return found
 
 
 def outside_pools(tensors: TensorReading, pools: Sequence[PoolReading]) -> dict[str, int]:

@@ -161,10 +161,17 @@ class ProcessLevels(msgspec.Struct, frozen=True):
             context: gives the bytes of a context alone on a device; None where that is not known.
         """
         contexts = {device: size for device in self.cards if (size := context(device)) is not None}
-        left = {
-            device: None if size is None else max(0, size - contexts.get(device, 0))
-            for device, size in self._left_on_cards().items()
-        }
+        names = self._names_of_cards() or {}
+        left: dict[str, int | None] = {}
+        kernels: dict[str, int] = {}
+        for device, size in self._left_on_cards().items():
+            beside = None if size is None else max(0, size - contexts.get(device, 0))
+            asked = self.levels.outside.get(names.get(device, ""))
+            if beside is not None and asked is not None and device in contexts:
+                # What the driver counts and lists nowhere is in no allocation that anybody has asked for.
+                kernels[device] = max(0, beside - asked)
+                beside -= kernels[device]
+            left[device] = beside
         on_host = None if self.host is None else max(0, self.host - self.levels.resident)
         return ProcessStage(
             process=self.process,
@@ -174,16 +181,14 @@ class ProcessLevels(msgspec.Struct, frozen=True):
             cards=dict(self.cards),
             host=self.host,
             contexts=contexts,
+            kernels=kernels,
             unexplained={"cpu": on_host, **left},
         )
 
     def _left_on_cards(self) -> dict[str, int | None]:
         """Return what of each card's figure is neither in torch's segments nor in arenas; None where unknown."""
-        own = {device for device in (*self.levels.reserved, *self.levels.arenas) if device != "cpu"}
-        # The process numbers the cards that it may use by itself: one card is known under two names, of several none.
-        is_one = len(own) == len(self.cards) == 1
-        names = dict(zip(self.cards, own if is_one else self.cards, strict=True))
-        if not own <= set(names.values()):
+        names = self._names_of_cards()
+        if names is None:
             return dict.fromkeys(self.cards, None)
         found: dict[str, int | None] = {}
         for device, size in self.cards.items():
@@ -192,6 +197,16 @@ class ProcessLevels(msgspec.Struct, frozen=True):
             arenas = sum(self.levels.arenas.get(names[device], {}).values())
             found[device] = max(0, (size or 0) - (reserved or 0) - arenas) if known else None
         return found
+
+    def _names_of_cards(self) -> dict[str, str] | None:
+        """Return what the process calls each card; None where that is not known.
+
+        It numbers the cards that it may use by itself: one card is known under two names, of several none.
+        """
+        own = {device for device in (*self.levels.reserved, *self.levels.arenas) if device != "cpu"}
+        is_one = len(own) == len(self.cards) == 1
+        names = dict(zip(self.cards, own if is_one else self.cards, strict=True))
+        return names if own <= set(names.values()) else None
 
 
 def communicators_kept(

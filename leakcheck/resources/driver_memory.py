@@ -61,9 +61,20 @@ class Allocations(Resource):
         """Return the arrays of other libraries that lie in them."""
         return _arrays_at(names, _start_of_allocation)
 
+    def remark(self, names: Collection[str]) -> str:
+        """Return which libraries have asked for them, where that was recorded."""
+        # Only who has a card needs these.
+        from lowtide.probes.device.allocations import bytes_by_library
+        from lowtide.probes.device.driver_trace import TRACE
+
+        libraries = bytes_by_library(set(map(_address_of, names)))
+        told = [f"{library} ({format_bytes(size)})" for library, size in libraries.items()]
+        why = f"; which library has asked for it is not known: {TRACE.why}" if TRACE.why else ""
+        return f", asked for by {first_of(told, _SHOWN)}" if told else why
+
     def identity(self, name: str) -> Name:
         """Return what each of them is: where it lies is another place in each run."""
-        return Name("allocation", is_given=False)
+        return Name(name.partition(" at ")[0], is_given=False)
 
 
 class PageLocked(Resource):

@@ -58,7 +58,7 @@ class LeakCheck:
             `lowtide heap` says later what holds what in it. None: it is not written.
         native: whether, where host memory seems to grow with each of the turns, the calls of those that follow are
             recorded which allocate and do not free: by memray (extra `native`), with those of native code, else by
-            tracemalloc.
+            tracemalloc; and whether it is recorded which library asks a card's driver for memory (extra `cupti`).
 
     Raises:
         LeakCheckError: `tolerance` or `peak` is no size.
@@ -91,8 +91,9 @@ class LeakCheck:
             remedies="now" if remedies else "never",
             names_changes=self._names_changes,
             processes=processes,
+            native=native,
         )
-        own = (("peak", self._peak), ("keep_heap", keep_heap), ("native", native))
+        own = (("peak", self._peak), ("keep_heap", keep_heap))
         self._settings = {name: str(value) for name, value in (*asdict(policy).items(), *own)}
         self._watch = Watch(policy)
         self._imports = ImportWatch(self._watch.enter, self._watch.leave, self._watch.thread_imports)

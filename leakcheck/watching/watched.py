@@ -49,6 +49,7 @@ class Policy(msgspec.Struct, frozen=True):
         growth: bytes by which an owner may grow, test after test, before that is reported at once; None: it is reported
             when the owner ends.
         warnings_filters: whether these are (not where the test runner puts them back itself).
+        native: whether it is recorded which library asks a card's driver for memory.
         budget: seconds that may be spent for one test on what its holders retain; on the remedies of a session, four
             times as many.
     """
@@ -65,6 +66,7 @@ class Policy(msgspec.Struct, frozen=True):
     driver: bool = True
     growth: int | None = None
     warnings_filters: bool = True
+    native: bool = False
     budget: float = math.inf
 
 
@@ -149,7 +151,7 @@ class Watched:
             self.births.may_be_new,
         )
         self.caches = FilledCaches()
-        self.device_memory = DeviceMemory(driver=policy.driver)
+        self.device_memory = DeviceMemory(driver=policy.driver, native=policy.native and policy.card)
         self.counters = CounterReader(
             self.ask_driver if policy.driver else None,
             card=policy.card,
@@ -164,6 +166,7 @@ class Watched:
 
     def start(self) -> None:
         """Begin to follow all of it."""
+        self.device_memory.start()
         self.counters.kept_free = free_at_tops()
         self.births.start()
         self.segments.start()
@@ -176,6 +179,7 @@ class Watched:
 
     def stop(self) -> None:
         """End it; legal twice."""
+        self.device_memory.stop()
         self.stacks.stop()
         self.births.stop()
         self.segments.stop()

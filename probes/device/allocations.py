@@ -9,15 +9,19 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments, all_segments
+from lowtide.probes.device.driver_trace import TRACE
+from lowtide.probes.device.torch_allocator import AllocatorReading, PoolSegments, all_segments, read_segments
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import initialized_torch, os, time
+from lowtide.probes.stages import announced_pools
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 STEP_BYTES = 2 << 20
@@ -432,6 +436,73 @@ def pooled_bytes(device_index: int) -> int | None:
         amounts.append(value.value)
     reserved, used, by_graphs = amounts
     return reserved - used + by_graphs
+
+
+class Outside(Struct, frozen=True):
+    """What others than torch and the announced arenas have asked the driver for on a card.
+
+    Attributes:
+        bytes: all of it.
+        by_library: bytes of what a library was seen to ask for, by its file's name.
+    """
+
+    bytes: int
+    by_library: Mapping[str, int] = {}
+
+
+class OutsideTorch:
+    """Remembers how much of each card others than torch and the announced arenas have asked the driver for."""
+
+    def __init__(self) -> None:
+        # By card, what the driver counted beyond torch and the arenas, and what others had asked for then.
+        self._known: dict[str, tuple[int, Outside | None]] = {}
+
+    def read(self, device: str, beyond: int) -> Outside | None:
+        """Return what the driver lists, or keeps in its own pools, and torch and the arenas do not explain.
+
+        What it counts and lists nowhere is its own: contexts, the code of kernels, their stacks; and arrays, unless it
+        is recorded who asks for them. None where it cannot list. It is asked again, for tenths of a second, only where
+        its figure has moved.
+
+        Args:
+            device: `cuda:0`.
+            beyond: bytes that it counts there and that are in neither.
+        """
+        known = self._known.get(device)
+        if known is None or known[0] != beyond:
+            known = self._known[device] = beyond, _outside_torch(int(device.partition(":")[2]))
+        return known[1]
+
+
+def _outside_torch(device_index: int) -> Outside | None:
+    segments = read_segments(device_index)
+    if segments is None:  # cudaMallocAsync: what it lists may be torch's
+        return None
+    try:
+        listed = read_allocations(device_index)
+    except AllocationsError:
+        return None
+    pooled = pooled_bytes(device_index)
+    if listed is None or pooled is None:
+        return None
+    explained = [(address, size) for _, address, size, _ in segments]
+    explained += [part for pool in announced_pools() if pool.device == f"cuda:{device_index}" for part in pool.ranges]
+    outside = {address: size for address, size in listed if not common([(address, size)], explained)}
+    outside |= {each.address: each.bytes for each in TRACE.arrays_on(device_index)}
+    return Outside(sum(outside.values()) + pooled, bytes_by_library(outside))
+
+
+def bytes_by_library(allocations: Collection[int]) -> dict[str, int]:
+    """Return the bytes of some memory of a card by the library that was seen to ask for it, the most first.
+
+    Args:
+        allocations: their addresses.
+    """
+    found = Counter[str]()
+    for each in TRACE.read():
+        if each.address in allocations:
+            found[each.library] += each.bytes
+    return dict(found.most_common())
 
 
 def with_sleepers(allocator: AllocatorReading) -> AllocatorReading:

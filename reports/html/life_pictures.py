@@ -146,7 +146,8 @@ def _parts_of_process(each: ProcessStage, device: str) -> dict[str, int | None]:
     where = next(iter(own)) if len(own) == len(each.cards) == 1 else device
     arenas = {f"arena {tag}": size for tag, size in each.arenas.get(where, {}).items()}
     reserved = each.reserved.get(where)
-    return {"torch's segments": reserved, **arenas, "context": each.contexts.get(device), UNEXPLAINED: left}
+    drivers = {"context": each.contexts.get(device), "kernels and libraries": each.kernels.get(device)}
+    return {"torch's segments": reserved, **arenas, **drivers, UNEXPLAINED: left}
 
 
 def _held(each: ProcessStage, device: str) -> int | None:

@@ -49,9 +49,12 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
         cards: bytes that the driver counts for the process, by device; None where it does not say.
         host: bytes of host memory that only the process has; None where that may not be read.
         contexts: bytes of `cards` that a process takes there which has a context and nothing else, by device.
-        unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena, in no such context
-            and in nothing that torch has reserved: interpreter, libraries, and what nobody knows of; None where not
-            known.
+        kernels: bytes of `cards` that are in no allocation that anybody has asked the driver for, besides such a
+            context, by device: the code of kernels and what libraries have the driver keep; nothing where it lists no
+            allocations.
+        unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena, in no such context,
+            not among `kernels` and in nothing that torch has reserved: interpreter, libraries, and what nobody knows
+            of; None where not known.
     """
 
     process: ProcessName
@@ -61,6 +64,7 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
     cards: dict[str, Int64 | None] = {}
     host: Int64 | None = None
     contexts: dict[str, Int64] = {}
+    kernels: dict[str, Int64] = {}
     unexplained: dict[str, Int64 | None] = {}
 
     @property

@@ -11,7 +11,7 @@ from lowtide.reports.schema import Ledger, Stage
 
 _UNEXPLAINED = "  unexplained"
 _CONTEXT = "  context alone"
-_PARTS = (_UNEXPLAINED, _CONTEXT)
+_KERNELS = "  kernels and libraries"
 
 
 class TreeRow(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class TreeRow(msgspec.Struct, frozen=True):
     @property
     def is_part(self) -> bool:
         """Whether it is in what the line of its process says."""
-        return self.name in _PARTS
+        return self.name.startswith("  ")
 
 
 class TreeTable(msgspec.Struct, frozen=True):
@@ -33,8 +33,8 @@ class TreeTable(msgspec.Struct, frozen=True):
         device: `cpu` or `cuda:0`.
         cycle: the life.
         stages: the names of its stages.
-        rows: for each process what it holds, with what of that a context takes and what nothing explains; the last one
-            is the sum.
+        rows: for each process what it holds, with what of that a context and kernels take and what nothing explains;
+            the last one is the sum.
     """
 
     device: str
@@ -77,6 +77,9 @@ def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
             contexts = tuple(None if each is None else each.contexts.get(device) for each in readings)
             if any(contexts):
                 rows.append(TreeRow(_CONTEXT, contexts))
+            kernels = tuple(None if each is None else each.kernels.get(device) for each in readings)
+            if any(kernels):
+                rows.append(TreeRow(_KERNELS, kernels))
             left = (None if each is None else each.unexplained.get(device) for each in readings)
             rows.append(TreeRow(_UNEXPLAINED, tuple(left)))
     held = [row for row in rows if not row.is_part]

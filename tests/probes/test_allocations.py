@@ -18,10 +18,14 @@ from lowtide.probes.device import allocations
 from lowtide.probes.device.allocations import (
     AllocationsError,
     HostAllocation,
+    Outside,
+    OutsideTorch,
     read_allocations,
     read_host_allocations,
     read_mappings_without_access,
 )
+from lowtide.probes.device.driver_trace import TracedMemory
+from lowtide.probes.stages import PoolReading
 
 MIB = 1 << 20
 STEP = 2 * MIB
@@ -274,3 +278,62 @@ def test_what_the_driver_has_given_out_on_the_host_is_found(shared: FakeDriver) 
 
 def test_shared_memory_of_which_the_driver_knows_nothing_is_not_its(shared: FakeDriver) -> None:
     assert read_host_allocations(MIB) == ()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have the driver list a segment of torch's, an arena, and 3 MiB of somebody's; return the cards it is asked of."""
+    cards: list[int] = []
+
+    def listed(index: int) -> tuple[tuple[int, int], ...]:
+        cards.append(index)
+        return ((0, 8 * MIB), (16 * MIB, 4 * MIB), (32 * MIB, 3 * MIB))
+
+    arenas = (
+        PoolReading("arena", "weights", "cuda:0", 4 * MIB, 4 * MIB, ((16 * MIB, 4 * MIB),)),
+        PoolReading("arena", "weights", "cuda:1", 3 * MIB, 3 * MIB, ((32 * MIB, 3 * MIB),)),
+    )
+    monkeypatch.setattr(allocations, "read_allocations", listed)
+    monkeypatch.setattr(allocations, "read_segments", lambda index: [((0, 0), 0, 8 * MIB, True)])
+    monkeypatch.setattr(allocations, "announced_pools", lambda: arenas)
+    monkeypatch.setattr(allocations, "pooled_bytes", lambda index: MIB)
+    traced = [
+        TracedMemory(0, 8 * MIB, 0, "libc10_cuda.so", is_array=False),
+        TracedMemory(32 * MIB, 3 * MIB, 0, "libapp.so", is_array=False),
+        TracedMemory(7, 2 * MIB, 0, "libapp.so", is_array=True),
+    ]
+    monkeypatch.setattr(allocations.TRACE, "read", lambda: traced)
+    return cards
+
+
+def test_what_others_have_asked_for_is_neither_torchs_nor_an_arenas_and_has_arrays(asked: list[int]) -> None:
+    assert OutsideTorch().read("cuda:0", 700 * MIB) == Outside((3 + 1 + 2) * MIB, {"libapp.so": 5 * MIB})
+
+
+def test_the_driver_is_asked_again_only_where_its_figure_has_moved(asked: list[int]) -> None:
+    outside = OutsideTorch()
+    assert [outside.read("cuda:0", 700 * MIB) for _ in range(3)] == [Outside(6 * MIB, {"libapp.so": 5 * MIB})] * 3
+    assert asked == [0]
+    outside.read("cuda:0", 701 * MIB)
+    outside.read("cuda:1", 701 * MIB)
+    assert asked == [0, 0, 1]
+
+
+def _too_slow(index: int) -> None:
+    raise AllocationsError("too slow")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("read_segments", lambda index: None),
+        ("read_allocations", lambda index: None),
+        ("read_allocations", _too_slow),
+        ("pooled_bytes", lambda index: None),
+    ],
+)
+def test_of_a_driver_that_does_not_list_it_is_not_known(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch, name: str, answer: Callable[[int], Any]
+) -> None:
+    monkeypatch.setattr(allocations, name, answer)
+    assert OutsideTorch().read("cuda:0", 700 * MIB) is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lowtide.leakcheck.judging.metrics import unaccounted_driver_memory
+from lowtide.probes.device.allocations import Outside, OutsideTorch
 from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
 from lowtide.probes.host.readings import HostReading, Resident
@@ -102,6 +103,27 @@ def test_what_is_elsewhere_is_on_no_cards_ledger() -> None:
     )
     taken = replace(EMPTY, pools=elsewhere, allocators=(replace(ALLOCATOR, device="cuda:1"),))
     assert lines_of(to_ledger(taken, CARD)) == {"context": 500, "kernels and libraries": 60}
+
+
+def test_what_the_driver_lists_nowhere_is_kernels_and_libraries_from_the_first_life_on() -> None:
+    # Of 10,000 that the driver counts torch explains 1,000; others have asked for 20 more than at the baseline.
+    base = LedgerBase("cuda:0", context=500, libraries=60, outside=Outside(30, {"libcublas.so.13": 10}))
+    now = Outside(50, {"libcublas.so.13": 15, "libcufft.so.12": 3})
+    ledger = to_ledger(replace(AWAKE, outside={"cuda:0": now}), base)
+    lines = lines_of(ledger)
+    assert lines["kernels and libraries"] == 10_000 - 1_000 - 500 - 20
+    assert (lines["libcublas.so.13"], lines["libcufft.so.12"]) == (5, 3)
+    assert ledger.unexplained == 20 - 8
+    assert adds_up(ledger)
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, {"cuda:0": Outside(50)}), (Outside(30), {})])
+def test_where_the_driver_lists_nothing_they_are_what_a_warm_up_took(
+    before: Outside | None, now: dict[str, Outside]
+) -> None:
+    ledger = to_ledger(replace(AWAKE, outside=now), LedgerBase("cuda:0", context=500, libraries=60, outside=before))
+    assert lines_of(ledger)["kernels and libraries"] == 60
+    assert ledger.unexplained == 10_000 - 1_000 - 500 - 60
 
 
 def test_private_pools_are_named_by_their_ids() -> None:
@@ -251,3 +273,30 @@ def test_on_a_card_the_ledger_explains_what_torch_takes() -> None:
     assert lines_of(ledger)["library workspaces"] > 0
     assert ledger.unexplained is not None
     assert abs(ledger.unexplained) <= 4 * MIB
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_code_is_of_libraries_and_memory_past_torch_is_unexplained() -> None:
+    cupy, driver, outside = pytest.importorskip("cupy"), find_driver(), OutsideTorch()
+
+    def taken() -> Snapshot:
+        torch.cuda.synchronize()
+        return take_snapshot(driver=driver, devices=[0], outside_torch=outside)
+
+    try:
+        left = torch.ones(256, 256, device="cuda")
+        before = taken()
+        base = LedgerBase("cuda:0", unexplained(before, "cuda:0"), outside=before.outside["cuda:0"])
+        # Code that is loaded here, and 96 MiB that torch knows nothing of.
+        torch.fft.fft(torch.linalg.inv(left + torch.eye(256, device="cuda")))
+        kept = cupy.cuda.runtime.malloc(96 * MIB)
+        ledger = to_ledger(taken(), base)
+        cupy.cuda.runtime.free(kept)
+    finally:
+        driver.close()
+    assert adds_up(ledger)
+    assert lines_of(ledger)["kernels and libraries"] > 2 * MIB
+    assert ledger.unexplained is not None
+    # Solvers take memory past torch, too.
+    assert 96 * MIB <= ledger.unexplained <= 256 * MIB

@@ -107,9 +107,14 @@ def test_the_page_shows_it() -> None:
     assert "<th>pid 101 (VLLM::Worker_TP1, rank 1)</th><td>150.0</td>" in page
 
 
-def test_a_context_has_a_line_of_its_own_where_it_was_measured() -> None:
-    core = msgspec.structs.replace(held(0, 100, card=900), contexts={"cuda:0": 500 * MIB})
+def test_a_context_and_kernels_have_lines_of_their_own_where_they_were_measured() -> None:
+    core = msgspec.structs.replace(
+        held(0, 100, card=900),
+        contexts={"cuda:0": 500 * MIB},
+        kernels={"cuda:0": 90 * MIB},
+    )
     _, table = tree_tables([stage("create", core), stage("infer", held(0, 100, card=950))])
     rows = {row.name: [None if size is None else size // MIB for size in row.sizes] for row in table.rows}
     assert rows["  context alone"] == [500, None]
+    assert rows["  kernels and libraries"] == [90, None]
     assert rows["all of them"] == [900, 950]

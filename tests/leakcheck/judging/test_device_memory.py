@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from lowtide.leakcheck.judging import device_memory as cards
 from lowtide.leakcheck.judging.device_memory import UNLISTED, DeviceMemory
 from lowtide.leakcheck.judging.metrics import UNLISTED_TOLERANCE
 from lowtide.probes.device.allocations import AllocationsError
+from lowtide.probes.device.driver_trace import TracedMemory
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 from lowtide.probes.host.counters import Counters
 
@@ -89,6 +91,16 @@ def new(
 def test_an_allocation_is_new_by_its_address(card: FakeCard, known: DeviceMemory) -> None:
     card.listed[0x1000] = 24 * MIB
     assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 24 * MIB}}
+
+
+def test_an_array_that_was_seen_asked_for_has_its_own_name_and_is_in_no_unlisted_rest(
+    card: FakeCard, known: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.created += 64 * MIB
+    assert new(known, card) == {f"unlisted {CARD}": {UNLISTED: 64 * MIB}}
+    arrays = [TracedMemory(0x7000, 64 * MIB, 0, "libapp.so", is_array=True)]
+    monkeypatch.setattr(cards, "TRACE", SimpleNamespace(arrays_on=lambda index: arrays if index == 0 else []))
+    assert new(known, card) == {f"allocations {CARD}": {"array at 0x7000": 64 * MIB}}
 
 
 @pytest.mark.parametrize(("rise", "names"), [(0, {"allocation at 0x9000000"}), (2 * MIB, {"0x1000", "0x9000000"})])

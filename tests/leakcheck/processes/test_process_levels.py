@@ -413,6 +413,21 @@ def test_a_context_alone_is_explained_on_each_card() -> None:
     assert stage.unexplained == {"cpu": None, "cuda:0": 250 * MIB, "cuda:1": 500 * MIB}
 
 
+@pytest.mark.parametrize(("own", "outside"), [("cuda:0", {"cuda:0": 20 * MIB}), ("cuda:3", {"cuda:0": 20 * MIB})])
+def test_what_nobody_has_asked_the_driver_for_is_kernels_and_libraries(own: str, outside: dict[str, int]) -> None:
+    said = msgspec.structs.replace(levels({"cuda:0": 500}), outside=outside)
+    stage = as_stage(CORE, said, None, {own: 1200 * MIB}, lambda device: 450 * MIB)
+    assert stage.kernels == {own: 230 * MIB}
+    assert stage.unexplained[own] == 20 * MIB
+
+
+def test_without_the_size_of_a_context_nothing_is_said_of_kernels() -> None:
+    said = msgspec.structs.replace(levels({"cuda:0": 500}), outside={"cuda:0": 20 * MIB})
+    stage = as_stage(CORE, said, None, {"cuda:0": 1200 * MIB})
+    assert stage.kernels == {}
+    assert stage.unexplained["cuda:0"] == 700 * MIB
+
+
 def test_a_rank_calls_its_only_card_by_another_number() -> None:
     assert as_stage(CORE, levels({"cuda:0": 500}), None, {"cuda:3": 1200 * MIB}).unexplained == {
         "cpu": None,

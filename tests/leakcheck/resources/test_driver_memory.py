@@ -12,8 +12,9 @@ import torch
 
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.resources.driver_memory import Allocations, PageLocked
-from lowtide.probes.device import allocations
+from lowtide.probes.device import allocations, driver_trace
 from lowtide.probes.device.allocations import HostAllocation
+from lowtide.probes.device.driver_trace import TracedMemory
 from lowtide.probes.memory import array_interfaces, tensors
 
 MIB = 1 << 20
@@ -140,3 +141,28 @@ def test_who_holds_an_allocation_is_asked_on_cards_with_a_context_alone(monkeypa
     assert Allocations().objects(["allocation at 0x7f0000000000"]) == {"allocation at 0x7f0000000000": array}
     assert Allocations().objects(["allocation at 0x7f9000000000"]) == {}
     assert set(asked) == {1, 2}
+
+
+def test_an_allocation_is_told_with_the_library_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = driver_trace.DriverTrace()
+    monkeypatch.setattr(driver_trace, "TRACE", trace)
+    monkeypatch.setattr(allocations, "TRACE", trace)
+    names = {"allocation at 0x1000", "array at 0x2000"}
+    assert not Allocations().remark(names)
+    found = [
+        TracedMemory(0x1000, 2 * MIB, 0, "libcufft.so.12", is_array=False),
+        TracedMemory(0x2000, 64 * MIB, 0, "libapp.so", is_array=True),
+        TracedMemory(0x3000, 8 * MIB, 0, "libother.so", is_array=False),
+    ]
+    monkeypatch.setattr(trace, "read", lambda: found)
+    assert Allocations().remark(names) == ", asked for by libapp.so (64.0 MiB), libcufft.so.12 (2.0 MiB)"
+
+
+def test_why_it_could_not_be_recorded_is_told_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_trace, "TRACE", driver_trace.DriverTrace())
+    driver_trace.TRACE.why = "CUPTI does not record: X"
+    assert Allocations().remark({"allocation at 0x1000"}).endswith("is not known: CUPTI does not record: X")
+
+
+def test_an_array_has_a_name_of_its_own_for_ever() -> None:
+    assert Allocations().identity("array at 0x2000").text != Allocations().identity("allocation at 0x2000").text
