@@ -389,12 +389,12 @@ NvmlDriver._listed = lambda self, handle: {1_000_000 + pid: held for pid, held i
 """
 
 
-def judge(folder: Path, text: str, hidden: str) -> Report:
+def judge(folder: Path, text: str, hidden: str, *options: str) -> Report:
     (folder / "test_inner.py").write_text(text)
     (folder / "conftest.py").write_text(hidden)
     report = folder / "report"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--leakcheck"]
-    command += [f"--leakcheck-report={report}", "test_inner.py"]
+    command += [f"--leakcheck-report={report}", *options, "test_inner.py"]
     if "lowtide" not in {entry.name for entry in metadata.entry_points(group="pytest11")}:
         command += ["-p", "lowtide.pytest_plugin.plugin"]
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pytest_plugin.conftest import InnerRun, RunInner
+from lowtide.reports.schema import Report
+from tests.pytest_plugin.test_cuda import judge, subject
 
 pytestmark = pytest.mark.cuda
-pytest.importorskip("cupti")
-pytest.importorskip("cupy")
+for name in ("cupti", "cupy", "cuda.bindings"):
+    pytest.importorskip(name)
 
 MIB = 1 << 20
 
@@ -33,7 +34,6 @@ def test_allocation_given_back(): of_cupy.free(of_cupy.malloc(48 << 20))
 def test_tensor_given_back(): (torch.rand(512, 512, device="cuda") @ torch.rand(512, 512, device="cuda")).sum().item()
 def test_first_fft(): torch.fft.fft(torch.rand(4096, device="cuda"))
 def test_first_solver(): torch.linalg.inv(torch.eye(64, device="cuda"))
-@pytest.mark.filterwarnings("ignore")
 def test_profiled():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.rand(512, 512, device="cuda").sum().item()
@@ -42,8 +42,8 @@ def test_profiled():
 
 
 @pytest.fixture(scope="module")
-def traced(run_inner: RunInner) -> InnerRun:
-    return run_inner({"test_inner.py": _TESTS}, "--leakcheck-native", settle=None)
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return judge(tmp_path_factory.mktemp("traced"), _TESTS, "", "--leakcheck-native")
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def traced(run_inner: RunInner) -> InnerRun:
     [("test_array", 64, "array at 0x", "cyruntime."), ("test_allocation", 48, "allocation at 0x", "runtime.")],
 )
 def test_what_is_left_has_the_library_that_asked_for_it(
-    traced: InnerRun, name: str, size: int, word: str, library: str
+    traced: Report, name: str, size: int, word: str, library: str
 ) -> None:
-    (finding,) = traced.subject(f"test_inner.py::{name}").findings
+    (finding,) = subject(traced, name).findings
     assert (finding.resource, finding.bytes) == ("driver", size * MIB)
     assert word in finding.message
     assert f"asked for by {library}" in finding.message
@@ -63,5 +63,5 @@ def test_what_is_left_has_the_library_that_asked_for_it(
 @pytest.mark.parametrize(
     "name", ["array_given_back", "allocation_given_back", "tensor_given_back", "first_fft", "first_solver", "profiled"]
 )
-def test_what_comes_back_and_what_recording_takes_are_no_leak(traced: InnerRun, name: str) -> None:
-    assert traced.subject(f"test_inner.py::test_{name}").findings == ()
+def test_what_comes_back_and_what_recording_takes_are_no_leak(traced: Report, name: str) -> None:
+    assert subject(traced, f"test_{name}").findings == ()
