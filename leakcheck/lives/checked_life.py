@@ -39,6 +39,7 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.lives.workspace_growth import GrowthWatch
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+from lowtide.leakcheck.processes.lost_slots import LostSlots
 from lowtide.leakcheck.processes.process_levels import judged_asleep, role_of
 from lowtide.leakcheck.resources import LISTED, read_items
 from lowtide.leakcheck.resources.resource import Items, Rung
@@ -330,6 +331,8 @@ class CheckedLife:
         # Where earlier lives' memory is that did not come back.
         self._others: frozenset[int] = frozenset()
         self._slept = SleptTensors(self._device.partition(":")[0])
+        engine = lives.processes.engine
+        self._slots = LostSlots(lambda: engine.lost_slots(engine.has_answered), self._device, at_once=True)
         self.model = LifeModel(self._capabilities)
         self.calls: list[Call] = []
         self._late: Injection | None = None
@@ -580,6 +583,7 @@ class CheckedLife:
         self._lives.begin()
         self._baseline = self._lives.counters.read()
         self._host_at_first = self._host_outside()
+        self._slots.adopt()
 
     def _made(self, call: Call, succeeded: Callable[[Any], None]) -> bool:
         """Make a call, and check what must hold after every one; return whether it succeeded."""
@@ -709,6 +713,9 @@ class CheckedLife:
             self._fail("state", f"the engine says that it is {state} after {name}; it must be {self.model.phase}")
 
     def _check_kv_blocks(self, name: str) -> None:
+        lost = self._slots.look(name)
+        self._lives.not_measured.update(dict.fromkeys(self._slots.not_measured))
+        self._raise(lost)
         usage = asked(self.target, "kv_usage")
         if usage is None:
             return

@@ -29,12 +29,15 @@ class LostSlots:
     Args:
         ask: returns what other processes say of theirs, by process.
         device: where the engine is; empty where that is not known.
+        at_once: whether each look has to find the pools that were made since the last.
     """
 
-    def __init__(self, ask: Callable[[], Mapping[int, SlotReading]], device: str = "") -> None:
+    def __init__(
+        self, ask: Callable[[], Mapping[int, SlotReading]], device: str = "", *, at_once: bool = False
+    ) -> None:
         self._ask = ask
         self._device = device
-        self._own = RequestSlots()
+        self._own = RequestSlots(at_once=at_once)
         self._known: dict[int, frozenset[LostSlot]] = {}
         self._unread: dict[str, NotMeasured] = {}
 
@@ -56,6 +59,10 @@ class LostSlots:
             for pid, slots in new.items()
             for finding in lost_slots(stage, self._device, slots)
         ]
+
+    def adopt(self) -> None:
+        """Take what is lost now for known: an engine that is gone has lost it, and is kept by somebody."""
+        self._known = {pid: frozenset(slots) for pid, slots in self._read().items()}
 
     @property
     def any_lost(self) -> bool:

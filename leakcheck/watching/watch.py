@@ -124,6 +124,8 @@ class Watch:
         self._watched.start()
         self._watched.caches.add(all_instances(LRU_CACHE))
         self._seen = frozenset(survey_storages().sizes)
+        if self._may_have_slots():
+            self._slots.adopt()
         self._host.open()
         trim_heap()
 
@@ -383,9 +385,12 @@ class Watch:
         Args:
             stage: which has ended.
         """
-        is_any = self._watched.tree.any_alive() or any(loaded(module) is not None for module in MODULES)
-        self._lost = [*(self._lost or ()), *(self._slots.look(stage) if is_any else ())]
-        self._unread_slots = self._slots.not_measured if is_any else ()
+        may_be_any = self._may_have_slots()
+        self._lost = [*(self._lost or ()), *(self._slots.look(stage) if may_be_any else ())]
+        self._unread_slots = self._slots.not_measured if may_be_any else ()
+
+    def _may_have_slots(self) -> bool:
+        return self._watched.tree.any_alive() or any(loaded(module) is not None for module in MODULES)
 
     def ending(self, owner: Owner) -> None:
         """Judge what has grown under an owner that is about to end, and still holds all that it held for the tests."""

@@ -88,6 +88,7 @@ class LostSlot(NamedTuple):
         number: which one, as the pool numbers it.
         owner: who has it, in words.
         request: the identifier of the request that had it; empty where none is known.
+        instance: the identity of the pool, of which an engine that follows has another one.
     """
 
     pool: str
@@ -95,6 +96,7 @@ class LostSlot(NamedTuple):
     number: str
     owner: str
     request: str = ""
+    instance: int = 0
 
 
 class SlotReading(NamedTuple):
@@ -129,9 +131,13 @@ class RequestSlots:
     To find the pools takes a look at every object there is. It is made anew where the references to their class have
     changed, of which each of them has one, and no more often than takes a fiftieth of the time: of one that comes
     meanwhile the slots are read from the next look on.
+
+    Args:
+        at_once: whether it is made however long it takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._waits = 0 if at_once else _WAITS
         self._known: dict[str, tuple[int, float, list[weakref.ref[Any]]]] = {}
 
     def read(self) -> SlotReading:
@@ -158,7 +164,7 @@ class RequestSlots:
             begun = time.perf_counter()
             known = [weakref.ref(pool) for pool in all_instances(cls)]
             ended = time.perf_counter()
-            self._known[module] = sys.getrefcount(cls), ended + _WAITS * (ended - begun), known
+            self._known[module] = sys.getrefcount(cls), ended + self._waits * (ended - begun), known
         return (pool for reference in known if (pool := reference()) is not None)
 
 
@@ -183,7 +189,7 @@ def _vllm_blocks(pool: Any) -> Iterator[LostSlot]:
         request = of_request.get(number, "")
         owner = requests.owner(request) if request else NOBODY
         if owner:
-            yield LostSlot("vLLM's BlockPool", "KV block", str(number), owner, request)
+            yield LostSlot("vLLM's BlockPool", "KV block", str(number), owner, request, id(pool))
 
 
 def _vllm_embeddings(manager: Any) -> Iterator[LostSlot]:
@@ -196,7 +202,7 @@ def _vllm_embeddings(manager: Any) -> Iterator[LostSlot]:
         owners = {request: requests.owner(request) for request in sorted(users)}
         if all(owners.values()):
             request, owner = next(iter(owners.items()))
-            yield LostSlot("vLLM's EncoderCacheManager", "encoder output", digest, owner, request)
+            yield LostSlot("vLLM's EncoderCacheManager", "encoder output", digest, owner, request, id(manager))
 
 
 class _VllmRequests:

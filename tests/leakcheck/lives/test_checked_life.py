@@ -8,8 +8,10 @@ import gc
 import mmap
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -30,6 +32,7 @@ from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 from tests.leakcheck.swept import sweep
+from tests.pytest_plugin.test_lost_slots import FILES as SCHEDULER
 
 pytestmark = pytest.mark.nightly
 
@@ -194,6 +197,53 @@ def test_every_prompt_has_an_answer() -> None:
 
 
 # --- state ----------------------------------------------------------------------------------------------------------
+
+
+class WithSlots(SmallTarget):
+    """Has vLLM's scheduler beside it, of whose blocks it gives back all but those of a request of two tokens."""
+
+    loses = False
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found, unused-ignore]
+
+        super().create(config)
+        self.scheduler = Scheduler()
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        self.scheduler.start("request")
+        answer = super().infer(prompt_lengths, max_tokens)
+        if self.loses and max_tokens == 2:
+            del self.scheduler.requests["request"]
+        else:
+            self.scheduler.end("request")
+        return answer
+
+
+class LosesSlots(WithSlots):
+    loses = True
+
+
+def test_blocks_of_vllm_that_no_request_has_are_lost_after_the_call_that_lost_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in SCHEDULER.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.infer([3], 1)
+        life.infer([3], 2)
+
+    try:
+        live(WithSlots, play)
+        failed = fails(LosesSlots, play, "kv-blocks", "2 KV blocks of vLLM's BlockPool .* not given back after infer")
+        assert "a request that the scheduler does not know (request)" in failed.findings[0].message
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
 
 
 class SaysItRuns(SmallTarget):
