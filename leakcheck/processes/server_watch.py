@@ -18,6 +18,7 @@ from lowtide.leakcheck.processes.process_growth import ToldGrowth, is_on_card
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.timed_growth import SHORTEST_S, TimeWindow
 from lowtide.probes.originals import time
+from lowtide.probes.processes.process_ends import ProcessEnds
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
 from lowtide.reports.statement import Statement, noted
@@ -46,8 +47,8 @@ _STAYS_S = 5.0
 _MAY_FAIL = 10
 """Of so many requests one may fail: of a server that fails more often it is not known what it does at work."""
 
-_LATELY_S = 60.0
-"""Seconds before the server's own end in which that may have to do with it."""
+_LATELY_S, _TOGETHER_S = 60.0, 0.05
+"""Seconds before the server's own end in which that may have to do with it; and so few that nobody was the first."""
 
 
 class Client(Protocol):
@@ -116,6 +117,7 @@ class ServerWatch:
     # Its processes, by number: what each is called, and since when it is there; and when others have ended.
     _processes: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
     _gone: dict[str, float] = field(default_factory=dict, init=False)
+    _ends: ProcessEnds = field(default_factory=ProcessEnds, init=False)
     # What its processes held in its last minutes: when, and how many bytes.
     _course: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MINUTES * 60 // _NOTED_S))
 
@@ -151,13 +153,18 @@ class ServerWatch:
         now, held = time.monotonic(), self.held()
         for pid in held.keys() - self._processes.keys():
             self._processes[pid] = (describe_process(pid).text, now)
+            self._ends.follow(pid)
         for pid in self._processes.keys() - held.keys():
-            name, since = self._processes.pop(pid)
-            # One that comes and goes is no part of it.
-            if now - since >= _STAYS_S:
-                self._gone[name] = now
+            self._note_end(pid, now)
         if not self._course or now - self._course[-1][0] >= _NOTED_S:
             self._course.append((now, sum(held.values())))
+
+    def _note_end(self, pid: int, now: float) -> None:
+        name, since = self._processes.pop(pid)
+        ended = self._ends.of(pid) or now
+        # One that comes and goes is no part of it.
+        if ended - since >= _STAYS_S:
+            self._gone[name] = ended
 
     def _is_answered(self, client: Client) -> bool:
         """Return whether the server answers; where it does no more, that is the end of the watch."""
@@ -166,7 +173,7 @@ class ServerWatch:
             self._too_late = (_unanswered(client, f"after {STARTS_S:g} s"),)
             self._end([])
         if silent is not None and silent > HANGS_S:
-            self._end([_hanging(silent, self._last_minutes())])
+            self._end([_hanging(silent, self._last_minutes(time.monotonic()))])
             for line in self.stacks():
                 self.tell(line)
         return not self.is_over and (silent is not None or not client.is_needed)
@@ -226,6 +233,7 @@ class ServerWatch:
     def _end(self, found: Sequence[Finding]) -> None:
         self._found += found
         self.is_over = True
+        self._ends.close()
         if self.client is not None:
             # What is asked from here on may find no server.
             self.client.stop()
@@ -248,16 +256,21 @@ class ServerWatch:
             found = [] if self._window.not_measured else self._grown(self._window)
             before = {(pid, name) for pid, name, _ in self._rates}
             self._found += [each.finding for each in found if _key(each.finding) in before]
-        self._end([] if asked else [_ended(status, self._last_minutes())])
+        now = time.monotonic()
+        for pid in [pid for pid in self._processes if self._ends.of(pid) is not None]:
+            self._note_end(pid, now)
+        # Where all have ended it may be some time since then: nobody has looked before.
+        last = now if self._processes else max(self._gone.values(), default=now)
+        self._end([] if asked else [_ended(status, self._last_minutes(last))])
 
-    def _last_minutes(self) -> str:
-        """Say what its processes have held in its last minutes."""
-        held, now = [size for _, size in self._course if size], time.monotonic()
+    def _last_minutes(self, now: float) -> str:
+        """Say what its processes have held in its last minutes, and which had ended before."""
+        held = [size for _, size in self._course if size]
         if not held:
             return ""
         since = now - self._course[0][0]
         before = f", and {format_bytes(held[0])} {since:.0f} s before" if since >= _STAYS_S else ""
-        lately = {name: now - since for name, since in self._gone.items() if now - since < _LATELY_S}
+        lately = {name: now - since for name, since in self._gone.items() if _TOGETHER_S < now - since < _LATELY_S}
         ended = [f"; {name} had ended {seconds:.1f} s before" for name, seconds in lately.items()]
         return f"; its processes held {format_bytes(held[-1])}{before}{''.join(ended)}"
 

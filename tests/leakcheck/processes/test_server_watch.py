@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -244,6 +247,38 @@ def test_a_process_that_ended_first_is_named(monkeypatch: pytest.MonkeyPatch) ->
     (finding,) = watch.findings()
     assert f"pid {OWN} (" in finding.message
     assert finding.message.endswith(" had ended 2.0 s before")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_that_end_between_two_looks_the_first_is_named(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    monkeypatch.setattr(server_watch, "_STAYS_S", 0.0)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    held = {child.pid: 1 << 20 for child in children}
+    watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: held)
+    watch.look()
+    for child in (children[first], children[1 - first]):
+        child.kill()
+        child.wait()
+        time.sleep(0.3)
+    watch.end(-9)
+    (finding,) = watch.findings()
+    told = re.findall(r"; pid (\d+) \(sleep\) had ended 0\.\d s before", finding.message)
+    assert told == [str(children[first].pid)]
+
+
+def test_those_that_end_together_are_not_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_watch, "_STAYS_S", 0.0)
+    monkeypatch.setattr(server_watch, "_TOGETHER_S", 5.0)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    held = {child.pid: 1 << 20 for child in children}
+    watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: held)
+    watch.look()
+    for child in children:
+        child.kill()
+        child.wait()
+    watch.end(-9)
+    (finding,) = watch.findings()
+    assert "had ended" not in finding.message
 
 
 def test_a_few_requests_that_fail_are_told() -> None:
