@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from types import MethodType
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import msgspec
@@ -184,7 +185,7 @@ class FilledCaches:
         newborn = {id(born.item) for born in survivors}
         found = []
         for cache, objects in walk_caches(caches, namespaces, _MOST_REACHED, _MOST_IN_ALL):
-            new = [item for item in _kept_among(objects) if self._is_new(item, newborn)]
+            new = [item for item in _kept(cache, objects) if self._is_new(item, newborn)]
             stays = exempt("lru-cache", [_described(item, cache) for item in new]) if new else set()
             found.append((cache, [item for item in new if _described(item, cache) not in stays]))
         return found
@@ -206,25 +207,57 @@ class FilledCaches:
 
 
 def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
-    """Return the `torch.nn.Module`s, and the objects that bound methods belong to, behind a cache's entries."""
+    """Return the `torch.nn.Module`s behind a cache's entries, and the objects whose bound methods it was given."""
     entries = cache_entries(cache)
     objects, _ = reach(entries, boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
-    return _kept_among(objects)
+    return _kept(cache, objects)
 
 
-def _kept_among(objects: list[Any]) -> list[Any]:
+def _kept(cache: Any, objects: Iterable[Any]) -> list[Any]:
+    """Return the same of a cache, behind whose entries these objects are."""
     of_torch: dict[int, bool] = {}
     kept: dict[int, Any] = {}
+    owners = set()
     for item in objects:
         kind = type(item)
         if kind is MethodType:
-            kept[id(item.__self__)] = item.__self__
-            continue
+            owners.add(id(item.__self__))
         if id(kind) not in of_torch:
             of_torch[id(kind)] = is_module(item)
         if of_torch[id(kind)]:
             kept[id(item)] = item
-    return list(kept.values())
+    given = {id(item): item for item in _given(cache_entries(cache), owners)}
+    return list((kept | given).values())
+
+
+_CONTAINERS = (tuple, list, dict, set, frozenset, functools.partial)
+
+
+def _given(entries: Iterable[object], owners: Collection[int]) -> Iterator[object]:
+    """Yield what a cache was given: objects by a bound method, and those that lead to a bound method of their own.
+
+    They may stand in containers, and methods in a function's closure or defaults. What hangs on another object was not
+    given: nearly every object of a program leads to some method of another.
+
+    Args:
+        entries: the cache's arguments and results.
+        owners: the identities of the objects whose bound methods they lead to.
+    """
+    left, seen = [(entry, False) for entry in entries], set[int]()
+    while left and len(seen) < _MOST_REACHED:
+        item, is_closed_over = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, MethodType):
+            yield item.__self__
+        elif isinstance(item, FunctionType):
+            inside = (item.__closure__ or (), item.__defaults__ or (), (item.__kwdefaults__ or {}).values())
+            left += [(part, True) for parts in inside for part in parts]
+        elif type(item) in (*_CONTAINERS, CellType):
+            left += [(part, is_closed_over) for part in gc.get_referents(item)]
+        elif id(item) in owners and not is_closed_over:
+            yield item
 
 
 def _single_entries(cache: Any) -> list[Any]:

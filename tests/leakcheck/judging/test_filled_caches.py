@@ -81,6 +81,8 @@ LEAKS: dict[str, tuple[Callable[[Any], object], list[str]]] = {
     "a bound method": (lambda program: program.supports(Plain().method), ["Plain"]),
     "a partial of a bound method": (lambda program: program.supports(functools.partial(Plain().method)), ["Plain"]),
     "a logger that nobody else has": (lambda program: program.supports(with_method(logging.Logger("own"))), ["Logger"]),
+    "a function that closes over a bound method": (lambda program: program.supports(calls(Plain().method)), ["Plain"]),
+    "methods in a list": (lambda program: program.build((1, (Plain().method,))), ["Plain"]),
     "two caches, each holding the same": (lambda program: both(program, torch.nn.ReLU()), ["ReLU", "ReLU"]),
     "only the outermost module": (
         lambda program: program.supports(torch.nn.Sequential(torch.nn.ReLU())),
@@ -95,6 +97,22 @@ def with_method(item: Any) -> Any:
     return item
 
 
+def calls(method: Callable[[], None]) -> Callable[[], None]:
+    return lambda: method()
+
+
+class Application:
+    """Has what handles its requests, as a web framework's does."""
+
+    def __init__(self) -> None:
+        self.handlers = [Plain().method]
+
+
+def closed_over() -> Callable[[], object]:
+    application = Application()
+    return lambda: application
+
+
 def both(program: Any, item: object) -> None:
     program.supports(item)
     program.build(item)
@@ -104,6 +122,13 @@ def both(program: Any, item: object) -> None:
 def test_what_a_cache_alone_keeps_is_reported(program: Any, name: str) -> None:
     run, expected = LEAKS[name]
     assert reported_of(program, run) == expected
+
+
+@pytest.mark.parametrize("given", [Application, closed_over])
+def test_of_an_object_that_hangs_on_what_a_cache_was_given_nothing_is_said(
+    program: Any, given: Callable[[], Any]
+) -> None:
+    assert reported_of(program, lambda program: program.supports(given())) == []
 
 
 def test_after_a_cheap_look_only_caches_that_hold_something_new_are_gone_through(
