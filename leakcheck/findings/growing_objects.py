@@ -63,6 +63,9 @@ _LEAST_A_TURN = 1024
 _LEAST_IN_ALL = 512 << 10
 """unless so many turns have added some that these are the bytes of all."""
 
+_OF_A_REFERENCE = 512
+"""Bytes by which a weak reference has more than itself and a key: a subclass's attributes, or what it calls."""
+
 _LARGEST_WINDOW = 32 << 20
 """Bytes of a full cache or window that grows until then."""
 
@@ -230,7 +233,9 @@ def is_worth_a_look(course: Course, item: Any, *, tensors: bool, at_a_glance: bo
     if type(item) is deque and item.maxlen is not None:
         return False
     entries = _over_its_course(course, item, _SAMPLE)
-    if all(issubclass(type(part), weakref.ref) or _is_runners(part) for *_, part in entries):
+    entries = [entry for entry in entries if not _is_runners(entry[-1])]
+    are_references = all(is_a(part, weakref.ref) for *_, part in entries)
+    if not entries or (are_references and kept_by(entries).bytes < _OF_A_REFERENCE * len(entries)):
         return False
     # Of most that is not little a few entries show it, and not all that these keep has to be gone through.
     enough = min(_LEAST_A_TURN, _LEAST_IN_ALL / course.span) * course.span / course.items * len(entries)

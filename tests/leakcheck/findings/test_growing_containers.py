@@ -300,6 +300,18 @@ def keep_what_keeps_its_key(held: Held, number: int) -> None:
     held.noted[key] = (key, bytes(2000 + number))
 
 
+class Reference(weakref.ref[Any]):
+    """One that has something itself, as that of a registry."""
+
+    __slots__ = ("payload",)
+
+
+def keep_weak_references_that_have_much(held: Held, number: int) -> None:
+    reference = Reference(Held)
+    reference.payload = bytes(2000 + number)
+    held.seen.append(reference)
+
+
 def set_timers(held: Held, number: int) -> None:
     held.noted = held.noted or asyncio.new_event_loop()
     held.noted.call_later(3600 + number, serve_later, bytes(4000))
@@ -321,6 +333,7 @@ GROWING: dict[Turn, dict[str, str]] = {
     keep_code: {"table": "14 of code"},
     put_names_together: {"noted.__dict__": "of bytes"},
     keep_what_keeps_its_key: {"noted.data": "14 of tuple"},
+    keep_weak_references_that_have_much: {"seen": f"14 of {__name__}.Reference"},
     set_timers: {"noted._scheduled": f", for {__name__}.serve_later"},
 }
 """Of each kind of turns what is said of which attributes of theirs."""
@@ -529,6 +542,10 @@ def tell_of_garbage(held: Held, number: int) -> None:
     held.noted[key] = bytes(2000 + number)
 
 
+def refer_weakly(held: Held, number: int) -> None:
+    held.seen += (weakref.ref(Held, lambda _: None) for _ in range(30))
+
+
 def write_to_what_c_has(held: Held, number: int) -> None:
     """Have C hold a list, as a test runner may."""
     held.noted = held.noted or io.StringIO()
@@ -545,6 +562,7 @@ STILL = (
     fill_an_abstract_window,
     fill_a_window_of_more,
     tell_of_garbage,
+    refer_weakly,
     write_to_what_c_has,
 )
 
