@@ -6,6 +6,7 @@ It takes everything in, what the collector does not track, too, which most searc
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from lowtide.probes.objects.identities import (
     types_of,
 )
 from lowtide.probes.original_numpy import np
+from lowtide.probes.originals import gc
 from lowtide.probes.references.unseen_references import Reader, first_reader, readers, untracked_kinds
 
 # More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
@@ -38,10 +40,41 @@ _CHUNK = 8_000
 _MAY_BE_TRACKED = 1 << 14
 
 # How instances of a type are gone through; the same in heap.c.
-HAS_READER, HAS_STAND_IN, LEADS_ON_UNTRACKED, IS_PASSED_OVER = (1 << bit for bit in range(4))
+HAS_READER, HAS_STAND_IN, LEADS_ON_UNTRACKED, IS_PASSED_OVER, HIDES_DICT = (1 << bit for bit in range(5))
 
 _DICTS_SHARE = sys.version_info >= (3, 13)
 """Whether a dict that shares an instance's values shows none of them; it takes them over when the instance dies."""
+
+_INLINE_VALUES = 1 << 2
+"""`Py_TPFLAGS_INLINE_VALUES`: instances of a type have their values in themselves."""
+
+_DICT_BEFORE = 3 * 8
+"""Bytes before an instance where the address of its dict is; the same in heap.c."""
+
+
+def _hides_dict() -> bool:
+    """Return whether an instance that has its values in itself shows these alone, and not a dict that shares them."""
+    sample = _Sample()
+    shared = vars(sample)
+    return (
+        _DICTS_SHARE
+        and bool(flags_of(_Sample) & _INLINE_VALUES)
+        and not any(each is shared for each in gc.get_referents(sample))
+        and _dict_of(sample) == id(shared)
+    )
+
+
+def _dict_of(item: object) -> int:
+    """Return the identity of the dict of an instance that has its values in itself; 0 where none was made."""
+    return ctypes.c_int64.from_address(id(item) - _DICT_BEFORE).value
+
+
+class _Sample:
+    def __init__(self) -> None:
+        self.value = 0
+
+
+_INSTANCES_HIDE = _hides_dict()
 
 
 class Walk(ABC):
@@ -107,6 +140,8 @@ class Walk(ABC):
             manner |= LEADS_ON_UNTRACKED
         if flags_of(cls) & _MAY_BE_TRACKED or keeps_exported(cls):
             manner |= IS_PASSED_OVER
+        if _INSTANCES_HIDE and flags_of(cls) & _INLINE_VALUES:
+            manner |= HIDES_DICT
         return manner
 
     def _more(self, item: object) -> list[object]:
@@ -251,6 +286,10 @@ class NumpyWalk(Walk):
                 item = chunk[place]
                 if type(item) is dict and (values := [*dict.values(item)]):
                     more.setdefault(place, []).extend(values)
+        for place in np.flatnonzero(self._manners[kinds] & HIDES_DICT).tolist():
+            held = _dict_of(chunk[place])
+            if held and all(id(each) != held for each in gc.get_referents(chunk[place])):
+                more.setdefault(place, []).append(object_at(held))
         for place, also in enumerate(self._also[first : first + len(chunk)]):
             if also:
                 more.setdefault(place, []).extend(also)

@@ -16,9 +16,11 @@
 #include <unistd.h>
 
 /* What the caller says of a type, as `Manner` in walk.py. */
-enum { HAS_READER = 1, HAS_STAND_IN = 2, LEADS_ON_UNTRACKED = 4, IS_PASSED_OVER = 8 };
+enum { HAS_READER = 1, HAS_STAND_IN = 2, LEADS_ON_UNTRACKED = 4, IS_PASSED_OVER = 8, HIDES_DICT = 16 };
 /* What is found out here. */
-enum { MAY_BE_TRACKED = 16 };
+enum { MAY_BE_TRACKED = 32 };
+/* How many words before an instance the address of its dict is, where the interpreter manages that. */
+enum { DICT_BEFORE = 3 };
 
 /* What takes the time is to wait for memory: so the next few are asked for while one is worked on. */
 enum { AHEAD = 16, TOGETHER = 128 };
@@ -374,6 +376,14 @@ note_shown(Walk *walk, PyObject *item, int32_t place, const Asked *asked)
             if (note_referent(value, walk) < 0)
                 return no_memory();
         }
+    }
+    PyObject *dict = kind->manner & HIDES_DICT ? ((PyObject **)item)[-DICT_BEFORE] : NULL;
+    if (dict != NULL) {
+        PyObject **shown = (PyObject **)walk->referents.items;
+        while (before < walk->referents.count && shown[before] != dict)
+            before++;
+        if (before == walk->referents.count && note_referent(dict, walk) < 0)
+            return no_memory();
     }
     return 0;
 }

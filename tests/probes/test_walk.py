@@ -32,6 +32,11 @@ class Plain:
         vars(self).update(values)
 
 
+class Numbered:
+    def __init__(self) -> None:
+        self.numbers = [1]
+
+
 class Slotted:
     __slots__ = ("held",)
 
@@ -184,6 +189,17 @@ class TestEach:
         plain = {"number": 1}
         found = walked(kind, [[plain]])
         assert [found.objects[node] for node in found.passed_over.tolist()] == ([] if gc.is_tracked(plain) else [plain])
+
+    @pytest.mark.parametrize("more", [0, 40])
+    def test_an_instance_leads_once_to_its_dict_whether_that_shares_its_values(
+        self, kind: type[Walk], more: int
+    ) -> None:
+        item = Numbered()
+        # Of so many names there is no room in the instance, and it has its dict alone.
+        vars(item).update((f"more_{number}", []) for number in range(more))
+        found = walked(kind, [item])
+        held = [found.objects[node] for node in found.edges[: found.offsets[1]].tolist()]
+        assert sum(each is vars(item) for each in held) == 1
 
     @pytest.mark.parametrize("module", ["program", "lowtide.probes.program"])
     def test_a_frame_of_the_checker_leads_to_its_caller_alone(self, kind: type[Walk], module: str) -> None:

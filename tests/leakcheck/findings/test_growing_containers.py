@@ -294,6 +294,19 @@ def put_names_together(held: Held, number: int) -> None:
     setattr(held.noted, f"result_{number}", bytes(2000 + number))
 
 
+class HasFewNames:
+    """As many as an instance has room for."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+
+
+def put_few_names_together(held: Held, number: int) -> None:
+    held.noted = held.noted or HasFewNames()
+    vars(held.noted)
+    setattr(held.noted, f"result_{number}", bytes(2000 + number))
+
+
 def keep_what_keeps_its_key(held: Held, number: int) -> None:
     held.noted = weakref.WeakKeyDictionary[Any, Any]() if held.noted is None else held.noted
     key = Plain()
@@ -332,6 +345,7 @@ GROWING: dict[Turn, dict[str, str]] = {
     keep_a_journal: {"noted.entries": "14 of bytes"},
     keep_code: {"table": "14 of code"},
     put_names_together: {"noted.__dict__": "of bytes"},
+    put_few_names_together: {"noted.__dict__": "of bytes"},
     keep_what_keeps_its_key: {"noted.data": "14 of tuple"},
     keep_weak_references_that_have_much: {"seen": f"14 of {__name__}.Reference"},
     set_timers: {"noted._scheduled": f", for {__name__}.serve_later"},
