@@ -92,7 +92,8 @@ def _named_in(
     path: Sequence[Hop], through: Collection[int], container: Any
 ) -> tuple[str, list[object], list[ModuleType]]:
     """Return the name that code has for a container, what on the way has it by that, and whose code that may be."""
-    if len(path) < 2 or not path[-1].edge.startswith("."):
+    # Code that says `__dict__` may mean that of any object.
+    if len(path) < 2 or not path[-1].edge.startswith(".") or path[-1].edge == ".__dict__":
         return "", [], []
     name = path[-1].edge.removeprefix(".")
     owners = [each for each in map(object_at, through) if attribute(each, name) is container]

@@ -130,6 +130,9 @@ class Filled:
     def joins(self, item: Any) -> None:
         self.joined = [*self.joined, item]
 
+    def notes(self, other: Any, item: Any) -> None:
+        other.__dict__["noted"] = item
+
     def reads(self, key: str) -> Any:
         other: dict[Any, Any] = {}
         other[self.key] = self.read.get(key)
@@ -143,7 +146,14 @@ FILLED = Filled()
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("taken", Filled.takes), ("by_key", Filled.sets), ("joined", Filled.joins), ("read", None), ("key", None)],
+    [
+        ("taken", Filled.takes),
+        ("by_key", Filled.sets),
+        ("joined", Filled.joins),
+        ("read", None),
+        ("key", None),
+        ("__dict__", None),
+    ],
 )
 def test_the_line_that_fills_a_container_is_named_and_none_that_reads_it(
     name: str, method: Callable[..., None] | None
