@@ -43,7 +43,7 @@ from lowtide.probes.objects.foreign import (
     mro_of,
     type_name,
 )
-from lowtide.probes.objects.identities import identities, types_of
+from lowtide.probes.objects.identities import identities, object_at, types_of
 from lowtide.probes.objects.listed import all_instances
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys, weakref
@@ -123,6 +123,9 @@ _MOST_EXPLAINED = 500
 
 _ONE = 2 / 3
 """Items with each turn below which it is said in how many turns there is one."""
+
+_MOST_IN_COPY = 100_000
+"""Things of a container that are gone through to see how many of them are new, the latest first."""
 
 PLAIN = (list, dict, tuple)
 """What everybody makes, some of it in some."""
@@ -847,6 +850,12 @@ def _at_one_place(
     ways = Counter(each.through for each in in_containers)
     ((through, count),) = ways.most_common(1) or ((frozenset[int](), 0),)
     if not count or count < _BEHIND_PART * len(held):
+        return None
+    are_new = set(map(id, came.new))
+    latest = (last_entries(object_at(each), _MOST_IN_COPY, _MOST_IN_COPY, _MOST_IN_COPY) for each in through)
+    most = max(len(are_new & {id(part) for entry in entries for part in entry}) for entries in latest)
+    # Of garbage that was not collected yet one or the other may be held, by what has no more of it.
+    if most < _BEHIND_PART * min(len(are_new), came.course.items):
         return None
     explanation = next(each for each in in_containers if each.through == through)
     path = explanation.path[:-1]

@@ -556,6 +556,12 @@ def tell_of_garbage(held: Held, number: int) -> None:
     held.noted[key] = bytes(2000 + number)
 
 
+def keep_the_last_of_garbage(held: Held, number: int) -> None:
+    item: Any = Plain()
+    item.itself = item
+    held.latest = [item]
+
+
 def refer_weakly(held: Held, number: int) -> None:
     held.seen += (weakref.ref(Held, lambda _: None) for _ in range(30))
 
@@ -576,6 +582,7 @@ STILL = (
     fill_an_abstract_window,
     fill_a_window_of_more,
     tell_of_garbage,
+    keep_the_last_of_garbage,
     refer_weakly,
     write_to_what_c_has,
 )
