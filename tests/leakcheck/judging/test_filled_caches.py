@@ -109,7 +109,7 @@ class Application:
 
 
 def closed_over() -> Callable[[], object]:
-    application = Application()
+    application = with_method(Application())
     return lambda: application
 
 
