@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation, Holder, explain, first_holders
+from lowtide.leakcheck.explaining.path_reading import way_text
 from lowtide.leakcheck.judging.judge import Budget
 from lowtide.leakcheck.judging.storages import Key, storage_keys, tensors_in
 from lowtide.probes.heap.holders import Freed, SharedWalk, census_of, instances_in, sharing_walk
@@ -261,13 +262,17 @@ def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
 def common_holder(explanations: Sequence[Explanation]) -> str:
     """Return who holds all of them: the holder of one, or the part of the way to several that they have in common."""
     holders = list(dict.fromkeys(explanation.holder for explanation in explanations))
-    paths = [[(hop.type, hop.edge) for hop in explanation.path] for explanation in explanations]
-    if len(holders) == 1 or not all(path and path[0] == paths[0][0] for path in paths):
+    paths = [explanation.path for explanation in explanations]
+    if len(holders) == 1 or not all(path and _is_same(path[0], paths[0][0]) for path in paths):
         return holders[0]
-    common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
-    way = "".join(edge for _, edge in common)
+    common = [hops[0] for hops in zip(*paths, strict=False) if all(_is_same(hop, hops[0]) for hop in hops)]
+    way = way_text(common)
     # Where the holder is described in words and not as code, one description stands for all.
     return way if all(_begins_with(explanation.holder, way) for explanation in explanations) else holders[0]
+
+
+def _is_same(hop: Hop, other: Hop) -> bool:
+    return (hop.type, hop.edge) == (other.type, other.edge)
 
 
 def _begins_with(holder: str, way: str) -> bool:

@@ -81,3 +81,13 @@ def test_a_key_that_python_does_not_write_is_named(key: object, shown: str) -> N
     (found,) = explain([CACHE[key]], innocent={id(CACHE)})
     CACHE.clear()
     assert found.path[-1].edge == shown
+
+
+def test_a_variable_stands_apart_in_what_holders_have_in_common() -> None:
+    hops = (Hop(type="module", edge="audio._error.tb_frame"), Hop(type="LLM", edge="f_locals['engine']"))
+    way = "audio._error.tb_frame f_locals['engine']"
+    both = [
+        Explanation("reachable", "module-global", way + edge, (*hops, Hop(type="Tensor", edge=edge)), ())
+        for edge in (".first", ".second")
+    ]
+    assert common_holder(both) == way
