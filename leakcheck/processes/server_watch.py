@@ -7,6 +7,7 @@ nobody counts requests. A server that ends or answers no more is a finding, too.
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -347,7 +348,10 @@ def _hanging(silent: float, course: str) -> Finding:
 def _ended(status: int | None, course: str) -> Finding:
     how = "" if status is None else f" with exit code {status}" if status >= 0 else f" by signal {-status}"
     said = f"the server ended{how} while it was watched{course}"
-    return _of_server(said, "ended", "look at what it has written last; `dmesg` tells whether the kernel ended it")
+    # A shell says 137 of what was killed below it. No kernel makes a server end with another code.
+    killed = status in (None, -signal.SIGKILL, 128 + signal.SIGKILL)
+    hint = "; `dmesg` tells whether the kernel ended it" if killed else ""
+    return _of_server(said, "ended", f"look at what it has written last{hint}")
 
 
 def _of_server(said: str, what: str, advice: str) -> Finding:

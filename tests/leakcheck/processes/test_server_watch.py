@@ -195,12 +195,14 @@ def test_nothing_is_read_before_it_answers() -> None:
 
 
 def test_an_end_is_a_finding_unless_somebody_has_asked_for_it() -> None:
-    for status, how in ((3, " with exit code 3"), (-9, " by signal 9"), (None, "")):
+    ends = ((3, " with exit code 3", False), (-9, " by signal 9", True), (-15, " by signal 15", False))
+    for status, how, may_be_the_kernels in (*ends, (None, "", True)):
         watch = ServerWatch(lambda length, _: Window(length), 300, lambda text: None, held=lambda: {OWN: 1 << 30})
         watch.look()
         watch.end(status)
         (finding,) = watch.findings()
         assert finding.message.startswith(f"the server ended{how} while it was watched; its processes held 1.0 GiB")
+        assert ("dmesg" in str(finding.advice)) == may_be_the_kernels
     asked = ServerWatch(lambda length, _: Window(length), 300, lambda text: None)
     asked.look()
     asked.end(-15, asked=True)
