@@ -23,6 +23,9 @@ _STILL = {
 """What is said of what was to be gone, by its unit."""
 
 
+_MOST_NAMED = 8
+
+
 class Note(msgspec.Struct, frozen=True):
     """What more is known: a part of a sentence, with the punctuation before it.
 
@@ -47,7 +50,7 @@ class Statement(msgspec.Struct, frozen=True):
         came: what became of it, where that is not what its unit says; None where that is no matter.
         is_since: whether it is there since the finding's stage; else it is still there after that.
         things: what it is, each by its name.
-        most: how many of these are named.
+        most: how many of these are named: more of them would stand before who holds them.
         names: what each of several settings is called, all of them.
         notes: what more is known, in this order.
         process: the process that it is in, where that is another one than the checked one.
@@ -59,7 +62,7 @@ class Statement(msgspec.Struct, frozen=True):
     came: str | msgspec.UnsetType | None = msgspec.UNSET
     is_since: bool = False
     things: tuple[str, ...] = ()
-    most: int | None = None
+    most: int | None = _MOST_NAMED
     names: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
     process: str = ""

@@ -41,6 +41,11 @@ def finding(statement: Statement, **facts: Any) -> StatedFinding:
         (Statement(unit="threads", is_since=True), {}, "3 threads still running, since call"),
         (Statement(unit="threads", things=("a", "b", "c")), {}, "3 threads still running after call: a, b, c"),
         (
+            Statement(unit="threads", things=tuple("abcdefghijkl"), notes=(Note(", held by ", "A.b"),)),
+            {"count": 12},
+            "12 threads still running after call: a, b, c, d, e, f, g, h and 4 more, held by A.b",
+        ),
+        (
             Statement(unit="threads", things=("a", "b", "c"), most=1),
             {},
             "3 threads still running after call: a and 2 more",
