@@ -203,7 +203,14 @@ def _function(function: object) -> str:
     return f"<{type_name(type(function)).rpartition('.')[2]}>"
 
 
-_RULES = (_logger, _fixture_value, _of_test_runner, _finalizer, _event_loop)
+def _metric(items: Sequence[object], edges: Sequence[str]) -> str:
+    """Return a metric of prometheus_client, which its registry has by itself and no code by a name."""
+    bases = map(type_name, mro_of(type(items[-1])))
+    name = attribute(items[-1], "_name") if "prometheus_client.metrics.MetricWrapperBase" in bases else None
+    return f"metric {name!r}" if type(name) is str else ""
+
+
+_RULES = (_logger, _fixture_value, _of_test_runner, _finalizer, _event_loop, _metric)
 
 
 def module_expression(name: str) -> str:

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any
 
+import prometheus_client
 import pytest
 import torch
 
@@ -738,6 +739,17 @@ def filter_of_a_logger_that_has_a_name_here(helper: Any, thing: Any) -> Callable
     helper.LOGGER = logging.getLogger("lowtide.test.other_names")
     helper.LOGGER.addFilter(thing.on)
     return helper.LOGGER.filters.clear  # type: ignore[no-any-return]
+
+
+@held_by("metric 'lowtide_tokens'._metrics['long']")
+def label_of_a_metric(helper: Any, thing: Any) -> None:
+    helper.METRICS = [prometheus_client.Counter("lowtide_tokens", "By length.", ["length"], registry=None)]
+    helper.METRICS[0]._metrics["long"] = thing
+
+
+@held_by("helper.NAMED[0]._metrics['long']")
+def entry_of_what_is_no_metric(helper: Any, thing: Any) -> None:
+    helper.NAMED = [types.SimpleNamespace(_name="lowtide_tokens", _metrics={"long": thing})]
 
 
 @held_by("weakref.finalize(<set>, Thing.on).func.__self__")
