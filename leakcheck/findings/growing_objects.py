@@ -182,7 +182,9 @@ def growth_in_heap(
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in others}, stretch, heap)
-        return _growing_values(values, stretch, heap, found.keys()) | found
+        found = _growing_values(values, stretch, heap, found.keys()) | found
+    # Who reads one of them reads the one that takes most.
+    return dict(sorted(found.items(), key=lambda each: -each[1].bytes))
 
 
 class _Heap(msgspec.Struct, frozen=True):
@@ -628,8 +630,9 @@ def _of_container(
     of_kind = f"{course.lengths[-1]} {'callbacks' if container is atexit else f'of {kind}'}"
     root = explanation.path[0].type if explanation.path else ""
     is_of_library = root in ("module", "class") and is_library(explanation.path[0].edge)
-    # As the timers of asyncio's loop, which an application holds.
-    if is_of_library or (explanation.path[1:] and is_library(explanation.path[-2].type)):
+    # As the timers of asyncio's loop, which an application holds; or tasks, of which it matters what they run.
+    is_of_library |= is_library(kind) or (len(explanation.path) > 1 and is_library(explanation.path[-2].type))
+    if is_of_library:
         of = _programs_in(last_entries(container, _SAMPLE))
         of_kind += f", for {of}" if of else ""
     places = places_that_fill(explanation.path, explanation.through, container)

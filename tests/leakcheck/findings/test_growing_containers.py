@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import codecs
 import collections
+import concurrent.futures
 import ctypes
 import functools
 import gc
@@ -334,6 +335,19 @@ def serve_later(block: bytes) -> int:
     return len(block)
 
 
+def keep_results(held: Held, number: int) -> None:
+    held.table[number] = concurrent.futures.Future()
+    held.table[number].set_result(Block(number))
+
+
+def refer_with_calls_of_their_own(held: Held, number: int) -> None:
+    held.seen.append(weakref.ref(held, functools.partial(forget, Block(number))))
+
+
+def forget(block: object, reference: object = None) -> None:
+    """Be called when what is referred to is gone."""
+
+
 GROWING: dict[Turn, dict[str, str]] = {
     make_beside_a_pool: {"seen": "42 of"},
     make_odd_ones: {"seen": f"14 of {__name__}.Odd"},
@@ -349,6 +363,8 @@ GROWING: dict[Turn, dict[str, str]] = {
     keep_what_keeps_its_key: {"noted.data": "14 of tuple"},
     keep_weak_references_that_have_much: {"seen": f"14 of {__name__}.Reference"},
     set_timers: {"noted._scheduled": f", for {__name__}.serve_later"},
+    keep_results: {"table": f"14 of concurrent.futures._base.Future, for {Block.__module__}.Block"},
+    refer_with_calls_of_their_own: {"seen": f"14 of weakref.ReferenceType, for {__name__}.forget"},
 }
 """Of each kind of turns what is said of which attributes of theirs."""
 
@@ -401,6 +417,19 @@ def test_what_takes_something_in_each_turn_is_told() -> None:
     assert said_of(found, told) == told
     (odd,) = (finding for finding in found if finding.holder == name_of(make_odd_ones, "seen"))
     assert odd.count == TURNS - SECOND
+
+
+def keep_two(held: Held, number: int) -> None:
+    held.seen.extend(bytes(1000 + each) for each in range(2))
+
+
+def keep_a_large_one(held: Held, number: int) -> None:
+    held.seen.append(bytes(9000 + number))
+
+
+def test_what_takes_most_bytes_comes_first() -> None:
+    found = found_after(keep_two, keep_a_large_one)
+    assert [finding.holder for finding in found] == [name_of(each, "seen") for each in (keep_a_large_one, keep_two)]
 
 
 class Handling(logging.NullHandler):
@@ -566,6 +595,10 @@ def refer_weakly(held: Held, number: int) -> None:
     held.seen += (weakref.ref(Held, lambda _: None) for _ in range(30))
 
 
+def refer_with_one_call(held: Held, number: int) -> None:
+    held.seen.extend(weakref.ref(held, forget) for _ in range(40))
+
+
 def write_to_what_c_has(held: Held, number: int) -> None:
     """Have C hold a list, as a test runner may."""
     held.noted = held.noted or io.StringIO()
@@ -584,6 +617,7 @@ STILL = (
     tell_of_garbage,
     keep_the_last_of_garbage,
     refer_weakly,
+    refer_with_one_call,
     write_to_what_c_has,
 )
 
