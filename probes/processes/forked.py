@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import select
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -20,6 +21,12 @@ LIMIT_S = 55.0
 """Seconds for the work; whoever asks an agent waits a little longer."""
 
 _NICE = 5
+
+_PR_SET_PDEATHSIG = 1
+"""Of the kernel's include/uapi/linux/prctl.h."""
+
+# Before there is a fork, in which nothing is to be loaded.
+_prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 
 _LENGTH = 8
 """Bytes of an answer's length, which comes first."""
@@ -42,6 +49,7 @@ def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
         ForkError: it failed, or took too long, or there could be no fork.
     """
     reading, writing = os.pipe()
+    process = os.getpid()
     frames, threads = sys._current_frames(), dict(getattr(loaded("threading"), "_active", ()))
     marks = _marks_of_locals()
     try:
@@ -51,6 +59,7 @@ def in_a_fork(work: Callable[[], bytes], limit: float = LIMIT_S) -> bytes:
         os.close(reading)
         raise ForkError(f"the process cannot be forked: {error}") from error
     if not child:
+        _end_with(process)
         _work(work, writing, frames, threads)
     # The frames of other threads, and all that is in them.
     del frames, threads, marks
@@ -113,6 +122,14 @@ def _work(
         while view:
             view = view[os.write(writing, view) :]
     finally:
+        os._exit(0)
+
+
+def _end_with(process: int) -> None:
+    """End once the process does, whatever ends it: nobody else knows of the fork, nor waits for what it says."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != process:
         os._exit(0)
 
 

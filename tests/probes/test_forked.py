@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -136,6 +137,28 @@ def test_one_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ForkError, match=r"did not answer within 0\.1 s, and was ended"):
         in_a_fork(lambda: bytes(int(time.sleep(60) or 0)), 0.1)
     wait_until(lambda: set(children_of(os.getpid())) <= before)
+
+
+ENDS_MEANWHILE = """
+import os, time
+from lowtide.probes.processes.forked import in_a_fork
+
+def work():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+    return b""
+
+in_a_fork(work)
+"""
+
+
+def test_it_ends_with_its_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDS_MEANWHILE], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        child = int(program.stdout.readline())
+        assert psutil.pid_exists(child)
+        program.kill()
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_whoever_else_has_the_pipe_holds_up_nothing() -> None:
