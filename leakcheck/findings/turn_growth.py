@@ -228,6 +228,10 @@ class TurnGrowth:
         # Of the containers that grow, by identity: what was found, if anything, and over how many turns.
         self._told: dict[int, tuple[int, Finding | None]] = {}
 
+    def last(self, seconds: float) -> None:
+        """Note for how long turns last on average, as far as it is known by now; see the class."""
+        self._seconds = seconds
+
     def note(self, *stretches: str, held: int | None = None) -> None:
         """Read the process's own memory after a turn of some stretches, which are known by their names.
 

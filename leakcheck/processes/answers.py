@@ -191,6 +191,7 @@ def _grown(question: messages.ReadTurn, importing: Importing) -> messages.GrownC
         )
     elif question.anew:
         growth.break_off()
+    growth.last(question.seconds)
     if question.seconds and not question.ends:
         growth.note("")
     growth.read(question.turn, begins=question.begins, ends=question.ends)

@@ -353,14 +353,19 @@ class TimedGrowth(TimeWindow):
     def _question(self, *, begins: bool = False, anew: bool = False, ends: bool = False) -> messages.ReadTurn:
         return messages.ReadTurn(
             turns=INTERVALS,
-            turn=self._turn,
+            turn=self._readings,
             begins=begins,
             anew=anew,
             asked=True,
             tells=self._tells,
             ends=ends,
-            seconds=self.interval,
+            seconds=self._apart,
         )
+
+    @property
+    def _apart(self) -> float:
+        """Return the seconds from one reading to the next: where processes answer slowly, more than an interval."""
+        return self.seconds_read / (self._readings - 1) if self._readings > 1 else self.interval
 
     def _tell_end(self, pids: Collection[int]) -> None:
         found = self.findings()
@@ -368,7 +373,7 @@ class TimedGrowth(TimeWindow):
             self.tell(finding.message)
         if not found:
             where, grows = _processes(pids), "is known to grow" if self.not_judged else "grows"
-            self.tell(f"nothing {grows} over {self._turn - 1} intervals of {self.interval:g} s in {where}")
+            self.tell(f"nothing {grows} over {self._readings - 1} intervals of {round(self._apart, 1):g} s in {where}")
 
     def findings(self) -> list[Finding]:
         """See `TimeWindow`."""
@@ -401,7 +406,7 @@ class TimedGrowth(TimeWindow):
                 self._readings,
                 grown.more,
                 self.named[pid].text,
-                turn=f"interval of {self.interval:g} s",
+                turn=f"interval of {round(self._apart, 1):g} s",
                 remedy=self._option,
             )
             for pid, grown in self._grown.items()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 
 from lowtide.leakcheck.cli.execute import with_known
 from lowtide.leakcheck.findings.turn_growth import FEWEST_TURNS
-from lowtide.leakcheck.processes.messages import Seen
-from lowtide.leakcheck.processes.timed_growth import LookedGrowth, Start, grown_above
+from lowtide.leakcheck.processes import answers
+from lowtide.leakcheck.processes.messages import GrownContainers, ReadTurn, Seen
+from lowtide.leakcheck.processes.timed_growth import LookedGrowth, Start, TimedGrowth, grown_above
 from lowtide.probes.host.memory_parts import MemoryParts
 from lowtide.probes.processes.agents import NoAgentError
 from lowtide.reports.processes.stage_processes import ProcessName
@@ -120,6 +123,40 @@ def test_tensors_on_a_card_of_which_each_interval_adds_some_are_told_with_their_
 def test_where_readings_take_longer_than_an_interval_a_second_is_a_part_of_what_they_take() -> None:
     (finding,) = causes(RISING, each=3)
     assert "1.0 MiB with each (113.8 KiB a second)" in finding.message
+
+
+KEPT: list[bytes] = []
+FILLED: list[bytes] = []
+
+
+def watched(apart: int) -> list[Finding]:
+    """What is told of this process, of which each reading takes so many intervals of a second, and one leaves a block.
+
+    Another list is full after three.
+    """
+
+    def read(pids: object, question: ReadTurn) -> dict[int, GrownContainers]:
+        KEPT.extend([bytes(8000 + len(KEPT))] * (not question.ends))
+        FILLED.extend([bytes(9000 + len(FILLED))] * (len(FILLED) < 3))
+        return {OWN: answers._grown(question, lambda modules: contextlib.nullcontext())}
+
+    engine: Any = MagicMock(not_measured={})
+    engine.tree.descendants.return_value = [OWN]
+    engine.read_turn = read
+    window = TimedGrowth(engine, 12, 0.0, lambda text: None)
+    while not window.is_over:
+        window._turn += apart if window._turn else 1
+        window._read()
+    KEPT.clear()
+    FILLED.clear()
+    return [each for each in window.findings() if "KEPT" in str(each.holder) or "FILLED" in str(each.holder)]
+
+
+def test_what_each_of_few_requests_leaves_is_told_where_readings_take_longer_than_an_interval() -> None:
+    for apart, rate in ((1, "1 item (7.9 KiB) a second"), (5, "0.2 items (1.6 KiB) a second")):
+        (finding,) = watched(apart)
+        assert finding.holder == f"{__name__}.KEPT"
+        assert finding.message.endswith(f"; that is {rate}")
 
 
 class Looked:
