@@ -34,7 +34,7 @@ _SHOWN_PART = 2
 """What part of a storage its tensors show at most, where a copy of that would be better kept than a view."""
 
 _LEAST_HIDDEN = 64 << 10
-"""Bytes that such a copy must save to be advised."""
+"""Bytes that such copies must save to be advised."""
 
 _RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
 
@@ -289,11 +289,13 @@ def _leak(
     )
     if holder or advice:
         finding = noted(finding, ", held by " if holder else "", holder, "".join(f"; {text}" for text in advice))
-    whole, shown = max(
-        ((row.held.bytes, explained.shown.get(row.held.key, 0)) for row in group),
-        key=lambda sizes: sizes[0] - sizes[1] if 0 < sizes[1] <= sizes[0] // _SHOWN_PART else 0,
-    )
-    if 0 < shown <= whole // _SHOWN_PART and whole - shown >= _LEAST_HIDDEN:
+    views = [
+        (row.held.bytes - shown, shown, row.held.bytes)
+        for row in group
+        if 0 < (shown := explained.shown.get(row.held.key, 0)) <= row.held.bytes // _SHOWN_PART
+    ]
+    if sum(hidden for hidden, _, _ in views) >= _LEAST_HIDDEN:
+        _, shown, whole = max(views)
         finding = noted(finding, f"; a view of {format_bytes(shown)} keeps {format_bytes(whole)}: keep a clone() of it")
     if largest.rung is not None:
         return TensorLeak(_returned_at(finding, largest.rung, is_held=bool(explanation.path)), {}, {}, keys)

@@ -610,6 +610,13 @@ def test_of_many_entries_that_which_hides_most_is_told() -> None:
     assert "; a view of 16 B keeps 1.0 MiB: keep a clone() of it" in leak.finding.message
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(20, True), (2, False)])
+def test_views_of_little_each_are_told_where_they_hide_much_together(count: int, is_told: bool) -> None:
+    kept: list[Any] = []
+    (leak,), _ = leaks_of(("keep", lambda: kept.extend(torch.ones(1 << 11)[:1] for _ in range(count))))
+    assert ("; a view of 4 B keeps 8.0 KiB: keep a clone() of it" in leak.finding.message) == is_told
+
+
 def test_a_storage_is_gone_when_its_last_view_is() -> None:
     tensor = numbers(100)
     view = tensor[10:20]
