@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -582,15 +582,27 @@ def _programs_in(entries: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _first_of_program(entry: Iterable[Any]) -> str:
-    """Return the name of the function or class of the program's that an entry of a container leads to; "" for none."""
+    """Return the name of the function or class of the program's that an entry of a container leads to; "" for none.
+
+    Where an engine is installed as a library, all may be its own.
+    """
     level = list(entry)
+    installed = ""
     for _ in range(_STEPS):
         level = [item for item in level if not issubclass(type(item), type) and type(item) is not ModuleType]
-        own = [item for item in level[:_SIZED] if gc.is_tracked(item) and not is_of_library(item)]
+        tracked = [item for item in level[:_SIZED] if gc.is_tracked(item)]
+        own = [item for item in tracked if not is_of_library(item)]
         if own:
             return function_name(own[0])
+        engines = (item for item in tracked if not is_library(_module_of(item)))
+        installed = installed or next(map(function_name, engines), "")
         level = gc.get_referents(*level[:_SIZED])
-    return ""
+    return installed
+
+
+def _module_of(item: Any) -> str:
+    module = item.__module__ if type(item) is FunctionType else module_of_class(type(item))
+    return module if type(module) is str else "builtins"
 
 
 def _name_of(explanation: Explanation, container: Any) -> str:

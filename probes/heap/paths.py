@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import AsyncGeneratorType, BuiltinFunctionType, FunctionType, GeneratorType, MethodType
+from types import AsyncGeneratorType, BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Literal
 
 import msgspec
 
-from lowtide.probes.heap.roots import RootKind
-from lowtide.probes.objects.foreign import MISSING, attribute, is_a, module_of_class, mro_of, type_name
+from lowtide.probes.heap.roots import RootKind, is_library
+from lowtide.probes.objects.foreign import MISSING, attribute, dict_of_module, is_a, module_of_class, mro_of, type_name
 from lowtide.probes.originals import logging, weakref
 from lowtide.probes.references.entries import Kind
 
@@ -210,7 +210,18 @@ def _metric(items: Sequence[object], edges: Sequence[str]) -> str:
     return f"metric {name!r}" if type(name) is str else ""
 
 
-_RULES = (_logger, _fixture_value, _of_test_runner, _finalizer, _event_loop, _metric)
+def _class_of_python(items: Sequence[object], edges: Sequence[str]) -> str:
+    """Return a class of Python's own library: whoever has an instance of it has no part in what the class has."""
+    item: Any = items[-1]
+    if edges[-1] != ".__class__" or not is_a(item, type):
+        return ""
+    module, name = module_of_class(item), type_name(item).rpartition(".")[2]
+    owner = sys.modules.get(module) if is_library(module) else None
+    is_known = type(owner) is ModuleType and dict_of_module(owner).get(name) is item
+    return f"{module}.{name}" if is_known else ""
+
+
+_RULES = (_logger, _fixture_value, _of_test_runner, _finalizer, _event_loop, _metric, _class_of_python)
 
 
 def module_expression(name: str) -> str:

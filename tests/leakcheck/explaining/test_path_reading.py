@@ -682,6 +682,13 @@ def attribute_of_the_class_of_an_instance(helper: Any, thing: Any) -> None:
     helper.SERVICE = type("Service", (), {"cache": {"a": thing}})()
 
 
+@held_by("queue.Queue.kept['a']")
+def attribute_of_a_class_of_pythons_library(helper: Any, thing: Any) -> Callable[[], None]:
+    helper.PUBLIC_QUEUE = queue.Queue()
+    queue.Queue.kept = {"a": thing}  # type: ignore[attr-defined]
+    return lambda: delattr(queue.Queue, "kept")
+
+
 @held_by("helper.CONFIG.layer_0[0]")
 def attribute_that_no_code_names(helper: Any, thing: Any) -> None:
     helper.CONFIG = Thing()

@@ -21,6 +21,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any, TypeAlias
 from unittest.mock import MagicMock
 
+import httpx
 import msgspec
 import pytest
 
@@ -340,6 +341,11 @@ def keep_results(held: Held, number: int) -> None:
     held.table[number].set_result(Block(number))
 
 
+def keep_results_of_what_is_installed(held: Held, number: int) -> None:
+    held.table[number] = concurrent.futures.Future()
+    held.table[number].set_result(httpx.Headers({"text": "x" * (2000 + number)}))
+
+
 def refer_with_calls_of_their_own(held: Held, number: int) -> None:
     held.seen.append(weakref.ref(held, functools.partial(forget, Block(number))))
 
@@ -364,6 +370,7 @@ GROWING: dict[Turn, dict[str, str]] = {
     keep_weak_references_that_have_much: {"seen": f"14 of {__name__}.Reference"},
     set_timers: {"noted._scheduled": f", for {__name__}.serve_later"},
     keep_results: {"table": f"14 of concurrent.futures._base.Future, for {Block.__module__}.Block"},
+    keep_results_of_what_is_installed: {"table": "14 of concurrent.futures._base.Future, for httpx.Headers"},
     refer_with_calls_of_their_own: {"seen": f"14 of weakref.ReferenceType, for {__name__}.forget"},
 }
 """Of each kind of turns what is said of which attributes of theirs."""
