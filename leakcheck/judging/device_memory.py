@@ -72,6 +72,7 @@ class DeviceMemory:
 
     def __init__(self, *, driver: bool, native: bool = False) -> None:
         self._driver, self._native = driver, native
+        self._is_recorded = False
         self._known: dict[str, _Card] = {}
         # The last list, with the bytes that the driver counted beyond it; only while one judgement lasts.
         self._listed: dict[str, tuple[int, tuple[Range, ...]]] = {}
@@ -90,13 +91,15 @@ class DeviceMemory:
         return tuple(NotMeasured(what=f"allocations {device}", why=why) for device, why in self._unlisted.items())
 
     def start(self) -> None:
-        """Begin to record, where that is asked for."""
-        if self._native:
+        """Begin to record, where that is asked for; legal twice."""
+        if self._native and not self._is_recorded:
+            self._is_recorded = True
             TRACE.start()
 
     def stop(self) -> None:
         """End it; legal twice, and without a start."""
-        if self._native:
+        if self._is_recorded:
+            self._is_recorded = False
             TRACE.stop()
 
     def forget(self) -> None:

@@ -456,6 +456,8 @@ class OutsideTorch:
     def __init__(self) -> None:
         # By card, what the driver counted beyond torch and the arenas, and what others had asked for then.
         self._known: dict[str, tuple[int, Outside | None]] = {}
+        # The cards of which it had not listed all in time, which would take as long again.
+        self._too_slow: set[str] = set()
 
     def read(self, device: str, beyond: int) -> Outside | None:
         """Return what the driver lists, or keeps in its own pools, and torch and the arenas do not explain.
@@ -469,8 +471,14 @@ class OutsideTorch:
             beyond: bytes that it counts there and that are in neither.
         """
         known = self._known.get(device)
+        if device in self._too_slow:
+            return None
         if known is None or known[0] != beyond:
-            known = self._known[device] = beyond, _outside_torch(int(device.partition(":")[2]))
+            try:
+                known = self._known[device] = beyond, _outside_torch(int(device.partition(":")[2]))
+            except AllocationsError:
+                self._too_slow.add(device)
+                return None
         return known[1]
 
 
@@ -478,11 +486,7 @@ def _outside_torch(device_index: int) -> Outside | None:
     segments = read_segments(device_index)
     if segments is None:  # cudaMallocAsync: what it lists may be torch's
         return None
-    try:
-        listed = read_allocations(device_index)
-    except AllocationsError:
-        return None
-    pooled = pooled_bytes(device_index)
+    listed, pooled = read_allocations(device_index), pooled_bytes(device_index)
     if listed is None or pooled is None:
         return None
     explained = [(address, size) for _, address, size, _ in segments]

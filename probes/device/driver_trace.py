@@ -44,7 +44,9 @@ class TracedMemory(NamedTuple):
 
 
 class DriverTrace:
-    """Records what is asked of the driver from `start` on. CUPTI has one record for the process: so has this.
+    """Records what is asked of the driver from the first `start` to the last `stop`, for all who have asked for it.
+
+    CUPTI has one record for the process, and so has this; a fork has none.
 
     Attributes:
         why: why it does not record though it was started; empty where it does.
@@ -53,12 +55,14 @@ class DriverTrace:
     def __init__(self) -> None:
         self.why = ""
         self._cupti: Any = None
+        self._users = self._process = 0
         # By kind and address.
         self._live: dict[tuple[int, int], TracedMemory] = {}
 
     def start(self) -> None:
-        """Begin to record, where that can be done; legal twice."""
-        if self._cupti is not None:
+        """Begin to record, where that can be done; each is to be followed by a `stop`."""
+        self._users += 1
+        if self._users > 1:
             return
         try:
             from cupti import cupti
@@ -72,19 +76,22 @@ class DriverTrace:
         except (cupti.cuptiError, RuntimeError) as error:
             self.why = f"CUPTI does not record: {error}"
             return
-        self._cupti, self.why = cupti, ""
+        self._cupti, self._process, self.why = cupti, os.getpid(), ""
 
     def stop(self) -> None:
-        """End it, and forget all; legal twice."""
+        """End it, and forget all, where nobody else has asked for it."""
+        self._users -= 1
+        if self._users:
+            return
         cupti, self._cupti, self.why = self._cupti, None, ""
-        if cupti is not None:
+        if cupti is not None and self._process == os.getpid():
             cupti.activity_disable(cupti.ActivityKind.MEMORY2)
             cupti.activity_flush_all(_ALL_BUFFERS)
             self._live.clear()
 
     def read(self) -> Sequence[TracedMemory]:
         """Return what is there now of what was asked for since the start, but tables of kernels and the host's."""
-        if self._cupti is None:
+        if self._cupti is None or self._process != os.getpid():
             return ()
         self._cupti.activity_flush_all(_ALL_BUFFERS)
         return [memory for (kind, _), memory in tuple(self._live.items()) if kind in _ON_CARDS]

@@ -337,3 +337,13 @@ def test_of_a_driver_that_does_not_list_it_is_not_known(
 ) -> None:
     monkeypatch.setattr(allocations, name, answer)
     assert OutsideTorch().read("cuda:0", 700 * MIB) is None
+
+
+def test_a_driver_that_was_too_slow_once_is_not_asked_again(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = OutsideTorch()
+    with monkeypatch.context() as slow:
+        slow.setattr(allocations, "read_allocations", _too_slow)
+        assert outside.read("cuda:0", 700 * MIB) is None
+    assert outside.read("cuda:0", 701 * MIB) is None
+    assert asked == []
+    assert outside.read("cuda:1", 701 * MIB) is not None

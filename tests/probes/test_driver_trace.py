@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
@@ -103,11 +104,35 @@ def test_host_memory_and_tables_of_kernels_are_left_out(cupti: FakeCupti, trace:
 def test_after_the_end_nothing_is_recorded_or_known(cupti: FakeCupti, trace: DriverTrace) -> None:
     cupti.call(0x1000, 24 * MIB)
     trace.stop()
-    trace.stop()
     assert cupti.enabled == set()
     assert list(trace.read()) == []
     trace.start()
     assert trace.read() == []
+
+
+def test_it_ends_with_the_last_who_has_asked_for_it(cupti: FakeCupti, trace: DriverTrace) -> None:
+    trace.start()
+    cupti.call(0x1000, 24 * MIB)
+    trace.stop()
+    assert len(trace.read()) == 1
+    trace.stop()
+    assert list(trace.read()) == []
+
+
+def test_a_fork_asks_nothing_of_cupti(cupti: FakeCupti, trace: DriverTrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(cupti, "activity_flush_all", asked.append)
+    child, code = os.fork(), 255
+    if not child:
+        try:
+            trace.read()
+            trace.stop()
+            code = len(asked)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    trace.read()
+    assert len(asked) == 1
 
 
 def test_a_second_start_registers_nothing_anew(cupti: FakeCupti, trace: DriverTrace) -> None:
