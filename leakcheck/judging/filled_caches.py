@@ -230,7 +230,7 @@ def _kept(cache: Any, objects: Iterable[Any]) -> list[Any]:
     return list((kept | given).values())
 
 
-_CONTAINERS = (tuple, list, dict, set, frozenset, functools.partial)
+_CONTAINERS = (tuple, list, dict, set, frozenset, functools.partial, CellType)
 
 
 def _given(entries: Iterable[object], owners: Collection[int]) -> Iterator[object]:
@@ -243,18 +243,20 @@ def _given(entries: Iterable[object], owners: Collection[int]) -> Iterator[objec
         entries: the cache's arguments and results.
         owners: the identities of the objects whose bound methods they lead to.
     """
-    left, seen = [(entry, False) for entry in entries], set[int]()
+    left: list[tuple[Any, bool]] = [(entry, False) for entry in entries]
+    seen = set[int]()
     while left and len(seen) < _MOST_REACHED:
         item, is_closed_over = left.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, MethodType):
+        kind = type(item)
+        if kind is MethodType:
             yield item.__self__
-        elif isinstance(item, FunctionType):
+        elif kind is FunctionType:
             inside = (item.__closure__ or (), item.__defaults__ or (), (item.__kwdefaults__ or {}).values())
             left += [(part, True) for parts in inside for part in parts]
-        elif type(item) in (*_CONTAINERS, CellType):
+        elif any(kind is each for each in _CONTAINERS):  # a class may say that it equals any other
             left += [(part, is_closed_over) for part in gc.get_referents(item)]
         elif id(item) in owners and not is_closed_over:
             yield item
