@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -60,7 +61,15 @@ def test_nothing_is_left_of_it() -> None:
     assert waiting() - before
     ends.close()
     ends.close()
-    assert eventually(lambda: not waiting() - before)
+    assert not waiting() - before
     assert not opened() - descriptors
     child.kill()
     child.wait()
+
+
+def test_one_that_nobody_has_closed_ends_when_it_is_dropped() -> None:
+    before, descriptors = waiting(), opened()
+    ends = ProcessEnds()
+    ends.follow(os.getpid())
+    del ends
+    assert eventually(lambda: not waiting() - before and not opened() - descriptors)
