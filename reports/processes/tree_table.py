@@ -12,6 +12,7 @@ from lowtide.reports.schema import Ledger, Stage
 _UNEXPLAINED = "  unexplained"
 _CONTEXT = "  context alone"
 _KERNELS = "  kernels and libraries"
+_PARTS = (_UNEXPLAINED, _CONTEXT, _KERNELS)
 
 
 class TreeRow(msgspec.Struct, frozen=True):
@@ -23,7 +24,7 @@ class TreeRow(msgspec.Struct, frozen=True):
     @property
     def is_part(self) -> bool:
         """Whether it is in what the line of its process says."""
-        return self.name.startswith("  ")
+        return self.name in _PARTS
 
 
 class TreeTable(msgspec.Struct, frozen=True):

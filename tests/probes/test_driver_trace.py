@@ -65,7 +65,7 @@ class FakeCupti:
 @pytest.fixture
 def cupti(monkeypatch: pytest.MonkeyPatch) -> FakeCupti:
     fake, package = FakeCupti(), ModuleType("cupti")
-    package.cupti = fake  # type: ignore[attr-defined]
+    monkeypatch.setattr(package, "cupti", fake, raising=False)
     monkeypatch.setitem(sys.modules, "cupti", package)
     return fake
 
@@ -135,9 +135,11 @@ def test_a_fork_asks_nothing_of_cupti(cupti: FakeCupti, trace: DriverTrace, monk
     assert len(asked) == 1
 
 
-def test_a_second_start_registers_nothing_anew(cupti: FakeCupti, trace: DriverTrace) -> None:
+def test_a_second_start_registers_nothing_anew(
+    cupti: FakeCupti, trace: DriverTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cupti.call(0x1000, 24 * MIB)
-    cupti.activity_register_callbacks = lambda requested, completed: pytest.fail("registered again")  # type: ignore[method-assign]
+    monkeypatch.setattr(cupti, "activity_register_callbacks", lambda *_: pytest.fail("registered again"))
     trace.start()
     assert len(trace.read()) == 1
 
@@ -150,11 +152,11 @@ def test_without_the_binding_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(trace.read()) == []
 
 
-def test_where_cupti_refuses_it_says_so(cupti: FakeCupti) -> None:
+def test_where_cupti_refuses_it_says_so(cupti: FakeCupti, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(kind: int) -> None:
         raise CuptiError("NOT_INITIALIZED")
 
-    cupti.activity_enable = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(cupti, "activity_enable", refuse)
     trace = DriverTrace()
     trace.start()
     assert trace.why == "CUPTI does not record: NOT_INITIALIZED"

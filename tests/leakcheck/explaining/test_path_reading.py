@@ -685,7 +685,7 @@ def attribute_of_the_class_of_an_instance(helper: Any, thing: Any) -> None:
 @held_by("queue.Queue.kept['a']")
 def attribute_of_a_class_of_pythons_library(helper: Any, thing: Any) -> Callable[[], None]:
     helper.PUBLIC_QUEUE = queue.Queue()
-    queue.Queue.kept = {"a": thing}  # type: ignore[attr-defined]
+    setattr(queue.Queue, "kept", {"a": thing})  # noqa: B010
     return lambda: delattr(queue.Queue, "kept")
 
 

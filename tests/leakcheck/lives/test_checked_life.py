@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import mmap
 import os
 import signal
@@ -205,10 +206,8 @@ class WithSlots(SmallTarget):
     loses = False
 
     def create(self, config: Mapping[str, Any]) -> None:
-        from vllm.v1.core.sched.scheduler import Scheduler  # type: ignore[import-not-found, unused-ignore]
-
         super().create(config)
-        self.scheduler = Scheduler()
+        self.scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler()
 
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         self.scheduler.start("request")
