@@ -365,3 +365,17 @@ def test_mappings_are_looked_for_once_in_a_judgement_as_long_as_its_figures_stay
     known.adopt(card.now(), [CARD], {})
     card.created, card.mapped = 192 * MIB, {0xB000000: 64 * MIB}
     assert "mapping without access at 0xb000000" in new(known, card)[f"allocations {CARD}"]
+
+
+@pytest.mark.parametrize(("native", "calls"), [(True, ["start", "stop"]), (False, [])])
+def test_the_driver_is_recorded_once_and_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, *, native: bool, calls: list[str]
+) -> None:
+    made: list[str] = []
+    trace = SimpleNamespace(start=lambda: made.append("start"), stop=lambda: made.append("stop"))
+    monkeypatch.setattr(cards, "TRACE", trace)
+    memory = DeviceMemory(driver=True, native=native)
+    memory.stop()
+    for call in (memory.start, memory.start, memory.stop, memory.stop):
+        call()
+    assert made == calls
