@@ -14,9 +14,9 @@ import msgspec
 from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import command_line as _command_line
-from lowtide.probes.host.process_files import numbered_descriptors, stat
+from lowtide.probes.host.process_files import has_ended, numbered_descriptors, stat
 from lowtide.probes.objects.foreign import attribute, is_a, module_of_class, thread_ident, thread_key
-from lowtide.probes.originals import contents, gc, loaded, os, sys, threading, weakref
+from lowtide.probes.originals import gc, loaded, os, sys, threading, weakref
 from lowtide.reports.schema import ResourceName
 
 Names = Collection[str]
@@ -84,19 +84,6 @@ def _serves_multiprocessing(pid: str) -> bool:
 
 _TRACKER = re.compile(r"from [\w.]+\bresource_tracker import main")
 """How multiprocessing starts its resource tracker, and how what is derived from it does (loky, multiprocess)."""
-
-_KERNEL = (0, 2)
-"""The parents of the kernel's own threads."""
-
-
-def _has_ended(pid: str) -> bool:
-    process = stat(int(pid))
-    try:
-        # One that is exiting has no memory any more, some time before it is a zombie; the kernel's threads never have.
-        has_memory = contents(f"/proc/{pid}/statm").split()[0] != b"0"
-    except (OSError, IndexError):  # it ended meanwhile
-        return True
-    return process is None or process.state == "Z" or (not has_memory and process.parent not in _KERNEL)
 
 
 def _opens(pattern: str) -> Callable[[Names], Names]:
@@ -250,7 +237,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "processes",
         "a child that has ended",
         "only its exit code is left, until somebody asks for it",
-        _each(_has_ended),
+        _each(lambda pid: has_ended(int(pid))),
     ),
     Exemption(
         "processes",

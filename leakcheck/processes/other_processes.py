@@ -25,10 +25,9 @@ from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_te
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of, private_bytes
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
-from lowtide.leakcheck.resources.orphaned_files import has_ended
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, anonymous_bytes
-from lowtide.probes.host.process_files import stat
+from lowtide.probes.host.process_files import has_ended, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.objects.engine_pools import SlotReading
 from lowtide.probes.processes.agents import Agents

@@ -30,6 +30,7 @@ from lowtide.probes.host.process_files import (
     all_pids,
     began_at,
     bound_sockets,
+    has_ended,
     numbered_descriptors,
     numbers_in,
     own_sockets,
@@ -415,12 +416,6 @@ class _MadeUpNames:
         name = next(self.original)
         self.made[name] = None
         return name
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process is there no more, or only its exit code is."""
-    process = process_stat(pid)
-    return process is None or process.state == "Z"
 
 
 def _facts_of(path: str) -> os.stat_result | None:

@@ -39,6 +39,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _FORKED = 0x40
 """PF_FORKNOEXEC of the kernel's include/linux/sched.h: forked, and no program started since."""
 
+_EXITING = 0x4
+"""PF_EXITING of the same: it runs nothing of its program any more."""
+
 
 class ProcessStat(msgspec.Struct, frozen=True):
     """A line of `/proc/PID/stat`; `started` in ticks since boot.
@@ -47,7 +50,7 @@ class ProcessStat(msgspec.Struct, frozen=True):
     kernel that does not count them. `image` is where the program's code and stack begin, at addresses drawn when the
     program was started, and so the same in a process and its forks; empty where they may not be read. `is_fork`:
     whether it runs no program of its own. `faults_of_ended` are those of its children that it has waited for: more
-    whenever one has ended.
+    whenever one has ended. `is_exiting`: whether the kernel takes it apart, before it is a zombie.
     """
 
     pid: int
@@ -61,6 +64,7 @@ class ProcessStat(msgspec.Struct, frozen=True):
     image: tuple[int, ...] = ()
     is_fork: bool = False
     faults_of_ended: int = 0
+    is_exiting: bool = False
 
 
 class Rollup(msgspec.Struct, frozen=True):
@@ -94,11 +98,18 @@ def stat(pid: int) -> ProcessStat | None:
     faults, of_ended = int(fields[7]) + int(fields[9]), int(fields[8]) + int(fields[10])
     # The kernel says 0 or 1 to whom it does not say more.
     image = tuple(address for address in (int(fields[23]), int(fields[25])) if address > 1)
-    is_fork = bool(int(fields[6]) & _FORKED)
+    flags, started = int(fields[6]), int(fields[19])
+    is_fork, is_exiting = bool(flags & _FORKED), bool(flags & _EXITING)
     command = head.partition("(")[2]
     return ProcessStat(
-        pid, command, fields[0], parent, group, int(fields[19]), session, faults, image, is_fork, of_ended
+        pid, command, fields[0], parent, group, started, session, faults, image, is_fork, of_ended, is_exiting
     )
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is there no more, is being taken apart, or has only its exit code left."""
+    process = stat(pid)
+    return process is None or process.is_exiting or process.state in ("Z", "X")
 
 
 def python_threads_seconds() -> dict[int, float] | None:

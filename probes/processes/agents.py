@@ -29,6 +29,7 @@ from lowtide.probes.host.process_files import (
     began_at,
     catches,
     environment,
+    has_ended,
     is_running,
     parents_of,
     resting_threads,
@@ -188,7 +189,7 @@ class Agents:
 
     def has_agent(self, pid: int) -> bool:
         """Return whether a process has an agent, its own or that of the process that forked it; it may not answer."""
-        if self.folder is None or _has_ended(pid):
+        if self.folder is None or has_ended(pid):
             return False
         image = _image(pid)
         try:
@@ -236,7 +237,7 @@ class Agents:
             NoAgentError: the process has none.
             AgentError: it did not answer in time, or failed; the message says which.
         """
-        if self.folder is None or _has_ended(pid):
+        if self.folder is None or has_ended(pid):
             raise NoAgentError(f"pid {pid} has ended")
         patience = ANSWER_S if patience is None else patience
         try:
@@ -325,7 +326,7 @@ class Agents:
 
     def _raise_if_broken(self, pid: int) -> None:
         assert self.folder is not None
-        if _has_ended(pid):
+        if has_ended(pid):
             raise NoAgentError(f"pid {pid} has ended")
         with contextlib.suppress(FileNotFoundError):
             error = contents(f"{self.folder}/{pid}{_agent().ERROR}").decode(errors="replace")
@@ -478,12 +479,6 @@ def _owner(folder: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _has_ended(pid: int) -> bool:
-    """Return whether a process has ended, if its parent took no note of that: its socket stays where it was killed."""
-    process = stat(pid)
-    return process is None or process.state in ("Z", "X")
-
-
 def _raise_if_ended(pid: int) -> None:
     """Wait a moment for the end of a process that has broken off: the kernel closes its sockets first.
 
@@ -492,7 +487,7 @@ def _raise_if_ended(pid: int) -> None:
     """
     until = time.monotonic() + _ENDS_S
     while time.monotonic() < until:
-        if _has_ended(pid):
+        if has_ended(pid):
             raise NoAgentError(f"pid {pid} has ended")
         time.sleep(_AWAKENS_S)
 

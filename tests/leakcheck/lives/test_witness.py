@@ -22,10 +22,10 @@ from lowtide.leakcheck.lives import witness as module
 from lowtide.leakcheck.lives.script import Call
 from lowtide.leakcheck.lives.sweep import Swept
 from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
-from lowtide.leakcheck.resources.orphaned_files import has_ended
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetSource
 from lowtide.probes.device.driver import Driver, DriverReading, NoDriver
+from lowtide.probes.host.process_files import has_ended
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import SmallTarget
 
