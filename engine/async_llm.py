@@ -197,6 +197,10 @@ class AsyncLLM:
         """Do as `LLMEngine.reset_prefix_cache`; True while it sleeps, because a sleep forgets them."""
         return await self._call(lambda: self._sleep_level > 0 or self._engine.reset_prefix_cache())
 
+    async def reload_weights(self, folder: str) -> None:
+        """Do as `LLMEngine.reload_weights`, for which no request may be unfinished."""
+        await self._call(lambda: self._engine.reload_weights(folder))
+
     async def is_sleeping(self) -> bool:
         """Return whether anything of it is asleep, or will be when what runs has ended."""
         return await self._call(lambda: self._is_paused)

@@ -8,12 +8,12 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lowtide.engine.config import PRESETS, EngineConfig
+from lowtide.engine.config import PRESETS, EngineConfig, load_model_config
 from lowtide.engine.core import EngineCore, create_core
 from lowtide.engine.core_process import CoreClient
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
 from lowtide.engine.kv.kv_cache import KVCacheUsage
-from lowtide.engine.model_executor.weights import load_tokenizer
+from lowtide.engine.model_executor.weights import CheckpointWeights, load_tokenizer
 from lowtide.engine.pages import check_device
 from lowtide.engine.ranks import rank_devices
 from lowtide.engine.request import RequestOutput, SamplingParams
@@ -280,10 +280,13 @@ class LLMEngine:
             if self._awake_tags == set(SLEEPING_TAGS):
                 self._state = EngineState.RUNNING
 
-    def reload_weights(self) -> None:
+    def reload_weights(self, folder: str = "") -> None:
         """Fill the weights in place from where they came, as a trainer's new checkpoint has to be.
 
         Cached prefixes are forgotten, on the device and on the host: other weights computed them.
+
+        Args:
+            folder: of another checkpoint of the same model, from which they are filled instead, as by `update_weights`.
 
         Raises:
             EngineStateError: the weights are not there, or requests are unfinished, which would go on with others.
@@ -292,6 +295,10 @@ class LLMEngine:
             KVTransferError: a copy of KV blocks failed or does not end; likewise.
         """
         core = self._require_weights("reload_weights")
+        if folder:
+            model = load_model_config(self.config)
+            self.update_weights(CheckpointWeights(folder, model).parameters(model.torch_dtype, self.config.device))
+            return
         with self._calling("reload_weights"):
             core.reload_weights()
 

@@ -26,7 +26,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lowtide.engine.async_llm import AsyncLLM
-from lowtide.engine.errors import ConfigError, EngineDeadError, EngineError, EngineStateError, RequestError
+from lowtide.engine.config import PRESETS
+from lowtide.engine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineStateError,
+    RequestError,
+)
 from lowtide.engine.llm_engine import LLMEngine
 from lowtide.engine.request import RequestOutput, SamplingParams
 
@@ -57,6 +65,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 _STATUS: tuple[tuple[type[Exception], HTTPStatus], ...] = (
     (RequestError, HTTPStatus.BAD_REQUEST),
     (ConfigError, HTTPStatus.BAD_REQUEST),
+    (CheckpointError, HTTPStatus.BAD_REQUEST),
     (msgspec.MsgspecError, HTTPStatus.BAD_REQUEST),
     (ClientDisconnect, HTTPStatus.BAD_REQUEST),
     (EngineStateError, HTTPStatus.CONFLICT),
@@ -153,6 +162,13 @@ class StreamOptions(msgspec.Struct):
     """What a stream has besides."""
 
     include_usage: bool | None = None
+
+
+class WorkerCall(msgspec.Struct):
+    """A call of a method of all workers, as vLLM has it; the one that is there is `reload_weights`."""
+
+    method: Literal["reload_weights"]
+    kwargs: dict[str, str] = {}
 
 
 class CompletionRequest(msgspec.Struct):
@@ -367,6 +383,7 @@ class Server(uvicorn.Server):
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+            Route("/collective_rpc", self._call_workers, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = dict.fromkeys((HTTPException, *(kind for kind, _ in _STATUS)), _failure)
         app = Starlette(routes=routes, exception_handlers=handlers)
@@ -417,7 +434,8 @@ class Server(uvicorn.Server):
         return Completion(self.llm, choices, head, len(prompts), bool(asked.stream), bool(options.include_usage))
 
     async def _models(self, request: Request) -> Response:
-        card = {"id": self._model, "object": "model", "created": self._since, "owned_by": "lowtide"}
+        root = "" if self._model in PRESETS else self._model
+        card = {"id": self._model, "object": "model", "created": self._since, "owned_by": "lowtide", "root": root}
         return _json({"object": "list", "data": [card]})
 
     async def _health(self, request: Request) -> Response:
@@ -439,6 +457,11 @@ class Server(uvicorn.Server):
 
     async def _is_sleeping(self, request: Request) -> Response:
         return _json({"is_sleeping": await self.llm.is_sleeping()})
+
+    async def _call_workers(self, request: Request) -> Response:
+        asked = msgspec.json.decode(await request.body(), type=WorkerCall)
+        await self.llm.reload_weights(asked.kwargs.get("weights_path", ""))
+        return _json({"results": [None] * self._engine.config.tensor_parallel_size})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
         return _json({"success": await self.llm.reset_prefix_cache()})

@@ -156,6 +156,14 @@ class WeightSource:
         """Write the parameters given in place, wherever they live; bit for bit the same each time."""
         raise NotImplementedError
 
+    def parameters(self, dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter with its name, made when it is asked for, and kept by nobody here."""
+        for name, shape in self.shapes().items():
+            parameter = torch.empty(shape, dtype=dtype, device=device)
+            self.fill({name: parameter})
+            yield name, parameter
+            del parameter
+
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model, by its Hugging Face name.

@@ -32,6 +32,7 @@ from lowtide.engine.model_executor import weights as checkpoint
 from lowtide.engine.model_executor.weights import (
     INDEX_FILE,
     RandomWeights,
+    WeightSource,
     create_weight_source,
     parameter_shapes,
 )
@@ -175,7 +176,7 @@ class _Reference:
         sent: dict[str, int] = {}
 
         def checked() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, parameter in self._weights_of(version):
+            for name, parameter in self._source_of(version).parameters(self._model.torch_dtype, self._config.device):
                 sent[name] = checksum(parameter)
                 yield name, parameter
                 del parameter
@@ -186,15 +187,10 @@ class _Reference:
             torch.cuda.empty_cache()
         return sent
 
-    def _weights_of(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        own = create_weight_source(self._config, self._model)
-        source = RandomWeights(self._model, self._config.seed + version) if version else own
-        for name, shape in source.shapes().items():
-            parameter = torch.empty(shape, dtype=self._model.torch_dtype, device=self._config.device)
-            source.fill({name: parameter})
-            yield name, parameter
-            # Made when it is asked for, and kept by nobody here.
-            del parameter
+    def _source_of(self, version: int) -> WeightSource:
+        if version:
+            return RandomWeights(self._model, self._config.seed + version)
+        return create_weight_source(self._config, self._model)
 
     def kv_usage(self) -> KVCacheUsage | None:
         """Return who has the KV blocks; None where there are none."""

@@ -39,6 +39,9 @@ END_S = 120.0
 _POLL_S = 0.1
 _HEALTH_S = 5.0
 _SHOWN = 400
+WEIGHTS = "--weights"
+"""The word before a command that is followed by another checkpoint: `--weights DIR vllm serve MODEL`."""
+
 TOKENS = range(10, 100)
 """Token ids of prompts: every vocabulary has them, and special ones are elsewhere."""
 
@@ -58,22 +61,29 @@ class ServerTarget(ABC):
     """A server as a target.
 
     Args:
-        command: what starts it, to listen on 127.0.0.1; where it has no `--port`, one that is free is added.
+        command: what starts it, to listen on 127.0.0.1; where it has no `--port`, one that is free is added. Before it
+            there may be `--weights` and the folder of another checkpoint of the same model, which is loaded into the
+            server that runs, as a trainer has it done.
         device: where it keeps its memory, "cpu" or "cuda:N".
 
     Attributes:
         sleep_option: the option of the command with which it can sleep; empty for one that always can.
         levels: at which it can sleep.
+        keeping_levels: those from which weights come back that were loaded while it ran.
         parts: what it can wake one by one.
         variables: of its environment.
     """
 
     sleep_option: ClassVar[str]
     levels: ClassVar[Sequence[int]] = (1,)
+    keeping_levels: ClassVar[Sequence[int]] = (1,)
     parts: ClassVar[Sequence[str]] = ("weights", "kv_cache")
     variables: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, command: Sequence[str], device: str) -> None:
+        self._checkpoint = ""
+        if [*command[:1]] == [WEIGHTS]:
+            self._checkpoint, command = _folder(command[1:2]), command[2:]
         if not command:
             raise TargetError("there is no command to start: write it after --, such as -- vllm serve MODEL")
         sleeps = not self.sleep_option or self.sleep_option in command
@@ -82,6 +92,8 @@ class ServerTarget(ABC):
             sleep_levels=self.levels if sleeps else (),
             wake_tags=self.parts if sleeps else (),
             prefix_cache=True,
+            update_weights=bool(self._checkpoint),
+            keeping_levels=self.keeping_levels if sleeps else (),
         )
         self._command = [*command]
         self._url = ""
@@ -145,6 +157,10 @@ class ServerTarget(ABC):
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         """Return the greedy tokens of each prompt."""
 
+    @abstractmethod
+    def update_weights(self, version: int) -> None:
+        """Have it load the checkpoint of its command (0), or the other one (1); see `Updating`."""
+
     def shutdown(self) -> None:
         """End it with SIGTERM, as whoever runs it does.
 
@@ -191,6 +207,21 @@ class ServerTarget(ABC):
             return json.loads(said)
         except ValueError:
             raise ServerError(f"POST {path} was answered with what is no JSON: {said[:_SHOWN]!r}") from None
+
+    def _said_of_itself(self, path: str, *keys: str | int) -> str:
+        """Return what is in the answer to a question, behind some keys.
+
+        Raises:
+            ServerError: it was not answered, or that is not in it.
+        """
+        try:
+            with self.get(path) as answer:
+                said = json.load(answer)
+            for key in keys:
+                said = said[key]
+            return str(said)
+        except (*_FAILED, ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"GET {path} was not answered with its {keys[-1]}: {error!r}") from None
 
     def _port(self) -> int:
         """Return the port that the command names, or 0."""
@@ -270,6 +301,13 @@ class VllmServer(ServerTarget):
         self.post("/reset_prefix_cache")
         return True
 
+    def update_weights(self, version: int) -> None:
+        """See `ServerTarget`: each worker reads the files; what other weights have computed is forgotten."""
+        # Without a path vLLM reads the files that it has read last.
+        path = self._checkpoint if version else self._said_of_itself("/v1/models", "data", 0, "root")
+        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        self.reset_prefix_cache()
+
 
 class LowtideServer(VllmServer):
     """`lowtide serve`, which answers as vLLM's server does, and sleeps at both levels."""
@@ -282,6 +320,8 @@ class SglangServer(ServerTarget):
     """`python -m sglang.launch_server`; with `--enable-memory-saver` it sleeps. Written from its documentation."""
 
     sleep_option = "--enable-memory-saver"
+    # Its pages come back without what was in them, and whoever wakes it sends the weights.
+    keeping_levels = ()
 
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         """See `ServerTarget`: one native request with all prompts."""
@@ -310,6 +350,13 @@ class SglangServer(ServerTarget):
         self.post("/flush_cache")
         return True
 
+    def update_weights(self, version: int) -> None:
+        """See `ServerTarget`; with the weights it forgets what others have computed."""
+        path = self._checkpoint if version else self._said_of_itself("/get_model_info", "model_path")
+        answer = self.ask("/update_weights_from_disk", {"model_path": path})
+        if answer.get("success") is False:
+            raise ServerError(f"POST /update_weights_from_disk was answered with {json.dumps(answer)}")
+
 
 def vllm_server(*command: str) -> VllmServer:
     """Return vLLM's server as a target, with the command that starts it."""
@@ -335,6 +382,13 @@ def _device() -> str:
 
 def _prompt(length: int) -> list[int]:
     return list(itertools.islice(itertools.cycle(TOKENS), length))
+
+
+def _folder(words: Sequence[str]) -> str:
+    if not words or not Path(words[0]).is_dir():
+        named = words[0] if words else "nothing"
+        raise TargetError(f"{WEIGHTS} is followed by {named}: give the folder of another checkpoint of the same model")
+    return str(Path(words[0]).resolve())
 
 
 def _free_port() -> int:

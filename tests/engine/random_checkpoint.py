@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from lowtide.engine.config import read_model_config
-from lowtide.engine.model_executor.weights import SINGLE_FILE, parameter_shapes
+from lowtide.engine.config import PRESETS, read_model_config
+from lowtide.engine.model_executor.weights import SINGLE_FILE, RandomWeights, parameter_shapes
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 199,
@@ -38,4 +38,12 @@ def write_random_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path
     shapes = parameter_shapes(read_model_config(folder))
     weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     save_file(weights, folder / SINGLE_FILE)
+    return folder
+
+
+def write_preset(folder: Path, seed: int) -> Path:
+    """Write the weights of `tiny` as a checkpoint: those that an engine of this seed draws."""
+    folder.mkdir()
+    model = PRESETS["tiny"]
+    save_file(dict(RandomWeights(model, seed).parameters(model.torch_dtype, "cpu")), folder / SINGLE_FILE)
     return folder

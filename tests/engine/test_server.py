@@ -19,6 +19,7 @@ from openai.types import Completion
 from lowtide.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from lowtide.engine.server import Choice, Detokenizer, TokenText
 from tests.engine import core_extensions
+from tests.engine.random_checkpoint import write_preset
 from tests.engine.served import Served, serving
 from tests.waiting import wait_until
 
@@ -269,6 +270,14 @@ def test_what_is_at_its_neutral_value_is_no_reason_to_refuse(served: Served) -> 
         ("/sleep?level=3", b"", "", 400, "sleep level '3' does not exist"),
         ("/sleep?mode=keep", b"", "", 400, "sleep mode 'keep' does not exist"),
         ("/wake_up?tags=cache", b"", "", 400, "there is no tag 'cache' to wake"),
+        ("/collective_rpc", b'{"method": "stop"}', "application/json", 400, "Invalid enum value 'stop'"),
+        (
+            "/collective_rpc",
+            b'{"method": "reload_weights", "kwargs": {"weights_path": "/none"}}',
+            "application/json",
+            400,
+            "/none holds neither model.safetensors",
+        ),
     ],
 )
 def test_a_wrong_call_is_answered_with_an_error(
@@ -400,6 +409,30 @@ def test_prefixes_are_cached_until_they_are_forgotten(served: Served) -> None:
     stream.close()
     served.did("/sleep")
     assert served.did("/reset_prefix_cache") == {"success": True}
+
+
+def test_another_checkpoint_gives_its_tokens_until_the_first_is_loaded_again(
+    served: Served, expected: list[list[int]], tmp_path: Path
+) -> None:
+    with LLMEngine(EngineConfig(seed=1)) as engine:
+        others = [list(output.token_ids) for output in engine.generate(PROMPTS, SamplingParams(max_tokens=12))]
+
+    def reload(**kwargs: str) -> Any:
+        status, said = served.post(
+            "/collective_rpc", json.dumps({"method": "reload_weights", "kwargs": kwargs}).encode()
+        )
+        assert status == 200, said
+        return json.loads(said)
+
+    # What is cached of the weights before is forgotten.
+    assert tokens(served, list(PROMPTS)) == expected
+    assert reload(weights_path=str(write_preset(tmp_path / "others", 1))) == {"results": [None]}
+    assert tokens(served, list(PROMPTS)) == others
+    served.did("/sleep?level=1")
+    served.did("/wake_up")
+    assert tokens(served, list(PROMPTS)) == others
+    reload()
+    assert tokens(served, list(PROMPTS)) == expected
 
 
 def test_metrics_count_what_was_asked(served: Served) -> None:

@@ -3,7 +3,8 @@
 It notes each request in a file, a line of JSON each. Ways: `engine` (lowtide's answers; else tokens that are counted
 up), `keeps` (each sleep leaves 32 MiB in a list of the module), `fails` (a sleep is answered with 500), `ends` (it ends
 at once), `stays` (it takes no SIGTERM), `wordless` (completions without token ids), `speechless` (what is no JSON),
-`short` (an answer that breaks off), `wakeful` and `drowsy` (after a sleep, or a wake, it says the contrary).
+`short` (an answer that breaks off), `refuses` (no weights are loaded), `wakeful` and `drowsy` (after a sleep, or a
+wake, it says the contrary).
 """
 
 from __future__ import annotations
@@ -63,7 +64,12 @@ class Handler(BaseHTTPRequestHandler):
     is_sleeping = False
 
     def do_GET(self) -> None:
-        self._answer({"is_sleeping": self.is_sleeping} if self.path == "/is_sleeping" else {})
+        said = {
+            "/is_sleeping": {"is_sleeping": self.is_sleeping},
+            "/get_model_info": {"model_path": "/own"},
+            "/v1/models": {"data": [{"id": "own", "root": "/own"}]},
+        }
+        self._answer(said.get(self.path, {}))
 
     def do_POST(self) -> None:
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -91,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         elif asked.path == "/wake_up":
             self.engine.wake(query.get("tags"))
             Handler.is_sleeping = Handler.is_sleeping and ("tags" in query or "drowsy" in WAYS)
-        self._answer({})
+        self._answer({"success": "refuses" not in WAYS})
 
     def _answer(self, said: Any) -> None:
         text = b"not here" if "speechless" in WAYS else json.dumps(said).encode()

@@ -41,9 +41,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
     made = []
 
-    def of(kind: type[VllmServer | SglangServer], *ways: str) -> ServerTarget:
+    def of(kind: type[VllmServer | SglangServer], *ways: str, before: tuple[str, ...] = ()) -> ServerTarget:
         command = [sys.executable, SERVER, str(tmp_path / "notes"), *ways]
-        made.append(kind(command, "cpu"))
+        made.append(kind([*before, *command], "cpu"))
         return made[-1]
 
     yield of
@@ -101,6 +101,56 @@ def test_a_server_that_says_the_contrary_of_what_it_was_asked_for_is_told(make: 
         ServerError, match=r'POST /wake_up was answered, and then /is_sleeping with {"is_sleeping": true}'
     ):
         drowsy.wake(None)
+
+
+@pytest.mark.parametrize("levels", [(), (1,)])
+def test_vllm_s_server_loads_another_checkpoint_and_its_own_again(
+    levels: tuple[int, ...], make: Make, tmp_path: Path
+) -> None:
+    sleeps = ["--enable-sleep-mode"] * len(levels)
+    target = make(VllmServer, *sleeps, before=("--weights", str(tmp_path)))
+    assert (target.capabilities.update_weights, target.capabilities.keeping_levels) == (True, levels)
+    target.create({})
+    for version in (1, 0):
+        assert target.update_weights(version) is None
+    assert requests(tmp_path) == [
+        ["/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}],
+        ["/reset_prefix_cache", None],
+        ["/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/own"}}],
+        ["/reset_prefix_cache", None],
+    ]
+
+
+def test_sglang_s_server_loads_another_checkpoint_and_its_own_again(make: Make, tmp_path: Path) -> None:
+    target = make(SglangServer, "--enable-memory-saver", before=("--weights", str(tmp_path)))
+    assert (target.capabilities.update_weights, target.capabilities.keeping_levels) == (True, ())
+    target.create({})
+    for version in (1, 0):
+        target.update_weights(version)
+    assert requests(tmp_path) == [
+        ["/update_weights_from_disk", {"model_path": str(tmp_path)}],
+        ["/update_weights_from_disk", {"model_path": "/own"}],
+    ]
+
+
+def test_weights_that_sglang_s_server_has_not_loaded_are_told(make: Make, tmp_path: Path) -> None:
+    target = make(SglangServer, "refuses", before=("--weights", str(tmp_path)))
+    target.create({})
+    with pytest.raises(ServerError, match=r'/update_weights_from_disk was answered with {"success": false'):
+        target.update_weights(1)
+
+
+def test_a_server_that_does_not_say_what_it_has_loaded_is_told(make: Make, tmp_path: Path) -> None:
+    target = make(VllmServer, "speechless", before=("--weights", str(tmp_path)))
+    target.create({})
+    with pytest.raises(ServerError, match="GET /v1/models was not answered with its root: JSONDecodeError"):
+        target.update_weights(0)
+
+
+@pytest.mark.parametrize(("words", "named"), [((), "nothing"), (("/none", "vllm", "serve"), "/none")])
+def test_weights_that_are_no_folder_are_refused(words: tuple[str, ...], named: str) -> None:
+    with pytest.raises(TargetError, match=f"--weights is followed by {named}: give the folder of another checkpoint"):
+        VllmServer(["--weights", *words], "cpu")
 
 
 def test_a_life_of_sglang_s_server(make: Make, tmp_path: Path) -> None:
@@ -303,3 +353,20 @@ def test_what_our_own_server_leaves_is_found_in_its_processes(
         for left in re.findall(r"pid (\d+) \(lowtide::Engine\) runs on", done.stdout):
             with suppress(ProcessLookupError):
                 os.kill(int(left), signal.SIGKILL)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("options", "outcome"), [((), "clean"), (("--defect", "sync-of-nothing"), "leak")])
+def test_other_weights_are_loaded_into_our_own_server_and_judged(
+    options: tuple[str, ...], outcome: str, tmp_path: Path
+) -> None:
+    checkpoint = pytest.importorskip("tests.engine.random_checkpoint")
+    others = str(checkpoint.write_preset(tmp_path / "others", 1))
+    served = ["--weights", others, sys.executable, "-m", "lowtide", "serve", "--device", "cpu", *options]
+    asked = ["check", "lowtide.targets:lowtide_server", "--cycles", "2", "--report", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", *asked, "--", *served], capture_output=True, text=True, timeout=HANG_S
+    )
+    (subject,) = read(tmp_path).subjects
+    assert subject.outcome == outcome, done.stdout
+    assert "update_weights" in {stage.name for stage in subject.stages}
