@@ -182,6 +182,10 @@ def execute(
         ),
     ] = None,
     max_growth: MaxGrowth = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where its server answers: what grows is told by request, too."),
+    ] = None,
 ) -> None:
     """Run a command with agents in all its processes, and judge what they leave when it has ended.
 
@@ -198,7 +202,7 @@ def execute(
         refuse(f"--settle {settle} is not possible: use 0 or more seconds")
     known = load_suppressions(suppressions)
     check_writable(report)
-    asked = _asked(growth, warm_up, max_growth)
+    asked = _asked(growth, warm_up, max_growth, url)
     raise typer.Exit(judge_command("exec", command, report, as_json, known, settle, asked))
 
 
@@ -216,16 +220,42 @@ class WatchedGrowth(msgspec.Struct, frozen=True):
     stops: bool = False
 
 
-def _asked(growth: str | None, warm_up: str | None, max_growth: str | None) -> WatchedGrowth | None:
+def _asked(growth: str | None, warm_up: str | None, max_growth: str | None, url: str | None) -> WatchedGrowth | None:
     if growth is None:
-        if warm_up is not None or max_growth is not None:
-            refuse(f"{'--max-growth' if warm_up is None else '--warm-up'} applies only with --growth TIME")
+        given = {"--warm-up": warm_up, "--max-growth": max_growth, "--url": url}
+        if named := [option for option, value in given.items() if value is not None]:
+            refuse(f"{named[0]} applies only with --growth TIME")
         return None
     from lowtide.leakcheck.processes.timed_growth import TimedGrowth
 
     seconds = watched_seconds("--growth", growth)
     until = None if warm_up is None else seconds_of("--warm-up", warm_up)
-    return WatchedGrowth(lambda engine: TimedGrowth(engine, seconds, until, tell), allowed_bytes(max_growth))
+    if url is not None:
+        check_address(url)
+
+    def begin(engine: EngineProcesses) -> TimedGrowth | ServerWatch:
+        if url is None:
+            return TimedGrowth(engine, seconds, until, tell)
+        from lowtide.leakcheck.processes.server_watch import ServerWatch
+        from lowtide.leakcheck.targets.load import Load
+
+        client = Load(url, 0, is_needed=True)
+        client.start()
+        # Which stops it at its end.
+        return ServerWatch(
+            lambda length, is_first: TimedGrowth(engine, length, until if is_first else 0.0, tell),
+            seconds,
+            tell,
+            client,
+        )
+
+    return WatchedGrowth(begin, allowed_bytes(max_growth))
+
+
+def check_address(url: str) -> None:
+    """Refuse what is no address of a server."""
+    if not re.fullmatch(r"https?://[^/\s]+(:\d+)?/?", url):
+        refuse(f"--url {url!r} is no address of a server: use one such as http://127.0.0.1:8000")
 
 
 def judge_command(
@@ -398,8 +428,9 @@ def run_command(
             signals.started(process)
             watch = None if growth is None else growth.begin(life.engine)
             stopped = _wait(process, traces, reports, watch, stops=growth is not None and growth.stops)
-            if watch is not None:
-                watch.end(process.returncode, asked=signals.heard)
+            if watch is not None and growth is not None:
+                # A command that is not watched as a server may end by itself.
+                watch.end(process.returncode, asked=signals.heard or not growth.stops)
             reports.stop()
             judgement = EndJudgement(tree, traces, agents, settle, lambda: signals.is_cut)
             end, engine = judgement.judge(), life.engine

@@ -43,6 +43,7 @@ from lowtide.leakcheck.cli.execute import (
     WatchedGrowth,
     allowed_bytes,
     bytes_of,
+    check_address,
     judge_command,
     report_growth,
     seconds_of,
@@ -476,8 +477,8 @@ def watch(
         refuse(f"--load {load} is not possible: give clients, and --url, or a command")
     if load and pid is not None:
         refuse("--load needs the address of a server: give --url in place of --pid")
-    if url is not None and not re.fullmatch(r"https?://[^/\s]+(:\d+)?/?", url):
-        refuse(f"--url {url!r} is no address of a server: use one such as http://127.0.0.1:8000")
+    if url is not None:
+        check_address(url)
     if command is None and (report is not None or suppressions is not None):
         option = "--suppressions" if report is None else "--report"
         refuse(f"{option} needs a command: of what runs the report is printed, with --json as JSON")

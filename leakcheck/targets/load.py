@@ -92,8 +92,12 @@ class Load:
         """See the class; empty where none has failed."""
         return max(self._failures.values(), default=(0, ""))[1]
 
-    def __enter__(self) -> Load:
+    def start(self) -> None:
+        """Begin to ask."""
         self._thread.start()
+
+    def __enter__(self) -> Load:
+        self.start()
         return self
 
     def stop(self) -> None:

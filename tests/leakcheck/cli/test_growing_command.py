@@ -250,9 +250,11 @@ def test_what_a_late_start_fills_is_no_growth(tmp_path: Path, keeps: str) -> Non
         ),
         (["--warm-up", "5s"], "lowtide: --warm-up applies only with --growth TIME"),
         (["--max-growth", "5MB"], "lowtide: --max-growth applies only with --growth TIME"),
+        (["--url", "http://127.0.0.1:1"], "lowtide: --url applies only with --growth TIME"),
+        (["--growth", "1m", "--url", "here"], "lowtide: --url 'here' is no address of a server"),
         (["--growth", "1m", "--max-growth", "much"], "lowtide: --max-growth: 'much' is no size: use bytes"),
     ],
-    ids=["short", "no time", "warm-up alone", "max-growth alone", "no size"],
+    ids=["short", "no time", "warm-up alone", "max-growth alone", "url alone", "no url", "no size"],
 )
 def test_bad_input_is_one_line(words: list[str], said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "lowtide", "exec", *words, "true"], capture_output=True, text=True)

@@ -170,6 +170,30 @@ def test_a_list_that_takes_two_kilobytes_of_each_request_is_named_with_them(serv
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("mode", "outcome"), [("keeps", "leak"), ("nothing", "clean")])
+def test_a_command_that_runs_on_is_told_by_request_where_its_address_is_given(
+    mode: str, outcome: str, server: Path, port: int
+) -> None:
+    url = f"http://127.0.0.1:{port}"
+    words = ["exec", "--json", "--growth", "40s", "--warm-up", "1s", "--url", url, "--", sys.executable, str(server)]
+    done = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", *words, mode, "--port", str(port)], stdout=subprocess.PIPE, text=True
+    )
+    with done, Load(url, 4, is_needed=True):
+        # It has been watched for all the time by then, and was not ended when that was over.
+        time.sleep(60)
+        assert done.poll() is None
+        (child,) = psutil.Process(done.pid).children()
+        done.terminate()
+        out, _ = done.communicate(timeout=HANG_S)
+    assert not child.is_running()
+    (subject,) = decode(out.encode()).subjects
+    assert (subject.outcome, subject.not_measured) == (outcome, ())
+    if mode == "keeps":
+        assert 1.8 < per_request(of_list(subject)) < 2.2
+
+
+@pytest.mark.nightly
 def test_its_quiet_twin_is_clean_for_all_the_time(server: Path, port: int) -> None:
     status, said, subject = watched(server, "nothing", port)
     assert (status, subject.outcome, subject.findings, subject.not_measured) == (0, "clean", (), ())
