@@ -22,12 +22,12 @@ from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors, left_by_test
-from lowtide.leakcheck.processes.process_levels import describe_process, pid_of, private_bytes
+from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, anonymous_bytes
-from lowtide.probes.host.process_files import has_ended, stat
+from lowtide.probes.host.process_files import PrivateMemory, has_ended, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.objects.engine_pools import SlotReading
 from lowtide.probes.processes.agents import Agents
@@ -113,6 +113,7 @@ class OtherProcesses:
         self.unmeasured = UnmeasuredProcesses(tree, driver)
         self.agents = Agents()
         self._ended = EndedHolders(driver)
+        self._memory = PrivateMemory()
         self._engine = EngineProcesses(tree, self.agents, None, driver, ended=self._ended)
         self._is_marked = False
         # Those that were there at the end of a sleep of this test.
@@ -490,10 +491,13 @@ class OtherProcesses:
         """Return what is seen of each descendant."""
         pids = self._tree.descendants()
         cards = self._ended.on_cards(pids)
+        self._memory.keep(pids)
         found = {}
         for pid in pids:
             if (process := stat(pid)) is not None:
-                found[pid] = _Outside(process.started, private_bytes(pid), cards.get(pid, {}))
+                memory = self._memory.read(process)
+                private = None if memory is None else memory.private
+                found[pid] = _Outside(process.started, private, cards.get(pid, {}))
         return found
 
 

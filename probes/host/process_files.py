@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.originals import contents, lines_of, loaded, os, threading, time
@@ -167,7 +168,10 @@ def status(pid: int) -> dict[str, str]:
 
 def anonymous_bytes_of(pid: int) -> int:
     """Return the bytes of a process that are no file's, as the kernel counts them."""
-    fields = status(pid)
+    return _anonymous(status(pid))
+
+
+def _anonymous(fields: Mapping[str, str]) -> int:
     return _bytes_in(fields, "RssAnon") + _bytes_in(fields, "VmSwap")
 
 
@@ -274,6 +278,35 @@ def rollup(pid: int) -> Rollup | None:
     )
     anonymous, huge = sizes.get("Anonymous", 0) + swapped, sizes.get("AnonHugePages", 0)
     return Rollup(private + swapped, anonymous, shared, swapped, huge)
+
+
+class PrivateMemory:
+    """Reads what processes have to themselves, without going through their pages each time.
+
+    To do so takes the kernel 10 ms for a process with torch, and 50 where it has gigabytes; to say how much is no
+    file's a twentieth of a millisecond. What is a file's, or its parent's, is as it was when the pages were gone
+    through: where shared memory has come or gone they are gone through again, as it may be nobody else's.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, int, Rollup]] = {}
+
+    def read(self, process: ProcessStat) -> Rollup | None:
+        """Return its memory by kind; of `shared`, `swapped` and `huge` as of the last time.  None: see `rollup`."""
+        pid, fields = process.pid, status(process.pid)
+        shared = _bytes_in(fields, "RssShmem")
+        started, shared_before, last = self._last.get(pid, (0, 0, None))
+        if last is None or (started, shared_before) != (process.started, shared):
+            found = rollup(pid)
+            if found is not None:
+                self._last[pid] = process.started, shared, found
+            return found
+        more = _anonymous(fields) - last.anonymous
+        return replace(last, private=last.private + more, anonymous=last.anonymous + more)
+
+    def keep(self, pids: Collection[int]) -> None:
+        """Forget all processes but some."""
+        self._last = {pid: known for pid, known in self._last.items() if pid in pids}
 
 
 def has_opened_a_card(pid: int) -> bool:

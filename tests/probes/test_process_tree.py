@@ -425,26 +425,35 @@ def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, 
 def test_memory_that_may_not_be_read_is_unknown_and_reported_as_resident(
     tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.probes.host.process_tree.rollup", lambda pid: None)
+    monkeypatch.setattr(process_files, "rollup", lambda pid: None)
     with child(f"held = b'x' * {64 * MIB}; {WAITS}"):
         found = only(tree)
     assert found.private is None
     assert found.own == found.resident > 64 * MIB
 
 
-def test_pages_are_counted_again_once_a_process_has_touched_or_given_back_some(
-    tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("made", "times"), [("b'x' * size", 1), ("shared(size)", 3)])
+def test_pages_are_counted_again_only_where_shared_memory_has_come_or_gone(
+    made: str, times: int, tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(process_tree, "rollup", lambda pid: (counted.append(pid), process_files.rollup(pid))[1])
+    count = process_files.rollup
+    monkeypatch.setattr(process_files, "rollup", lambda pid: (counted.append(pid), count(pid))[1])
     memory = TreeMemory(tree)
 
     def private() -> int:
         _, (found,) = memory.read(None, floor=0)
         return found.private or 0
 
-    steps = "for size in (32 << 20, 0): sys.stdin.readline(); held = None; held = b'x' * size; print(flush=True)"
-    with child(f"import sys; print(flush=True)\n{steps}\nsys.stdin.read()") as process:
+    steps = f"for size in (32 << 20, 0): sys.stdin.readline(); held = None; held = {made}; print(flush=True)"
+    shared = """
+def shared(size):
+    if size:
+        memory = mmap.mmap(-1, size)
+        memory.write(b'x' * size)
+        return memory
+"""
+    with child(f"import mmap, sys{shared}print(flush=True)\n{steps}\nsys.stdin.read()") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         few = private()
@@ -455,7 +464,7 @@ def test_pages_are_counted_again_once_a_process_has_touched_or_given_back_some(
             process.stdin.flush()
             process.stdout.readline()
             assert abs(private() - few - held) < 4 * MIB
-        assert len(counted) == 3
+        assert len(counted) == times
 
 
 def test_pages_that_a_fork_writes_are_counted_though_it_gets_no_larger(tree: ProcessTree) -> None:
