@@ -15,12 +15,19 @@ torch = pytest.importorskip("torch")
 # With a torch for CUDA one file more: which history the program has switched on is a setting.
 HISTORY = {"probes/device/allocation_history.py"} if hasattr(torch._C, "_cuda_isHistoryEnabled") else set()
 
-CLEAN, LEAKING = 35 + len(HISTORY), 89 + len(HISTORY)
+CLEAN, LEAKING = 35 + len(HISTORY), 88 + len(HISTORY)
 """Files that a clean test and a leaking one may enter, on a CPU; to be lowered.
 
-They are 30 and 81; five more where it is read after the test what grows with each, and three more for a leaking one
-where another program makes files in /dev/shm meanwhile.
+They are 30 and 83; five more where it is read after the test what grows with each.
 """
+
+OF_NEIGHBOURS = {
+    "leakcheck/judging/exemptions.py",
+    "leakcheck/resources/files.py",
+    "probes/host/process_files.py",
+    "probes/host/readings.py",
+}
+"""What is entered besides where another program makes files in /dev/shm meanwhile."""
 
 RECORDER = """
 import json
@@ -81,8 +88,9 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("test", "most"), [("test_clean", CLEAN), ("test_leak", LEAKING)])
 def test_no_more_files_are_entered(test: str, most: int, entered: dict[str, list[str]]) -> None:
-    listed = "\n".join(entered[test])
-    assert len(entered[test]) <= most, f"{len(entered[test])} files:\n{listed}"
+    files = [file for file in entered[test] if file not in OF_NEIGHBOURS]
+    listed = "\n".join(files)
+    assert len(files) <= most, f"{len(files)} files:\n{listed}"
 
 
 def test_without_other_processes_cards_and_engines_nothing_of_these_is_entered(entered: dict[str, list[str]]) -> None:
