@@ -26,6 +26,7 @@ from lowtide.leakcheck.resources.settings import (
     SettingHistory,
     changes_between,
     describe_change,
+    is_of_tests_own_logger,
 )
 from lowtide.probes.heap.reach import module_namespaces, reach, ways_to
 from lowtide.probes.heap.stand_ins import owned
@@ -481,20 +482,21 @@ class Ownership:
         self._ended: list[Owner] = []
         self._history = SettingHistory()
         self._were_put_back = False
+        self._test = ""
 
     def forget_settings(self) -> None:
         """Forget that settings changed: whoever judges has put them back."""
         self._history = SettingHistory()
         self._were_put_back = True
 
-    def begin(self, stage: str, now: Counters) -> None:
-        """Begin a test: what is there now is its baseline."""
+    def begin(self, stage: str, now: Counters, test: str = "") -> None:
+        """Begin a test, by its node id: what is there now is its baseline."""
         # What is there when the first one begins has not been changed by anybody.
         unknown = self._were_put_back or not self._levels
         for subject in () if unknown else (None, *self._ended):
             for change in self._changes(now, subject, self._ended):
                 self._history.note(change.name, change.before, change.now)
-        self._were_put_back = False
+        self._were_put_back, self._test = False, test
         self._ended.clear()
         self._history.begin(now.settings)
         self.baseline = now
@@ -763,7 +765,11 @@ class Ownership:
         # What an ended one left as it had set it, is its own.
         changes = changes_between({name: text for name, text in before.items() if text != ABSENT}, now.settings)
         changes = [change for change in changes if (change.name, change.now) not in left]
-        return [change for change in changes if not self._environment.is_own_of_library(change)]
+        return [
+            change
+            for change in changes
+            if not self._environment.is_own_of_library(change) and not is_of_tests_own_logger(change.name, self._test)
+        ]
 
     def _leave_to_processes(self, names: Collection[str]) -> None:
         """Take new entries of /dev/shm for those of living owners whose processes have made them, and not this one.

@@ -45,6 +45,7 @@ _IDENTITY = re.compile(r"(?: at |^)0x[0-9a-f]+")
 _SECRET = re.compile(r"TOKEN|KEY|PASS|PWD|SECRET|CREDENTIAL|AUTH|COOKIE|SIGNATURE|PRIVATE|DSN|SALT", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
 _VARIABLE = re.compile(r"os\.environ\[(.+)\]", re.DOTALL)
+_OF_A_LOGGER = re.compile(r"(?:disabled|level|propagate) of logging\.getLogger\((.+)\)", re.DOTALL)
 _FOLDERS = ("PWD", "OLDPWD")
 
 _MATMUL = ("torch.get_float32_matmul_precision()", "torch.backends.cuda.matmul.allow_tf32")
@@ -210,6 +211,22 @@ def sentences(changes: Sequence[SettingChange], places: Mapping[str, str]) -> li
             place = places.get(change.name)
             found.append((change.setting, describe_change(change) + (f" ({place})" if place else "")))
     return found
+
+
+def is_of_tests_own_logger(setting: str, test: str) -> bool:
+    """Return whether a level or switch is of a logger that is named after the test: nobody else asks for that one.
+
+    So `unittest`'s `logging.getLogger(self.id())`. What a handler on it holds stays, and is judged like any other's.
+
+    Args:
+        setting: as `level of logging.getLogger('tests.test_retry.Retry.test_logs')`.
+        test: its node id.
+    """
+    logger = _OF_A_LOGGER.fullmatch(setting)
+    place, _, function = test.partition("[")[0].rpartition("::")
+    if logger is None or not place:
+        return False
+    return str(ast.literal_eval(logger[1])).rpartition(".")[2] == function
 
 
 def _is_one_of_several(change: SettingChange) -> bool:

@@ -190,7 +190,7 @@ class Watch:
             now = watched.counters.read()
         self.others.begin(now)
         self._host.begin(subject, now, judged=judged)
-        watched.ownership.begin(stage, now)
+        watched.ownership.begin(stage, now, subject)
         self._lost = None
         memory = watched.device_memory
         if any(not memory.knows(device) or memory.has_shrunk(device, now) for device in now.devices):

@@ -326,6 +326,25 @@ def test_what_was_there_from_the_first_test_on_is_missed_when_it_is_removed(segm
         }
 
 
+@pytest.mark.parametrize("setting", ["level", "propagate"])
+def test_what_a_test_sets_of_the_logger_named_after_it_is_its_own(books: Ownership, setting: str) -> None:
+    name = f"{setting} of logging.getLogger('tests.test_retry.Retry.test_logs')"
+    before, after = counters(settings={}), counters(settings={name: "10"})
+    books.begin("setup", before, "tests/test_retry.py::Retry::test_logs[a::b]")
+    assert new(books, after, key="globals") == set()
+
+
+@pytest.mark.parametrize(
+    "setting", ["level of logging.getLogger('app')", "handler X of logging.getLogger('test_logs')"]
+)
+@pytest.mark.parametrize("test", ["tests/test_app.py::test_logs", "app", ""])
+def test_a_level_of_another_logger_and_a_handler_of_the_tests_own_stay(
+    books: Ownership, setting: str, test: str
+) -> None:
+    books.begin("setup", counters(settings={}), test)
+    assert new(books, counters(settings={setting: "10"}), key="globals")
+
+
 def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_again(books: Ownership) -> None:
     first, second, third = (counters(settings={DTYPE: value}) for value in ("float32", "float64", "float16"))
     for now in (first, second, third):
