@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import logging as logging_module
 import os as os_module
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, FunctionType, ModuleType
@@ -33,6 +35,9 @@ ABSENT = ""
 _MOST = 80
 """Characters of a value that are shown."""
 
+_OF_FOLDER = 30
+"""Characters of a test's name in that of its folder (`_pytest/tmpdir.py`)."""
+
 _BEFORE = 20
 """Characters of a long value that are shown before the place where it was changed."""
 
@@ -45,6 +50,7 @@ _IDENTITY = re.compile(r"(?: at |^)0x[0-9a-f]+")
 _SECRET = re.compile(r"TOKEN|KEY|PASS|PWD|SECRET|CREDENTIAL|AUTH|COOKIE|SIGNATURE|PRIVATE|DSN|SALT", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
 _VARIABLE = re.compile(r"os\.environ\[(.+)\]", re.DOTALL)
+_HANDLER = re.compile(r"handler .+ of logging\.getLogger\((.+)\) at (0x[0-9a-f]+)", re.DOTALL)
 _OF_A_LOGGER = re.compile(r"(?:disabled|level|propagate) of logging\.getLogger\((.+)\)", re.DOTALL)
 _FOLDERS = ("PWD", "OLDPWD")
 
@@ -216,7 +222,8 @@ def sentences(changes: Sequence[SettingChange], places: Mapping[str, str]) -> li
 def is_of_tests_own_logger(setting: str, test: str) -> bool:
     """Return whether a level or switch is of a logger that is named after the test: nobody else asks for that one.
 
-    So `unittest`'s `logging.getLogger(self.id())`. What a handler on it holds stays, and is judged like any other's.
+    So `unittest`'s `logging.getLogger(self.id())`, or a name that ends with that of pytest's `tmp_path`, which has 30
+    characters of the test's and a number.  What a handler on it holds stays, and is judged like any other's.
 
     Args:
         setting: as `level of logging.getLogger('tests.test_retry.Retry.test_logs')`.
@@ -226,7 +233,8 @@ def is_of_tests_own_logger(setting: str, test: str) -> bool:
     place, _, function = test.partition("[")[0].rpartition("::")
     if logger is None or not place:
         return False
-    return str(ast.literal_eval(logger[1])).rpartition(".")[2] == function
+    name = str(ast.literal_eval(logger[1]))
+    return name.rpartition(".")[2] == function or name.rstrip(string.digits).endswith(function[:_OF_FOLDER])
 
 
 def _is_one_of_several(change: SettingChange) -> bool:
@@ -337,9 +345,10 @@ _STACKS = "the card's cudaLimitStackSize"
 
 
 class EnvironmentSetters:
-    """Notes who sets or deletes each variable, from `start` to `stop`.
+    """Notes who sets or deletes each variable, and which library makes a handler of `logging`, from `start` to `stop`.
 
-    `os.putenv` and `os.unsetenv`, which `os.environ` calls for each, are stood in for meanwhile.
+    `os.putenv` and `os.unsetenv`, which `os.environ` calls for each, and what `logging` calls with each new handler are
+    stood in for meanwhile.
 
     Args:
         communicates: whether a library for communication between cards was first used in the test of now.
@@ -350,12 +359,15 @@ class EnvironmentSetters:
         self._places: dict[str, tuple[str, int, str, str]] = {}
         # By variable, whether it was the library's own before, or nobody's.
         self._by_libraries: dict[str, bool] = {}
+        # By a handler's identity, the package that has made it.
+        self._handlers: dict[int, str] = {}
         self._stand_ins = StandIns()
 
     def start(self) -> None:
         """Begin to note; legal twice."""
         self._stand_ins.put(os_module, "putenv", functools.partial(self._noting, "set"))
         self._stand_ins.put(os_module, "unsetenv", functools.partial(self._noting, "deleted"))
+        self._stand_ins.put(logging_module, "_addHandlerRef", self._noting_handlers)
 
     def stop(self) -> None:
         """End it; legal twice."""
@@ -366,6 +378,17 @@ class EnvironmentSetters:
             original(name, *value)
             if name != _CURRENT_TEST:
                 self._note(os.fsdecode(name), what, sys._getframe(1))
+
+        return ours
+
+    def _noting_handlers(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def ours(handler: Any) -> None:
+            original(handler)
+            frame = _asking(sys._getframe(1))
+            if frame is not None and is_of_site(frame.f_code.co_filename):
+                self._handlers[id(handler)] = str(frame.f_globals.get("__name__")).partition(".")[0]
+            else:
+                self._handlers.pop(id(handler), None)
 
         return ours
 
@@ -380,12 +403,19 @@ class EnvironmentSetters:
     def is_own_of_library(self, change: SettingChange) -> bool:
         """Return whether a library set a variable that nobody had set but itself, or deleted one.
 
+        Or has made the first handler of its kind for a logger of its own, as one that configures itself when it is
+        first used: a second one writes everything twice.
+
         With NCCL's first communicator between two cards the room for stacks grows on each (1,024 to 1,760 bytes, H200).
         """
         if change.name == _STACKS:
             return ABSENT not in (change.before, change.now) and (
                 int(change.before) < int(change.now) and self._communicates()
             )
+        if handler := _HANDLER.fullmatch(change.name):
+            logger = str(ast.literal_eval(handler[1])).partition(".")[0]
+            is_first = change.before == ABSENT and not change.beside
+            return is_first and self._handlers.get(int(handler[2], 16)) == logger
         own = ABSENT in (change.before, change.now) or self._by_libraries.get(_variable(change.name), False)
         return own and self.is_librarys(change.name)
 
@@ -395,11 +425,7 @@ class EnvironmentSetters:
         return "" if place is None else f"{place[3]} in {place[2]}, {os.path.basename(place[0])}:{place[1]}"
 
     def _note(self, variable: str, what: str, frame: FrameType | None) -> None:
-        # Python's library and the test runner set what somebody else wants to have set.
-        while frame is not None and (
-            is_of_python(file := frame.f_code.co_filename) or any(part in file for part in _RUNNERS)
-        ):
-            frame = frame.f_back
+        frame = _asking(frame)
         # `os.environ` has it a moment later.
         was_own = self._by_libraries.pop(variable, variable not in os.environ)
         self._places.pop(variable, None)
@@ -407,6 +433,15 @@ class EnvironmentSetters:
             self._by_libraries[variable] = was_own
         else:
             self._places[variable] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, what)
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """Return whose code it is: Python's library and the test runner set what somebody else wants to have set."""
+    while frame is not None and (
+        is_of_python(file := frame.f_code.co_filename) or any(part in file for part in _RUNNERS)
+    ):
+        frame = frame.f_back
+    return frame
 
 
 def _variable(setting: str) -> str:

@@ -327,8 +327,9 @@ def test_what_was_there_from_the_first_test_on_is_missed_when_it_is_removed(segm
 
 
 @pytest.mark.parametrize("setting", ["level", "propagate"])
-def test_what_a_test_sets_of_the_logger_named_after_it_is_its_own(books: Ownership, setting: str) -> None:
-    name = f"{setting} of logging.getLogger('tests.test_retry.Retry.test_logs')"
+@pytest.mark.parametrize("logger", ["tests.test_retry.Retry.test_logs", "retry_test_logs0"])
+def test_what_a_test_sets_of_the_logger_named_after_it_is_its_own(books: Ownership, setting: str, logger: str) -> None:
+    name = f"{setting} of logging.getLogger({logger!r})"
     before, after = counters(settings={}), counters(settings={name: "10"})
     books.begin("setup", before, "tests/test_retry.py::Retry::test_logs[a::b]")
     assert new(books, after, key="globals") == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import sysconfig
@@ -25,10 +26,11 @@ def setters() -> Iterator[EnvironmentSetters]:
         setters.stop()
 
 
-def as_library(code: str) -> None:
-    """Run it as an installed library's code."""
-    names: dict[str, Any] = {"os": os}
+def as_library(code: str) -> dict[str, Any]:
+    """Run it as an installed library's code, and return its names."""
+    names: dict[str, Any] = {"__name__": "library", "logging": logging, "os": os}
     exec(compile(code, f"{sysconfig.get_path('purelib')}/library/__init__.py", "exec"), names)
+    return names
 
 
 def test_what_a_test_sets_is_its_own_with_the_line(setters: EnvironmentSetters) -> None:
@@ -87,6 +89,25 @@ def test_a_library_may_replace_what_it_has_set_itself(setters: EnvironmentSetter
         as_library("os.environ['LOWTIDE_SETTER'] = '0'")
     as_library("os.environ['LOWTIDE_SETTER'] = '1'")
     assert setters.is_own_of_library(SettingChange(NAME, "0", "1")) == (found != "the user's")
+
+
+@pytest.mark.parametrize(
+    ("logger", "maker", "beside", "is_own"),
+    [
+        ("library.error", "library", 0, True),
+        # Each use adds one more.
+        ("library.error", "library", 1, False),
+        ("library.error", "test", 0, False),
+        ("app", "library", 0, False),
+    ],
+)
+def test_a_librarys_first_handler_of_its_own_logger_is_its_own(
+    setters: EnvironmentSetters, logger: str, maker: str, beside: int, is_own: bool
+) -> None:
+    code = "handler = logging.StreamHandler()"
+    names = as_library(code) if maker == "library" else {"handler": logging.StreamHandler()}
+    name = f"handler logging.StreamHandler of logging.getLogger({logger!r}) at {id(names['handler']):#x}"
+    assert setters.is_own_of_library(SettingChange(name, ABSENT, "there", beside)) == is_own
 
 
 def test_what_python_or_pytest_sets_is_of_who_asked_for_it(setters: EnvironmentSetters) -> None:
