@@ -143,12 +143,14 @@ def changes_between(
     found = []
     for name in now.keys() | before.keys() if names is None else names:
         then, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
+        if then == is_now:
+            continue
         if _OF_A_COMPILER.get(name) == is_now:
             continue
         # What is as it was first, whoever had changed it, needs nothing; nor does a timer that has ended.
         if name.startswith((REPLACED, "interval timer ")) and is_now == ABSENT:
             continue
-        if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
+        if LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.
         if is_entry(name) or (name in before and name in now):
@@ -356,9 +358,11 @@ class EnvironmentSetters:
 
     def __init__(self, communicates: Callable[[], bool] = lambda: False) -> None:
         self._communicates = communicates
-        self._places: dict[str, tuple[str, int, str, str]] = {}
+        self._places: dict[bytes, tuple[str, int, str, str]] = {}
         # By variable, whether it was the library's own before, or nobody's.
-        self._by_libraries: dict[str, bool] = {}
+        self._by_libraries: dict[bytes, bool] = {}
+        # By file. A fixture may empty the whole environment and fill it again, before and after every test.
+        self._asks_for_another: dict[str, bool] = {}
         # By a handler's identity, the package that has made it.
         self._handlers: dict[int, str] = {}
         self._stand_ins = StandIns()
@@ -377,14 +381,14 @@ class EnvironmentSetters:
         def ours(name: Any, *value: Any) -> None:
             original(name, *value)
             if name != _CURRENT_TEST:
-                self._note(os.fsdecode(name), what, sys._getframe(1))
+                self._note(name if type(name) is bytes else os.fsencode(name), what, sys._getframe(1))
 
         return ours
 
     def _noting_handlers(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def ours(handler: Any) -> None:
             original(handler)
-            frame = _asking(sys._getframe(1))
+            frame = self._asking(sys._getframe(1))
             if frame is not None and is_of_site(frame.f_code.co_filename):
                 self._handlers[id(handler)] = str(frame.f_globals.get("__name__")).partition(".")[0]
             else:
@@ -398,7 +402,7 @@ class EnvironmentSetters:
         Args:
             setting: as `os.environ['NAME']`.
         """
-        return _variable(setting) in self._by_libraries
+        return os.fsencode(_variable(setting)) in self._by_libraries
 
     def is_own_of_library(self, change: SettingChange) -> bool:
         """Return whether a library set a variable that nobody had set but itself, or deleted one.
@@ -416,32 +420,37 @@ class EnvironmentSetters:
             logger = str(ast.literal_eval(handler[1])).partition(".")[0]
             is_first = change.before == ABSENT and not change.beside
             return is_first and self._handlers.get(int(handler[2], 16)) == logger
-        own = ABSENT in (change.before, change.now) or self._by_libraries.get(_variable(change.name), False)
+        own = ABSENT in (change.before, change.now) or self._by_libraries.get(
+            os.fsencode(_variable(change.name)), False
+        )
         return own and self.is_librarys(change.name)
 
     def place_of(self, setting: str) -> str:
         """Return where a variable was set or deleted last: `set in function, file.py:12`; empty where unknown."""
-        place = self._places.get(_variable(setting))
+        place = self._places.get(os.fsencode(_variable(setting)))
         return "" if place is None else f"{place[3]} in {place[2]}, {os.path.basename(place[0])}:{place[1]}"
 
-    def _note(self, variable: str, what: str, frame: FrameType | None) -> None:
-        frame = _asking(frame)
-        # `os.environ` has it a moment later.
-        was_own = self._by_libraries.pop(variable, variable not in os.environ)
+    def _note(self, variable: bytes, what: str, frame: FrameType | None) -> None:
+        frame = self._asking(frame)
+        was_own = self._by_libraries.pop(variable, None)
         self._places.pop(variable, None)
         if frame is None or is_of_site(frame.f_code.co_filename):
-            self._by_libraries[variable] = was_own
+            # `os.environ` has it a moment later.
+            self._by_libraries[variable] = os.fsdecode(variable) not in os.environ if was_own is None else was_own
         else:
             self._places[variable] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, what)
 
-
-def _asking(frame: FrameType | None) -> FrameType | None:
-    """Return whose code it is: Python's library and the test runner set what somebody else wants to have set."""
-    while frame is not None and (
-        is_of_python(file := frame.f_code.co_filename) or any(part in file for part in _RUNNERS)
-    ):
-        frame = frame.f_back
-    return frame
+    def _asking(self, frame: FrameType | None) -> FrameType | None:
+        """Return whose code it is: Python's library and the test runner set what somebody else wants to have set."""
+        known = self._asks_for_another
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file not in known:
+                known[file] = is_of_python(file) or any(part in file for part in _RUNNERS)
+            if not known[file]:
+                break
+            frame = frame.f_back
+        return frame
 
 
 def _variable(setting: str) -> str:
