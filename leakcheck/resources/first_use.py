@@ -45,7 +45,7 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.readings import mapped_shared_files, resident_code, shared_file_bytes
 from lowtide.probes.memory.ranges import Range, common
-from lowtide.probes.objects.described import is_installed_module, is_library, program_modules
+from lowtide.probes.objects.described import is_installed_module, is_library, library_globals, program_modules
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census, all_instances
@@ -447,8 +447,9 @@ def _values(module: ModuleType) -> list[object]:
 def _globals_of_libraries(values: Sequence[object]) -> set[int]:
     """Return the identities of those of some objects that a library has made of a class of its own as a global.
 
-    A program that imports such a one by its name does not own it.
+    And of its plain containers.  A program that imports such a one by its name does not own it.
     """
+    plain = {id(value) for value in values if type(value) in _CONTAINERS}
     packages = {module.partition(".")[0] for module in map(module_of_class, map(type, values))}
     libraries = [package for package in packages if is_installed_module(package)]
     return {
@@ -457,7 +458,10 @@ def _globals_of_libraries(values: Sequence[object]) -> set[int]:
         for module in _state_of(package)
         for value in list(vars(module).values())
         if module_of_class(type(value)).partition(".")[0] == package
-    }
+    } | (plain and plain & library_globals())
+
+
+_CONTAINERS = (dict, list, set)
 
 
 _OF_IMPORTS = ("__spec__", "__loader__")
