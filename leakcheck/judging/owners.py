@@ -745,7 +745,7 @@ class Ownership:
         """Return the settings that a test or an ended owner left changed."""
         if subject is not None:
             changes = changes_between(subject.before.settings, now.settings, subject.items.get("globals", ()))
-            return [change for change in changes if not self._environment.is_own_of_library(change)]
+            return self._environment.without_own_of_libraries(changes)
         if now.settings is self.baseline.settings:
             return []
         before = dict(self.baseline.settings)
@@ -765,11 +765,8 @@ class Ownership:
         # What an ended one left as it had set it, is its own.
         changes = changes_between({name: text for name, text in before.items() if text != ABSENT}, now.settings)
         changes = [change for change in changes if (change.name, change.now) not in left]
-        return [
-            change
-            for change in changes
-            if not self._environment.is_own_of_library(change) and not is_of_tests_own_logger(change.name, self._test)
-        ]
+        changes = self._environment.without_own_of_libraries(changes)
+        return [change for change in changes if not is_of_tests_own_logger(change.name, self._test)]
 
     def _leave_to_processes(self, names: Collection[str]) -> None:
         """Take new entries of /dev/shm for those of living owners whose processes have made them, and not this one.

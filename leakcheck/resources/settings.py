@@ -82,7 +82,7 @@ class SettingChange(msgspec.Struct, frozen=True):
         name: as the probe names it.
         before: what it was, as text; `ABSENT` if it was not there.
         now: what it is.
-        beside: how many of its kind there were before, of an object that was added.
+        beside: how many of its kind there were before and are there, of an object that was added.
     """
 
     name: str
@@ -154,7 +154,8 @@ def changes_between(
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.
         if is_entry(name) or (name in before and name in now):
-            found.append(SettingChange(name, then, is_now, len(_of_kind(name, before)) if then == ABSENT else 0))
+            beside = len([other for other in _of_kind(name, before) if other in now]) if then == ABSENT else 0
+            found.append(SettingChange(name, then, is_now, beside))
     changed = {change.name for change in found}
     implied = {name for name in changed if changed & set(_TOLD_WITH.get(name, ()))}
     return sorted((change for change in found if change.name not in implied), key=lambda change: change.name)
@@ -416,14 +417,28 @@ class EnvironmentSetters:
             return ABSENT not in (change.before, change.now) and (
                 int(change.before) < int(change.now) and self._communicates()
             )
-        if handler := _HANDLER.fullmatch(change.name):
-            logger = str(ast.literal_eval(handler[1])).partition(".")[0]
-            is_first = change.before == ABSENT and not change.beside
-            return is_first and self._handlers.get(int(handler[2], 16)) == logger
+        if self._is_own_handler(change):
+            return change.before == ABSENT and not change.beside
         own = ABSENT in (change.before, change.now) or self._by_libraries.get(
             os.fsencode(_variable(change.name)), False
         )
         return own and self.is_librarys(change.name)
+
+    def without_own_of_libraries(self, changes: Sequence[SettingChange]) -> list[SettingChange]:
+        """Return changes without libraries' own, nor what a library took away for another one of that kind."""
+        own = [change for change in changes if self.is_own_of_library(change)]
+        renewed = {change.setting for change in own if change.before == ABSENT}
+        return [
+            change
+            for change in changes
+            if change not in own and not (change.setting in renewed and self._is_own_handler(change))
+        ]
+
+    def _is_own_handler(self, change: SettingChange) -> bool:
+        handler = _HANDLER.fullmatch(change.name)
+        if handler is None:
+            return False
+        return self._handlers.get(int(handler[2], 16)) == str(ast.literal_eval(handler[1])).partition(".")[0]
 
     def place_of(self, setting: str) -> str:
         """Return where a variable was set or deleted last: `set in function, file.py:12`; empty where unknown."""

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from lowtide.leakcheck.resources.settings import ABSENT, EnvironmentSetters, SettingChange, put_back
+from lowtide.leakcheck.resources.settings import ABSENT, EnvironmentSetters, SettingChange, changes_between, put_back
 
 NAME = "os.environ['LOWTIDE_SETTER']"
 
@@ -108,6 +108,17 @@ def test_a_librarys_first_handler_of_its_own_logger_is_its_own(
     names = as_library(code) if maker == "library" else {"handler": logging.StreamHandler()}
     name = f"handler logging.StreamHandler of logging.getLogger({logger!r}) at {id(names['handler']):#x}"
     assert setters.is_own_of_library(SettingChange(name, ABSENT, "there", beside)) == is_own
+
+
+@pytest.mark.parametrize("then", ["renewed", "removed", "doubled"])
+def test_a_library_may_put_another_handler_in_the_place_of_its_own(setters: EnvironmentSetters, then: str) -> None:
+    handlers = as_library("handlers = [logging.StreamHandler(), logging.StreamHandler()]")["handlers"]
+    kind = "handler logging.StreamHandler of logging.getLogger('library.error') at "
+    first, second = (f"{kind}{id(handler):#x}" for handler in handlers)
+    now = {"renewed": (second,), "removed": (), "doubled": (first, second)}[then]
+    changes = changes_between({first: "there"}, dict.fromkeys(now, "there"))
+    left = {"renewed": [], "removed": [first], "doubled": [second]}[then]
+    assert [change.name for change in setters.without_own_of_libraries(changes)] == left
 
 
 def test_what_python_or_pytest_sets_is_of_who_asked_for_it(setters: EnvironmentSetters) -> None:
