@@ -117,10 +117,8 @@ def holder_name(path: Path, first: int) -> str:
         first: its first suspect step.
     """
     if path.root_kind == "frame" and path.steps:
-        function, _, place = path.root_name.partition(" in ")
-        variable = path.steps[0].edge.removeprefix("f_locals[").removeprefix("f_globals[").removesuffix("]")
         sort = "local" if path.steps[0].kind == "frame-local" else "global"
-        frame = f"{sort} {variable} of {function}() in {place}"
+        frame = variable_of_frame(path.root_name, path.steps[0].edge, sort)
         frame = f"thread '{path.thread}', {frame}" if path.thread else frame
         # A loop's `self` leads to everything: what has a name behind it says more.
         way = _to_last_attribute(path, 1)
@@ -141,6 +139,13 @@ def holder_name(path: Path, first: int) -> str:
         if step.kind == "closure" and turn >= first:
             return f"{_shortened(code_of(path, turn))}, closure {step.edge}"
     return _shortened(code_of(path, len(path.steps)))
+
+
+def variable_of_frame(root: str, edge: str, sort: str = "local") -> str:
+    """Return the name of a variable of a function that runs, `root`, by the edge to it."""
+    function, _, place = root.partition(" in ")
+    variable = edge.removeprefix("f_locals[").removeprefix("f_globals[").removesuffix("]")
+    return f"{sort} {variable} of {function}() in {place}"
 
 
 def _to_last_attribute(path: Path, first: int) -> str:

@@ -37,7 +37,7 @@ from lowtide.leakcheck.explaining.library_objects import (
     is_installed,
     known_advice,
 )
-from lowtide.leakcheck.explaining.path_reading import way_text
+from lowtide.leakcheck.explaining.path_reading import variable_of_frame, way_text
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.kept_bytes import kept_by
 from lowtide.leakcheck.findings.running_threads import by_work, most_work, with_work
@@ -452,7 +452,8 @@ def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
     if key != "threads":
         names = [f"{number} -> {target}" for number, target in numbered_descriptors(os.getpid()).items()]
         owners = _stand_ins({key: [name for name in names if int(name.partition(" ")[0]) not in known]}, Context())
-        in_one = _container_of_most([*owners.values()])
+        # One may have several descriptors, as a `SharedMemory` has with its map.
+        in_one = _container_of_most([*{id(item): item for item in owners.values()}.values()])
         return in_one or _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
     new = [each for each in threading.enumerate() if each.native_id not in known]
     if not new:
@@ -484,9 +485,11 @@ def _container_of_most(items: Sequence[Any]) -> HolderFacts | None:
     # A thread's or a variable's is named behind what it has.
     entry = way_text(first.path[len(path) :])
     if entry in first.holder:
-        holder = first.holder.replace(entry, "", 1)
+        holder = first.holder.replace(entry, "", 1).removeprefix(" of ")
     elif path[0].type == "thread":
         holder = f"{path[-2].type.rpartition('.')[2]}{path[-1].edge} of thread {path[0].edge!r}"
+    elif path[0].type == "frame" and len(path) == 2:
+        holder = variable_of_frame(path[0].edge, path[1].edge)
     else:
         holder = way_text(path)
     return HolderFacts(note=Note(f"{some} held by ", holder), cause=first.cause, verdict=None, path=path, advice="")

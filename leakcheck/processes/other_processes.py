@@ -15,13 +15,20 @@ import msgspec
 from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.life_findings import largest_of_cause
-from lowtide.leakcheck.growth.quantities import HOST
+from lowtide.leakcheck.growth.quantities import COUNTED, HOST, SHARED
 from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.judging.metrics import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.judging.owners import Owner
 from lowtide.leakcheck.processes import messages
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors, left_by_test
+from lowtide.leakcheck.processes.process_growth import (
+    CountedThings,
+    ProcessGrowth,
+    growing_tensors,
+    held_by,
+    left_by_test,
+    shared_bytes,
+)
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
@@ -30,6 +37,7 @@ from lowtide.probes.host.counters import Counters, anonymous_bytes
 from lowtide.probes.host.process_files import PrivateMemory, has_ended, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.objects.engine_pools import SlotReading
+from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import EnteredStage
@@ -73,10 +81,12 @@ class _Owned(msgspec.Struct):
     """The processes of one owner.
 
     Attributes:
+        things: the threads and descriptors of these.
         turns: the tests that used the owner, by their numbers.
         levels: the levels of each process after these.
     """
 
+    things: CountedThings
     turns: list[int] = msgspec.field(default_factory=list)
     levels: dict[int, ProcessGrowth] = msgspec.field(default_factory=dict)
 
@@ -229,7 +239,9 @@ class OtherProcesses:
     def used(self, owners: Iterable[Owner]) -> None:
         """Note that the test uses some owners: what it leaves in their processes may be growth."""
         for owner in owners if self._asks else ():
-            turns = self._owned.setdefault(owner.label, _Owned()).turns
+            if owner.label not in self._owned:
+                self._owned[owner.label] = _Owned(CountedThings(lambda pid, asked: self._engine.ask(pid, asked)))
+            turns = self._owned[owner.label].turns
             if self._turn not in turns[-1:]:
                 turns.append(self._turn)
 
@@ -335,7 +347,9 @@ class OtherProcesses:
             named = _by_device(tensors)
             named["cpu"] += self._in_containers.pop(pid, 0)
             for finding in turns.findings(named):
-                if is_trimmed:
+                if finding.resource in (*COUNTED, SHARED.resource):
+                    found.append(self._held_in(pid, finding, owned.things))
+                elif is_trimmed:
                     # Arrays are as large as they were.
                     whole, step = untrimmed.get(
                         (finding.resource, finding.device), (finding, turns.usual_step(finding))
@@ -344,6 +358,14 @@ class OtherProcesses:
                 else:
                     self._leave_unexplained(process, finding, _NO_AGENT)
         return found
+
+    def _held_in(self, pid: int, finding: Finding, things: CountedThings) -> Finding:
+        """Return a finding on what a process is seen to have from outside with who holds it, where that is known."""
+        if finding.resource in COUNTED:
+            facts = things.named(finding)
+        else:
+            facts = things.of_mappings(pid, {os.getpid(), *self._tree.descendants()})
+        return finding if facts is None else held_by(finding, facts)
 
     def _foresee(self, ending: _Owned, owner: Owner) -> None:
         """Note what grew in the processes of others with the tests of an owner that ends."""
@@ -448,7 +470,9 @@ class OtherProcesses:
                         seen = self._outside().get(pid, seen)
                     known.levels[pid] = ProcessGrowth(_stage_of(owner), of_tests=True)
                 levels = known.levels[pid]
-                levels.note(describe_process(pid), seen.levels, turn=self._turn)
+                # As the kernel lists them: each test must leave so many of them as there were.
+                counted = {**known.things.levels(pid), SHARED: shared_bytes(pid)}
+                levels.note(describe_process(pid), seen.levels | counted, turn=self._turn)
                 self._judged.update(levels.judged)
         return owned
 

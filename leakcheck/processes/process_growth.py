@@ -25,7 +25,7 @@ from lowtide.leakcheck.processes.process_levels import pid_of, role_of
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.probes.stages import UPDATE
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import HolderFacts, Note, Statement, reworded, with_holder
 
@@ -270,10 +270,11 @@ class ProcessGrowth:
     def _told(self, key: LevelKey, process: ProcessName, steps: KeptSteps) -> Finding:
         if not self._of_tests:
             return _of_turns(self.turns.stage, key, process, steps)
+        quantity, total = QUANTITIES[key.resource], sum(steps.added)
+        if quantity.things:
+            return risen(key, total, steps.said(quantity.amount), self.turns.stage, process=process, advice=ADVICE)
         said = f"{_what(key)} {steps.said(format_bytes)}"
-        return risen(
-            key, sum(steps.added), said, self.turns.stage, process=process, count=len(steps.added), advice=ADVICE
-        )
+        return risen(key, total, said, self.turns.stage, process=process, count=len(steps.added), advice=ADVICE)
 
 
 class ToldGrowth:
@@ -352,7 +353,7 @@ def left_by_test(process: ProcessName, key: LevelKey, size: int) -> Finding:
 
 
 def _what(key: LevelKey) -> str:
-    return "host memory" if key == HOST else f"memory on {key.device}"
+    return QUANTITIES[key.resource].what if key in (HOST, SHARED) else f"memory on {key.device}"
 
 
 def risen(
@@ -478,8 +479,10 @@ def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
     sizes = Counter[str]()
     for each in mapped:
         sizes[each.path] += each.bytes
-    ((path, _),) = sizes.most_common(1)
-    files = {each.file for each in mapped if each.path == path}
+    ((path, size),) = sizes.most_common(1)
+    # Each bucket may have a name of its own.
+    are_alike = 2 * size < sizes.total()
+    files = {each.file for each in mapped if are_alike or each.path == path}
     sharing = [
         other
         for other in sorted(set(others) - {pid})
@@ -491,7 +494,7 @@ def mappings_of(pid: int, others: Collection[int]) -> HolderFacts | None:
         else "which nobody else maps"
     )
     return HolderFacts(
-        note=Note(": ", f"{format_amount(len(files), 'mappings')} of {path}, {whose}"),
+        note=Note(": ", f"{format_amount(len(files), 'mappings')} {'as' if are_alike else 'of'} {path}, {whose}"),
         cause="unknown",
         verdict=None,
         path=(),
@@ -525,13 +528,29 @@ class CountedThings:
         if not new:
             return None
         said = f": {kind_of([*new.values()])}"
-        held = self._ask(pid, ExplainNew(resource=finding.resource, known=tuple(things.keys() - new.keys())))
+        held = self._holder(pid, finding.resource, things.keys() - new.keys())
         # What ends one of them does not end what the next turn makes.
         advice = finding.advice
         if held is None:
             return HolderFacts(note=Note(said), cause="unknown", verdict=None, path=(), advice=advice)
         note = msgspec.structs.replace(held.note, text=f"{said};{held.note.text}")
         return msgspec.structs.replace(held, note=note, advice=advice)
+
+    def of_mappings(self, pid: int, others: Collection[int]) -> HolderFacts | None:
+        """Say what `mappings_of` does, and who holds the descriptors of what is mapped, where that is known."""
+        facts = mappings_of(pid, others)
+        if facts is None:
+            return None
+        known = things_of(pid)["file-descriptors"]
+        of_mapped = things_of(pid, mapped=True)["file-descriptors"].keys() - known.keys()
+        held = self._holder(pid, "file-descriptors", known.keys()) if of_mapped else None
+        if held is None:
+            return facts
+        note = msgspec.structs.replace(held.note, text=f": {facts.note.holder};{held.note.text}")
+        return msgspec.structs.replace(held, note=note, advice=facts.advice)
+
+    def _holder(self, pid: int, resource: ResourceName, known: Collection[int]) -> HolderFacts | None:
+        return self._ask(pid, ExplainNew(resource=resource, known=tuple(known)))
 
 
 def growing_tensors(

@@ -83,6 +83,19 @@ def fills_a_pool(size):
     if len(KEPT) < 4:
         keeps_sockets(size)
 
+def keeps_shared_memory(size):
+    from multiprocessing.shared_memory import SharedMemory
+    bucket = SharedMemory(create=True, size=1 << 20)
+    KEPT.append(SharedMemory(bucket.name))
+    bucket.close()
+    bucket.unlink()
+
+def keeps_the_last_shared_memory(size):
+    keeps_shared_memory(size)
+    for each in KEPT[:-1]:
+        each.close()
+    del KEPT[:-1]
+
 def gives_back(size):
     import torch
     return int(torch.ones(size, dtype=torch.uint8).sum())
@@ -427,6 +440,34 @@ def test_descriptors_and_threads_that_each_turn_of_a_loop_leaves_are_told_with_t
             assert finding.holder == "worker.KEPT"
             assert finding.process is not None
             assert finding.message.startswith(f"{finding.process.text}: {amount} more with each {stage}, ")
+
+
+IN_NINE_TESTS = UNDER_A_FIXTURE.replace("range(5)", "range(9)")
+
+
+@pytest.mark.parametrize(
+    ("function", "resource", "said"),
+    [
+        ("keeps_sockets", "file-descriptors", "+2 file descriptors in each of 8 tests"),
+        ("keeps_a_thread", "threads", "+1 thread in each of 8 tests"),
+        ("keeps_shared_memory", "shared-memory", "shared memory that it maps +1.0 MiB in each of 8 tests"),
+    ],
+)
+def test_what_the_kernel_lists_of_a_fixtures_process_is_told_where_it_grows_with_its_holder(
+    run_inner: RunInner, function: str, resource: str, said: str
+) -> None:
+    run = ran(run_inner, IN_NINE_TESTS.format(method="spawn", function=function))
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert (finding.resource, finding.trend) == (resource, "growth")
+    assert f"): {said}" in finding.message
+    assert "held by worker.KEPT" in finding.message
+
+
+@pytest.mark.parametrize(
+    "function", ["keeps_the_last_sockets", "keeps_the_last_thread", "keeps_the_last_shared_memory", "fills_a_pool"]
+)
+def test_what_comes_and_goes_there_or_fills_a_pool_is_none(run_inner: RunInner, function: str) -> None:
+    assert ran(run_inner, IN_NINE_TESTS.format(method="spawn", function=function)).blamed == []
 
 
 def test_without_agents_it_is_not_judged(run_inner: RunInner) -> None:

@@ -640,6 +640,19 @@ def test_new_descriptors_are_told_by_the_container_that_has_most_of_them() -> No
     del server
 
 
+def test_new_descriptors_of_shared_memory_are_told_by_the_variable_that_has_it() -> None:
+    known = numbered_descriptors(os.getpid()).keys()
+    imports = [shared_memory.SharedMemory(create=True, size=4096) for _ in range(4)]
+    facts = holder_of_new("file-descriptors", known)
+    for each in imports:
+        each.close()
+        each.unlink()
+    assert facts is not None
+    assert facts.note.text.endswith(" held by ")
+    function = test_new_descriptors_of_shared_memory_are_told_by_the_variable_that_has_it.__name__
+    assert facts.note.holder.startswith(f"local 'imports' of {function}() in test_causes.py:")
+
+
 LOGS = SimpleNamespace(access=None, errors=None)
 
 

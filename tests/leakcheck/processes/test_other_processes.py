@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
-from lowtide.leakcheck.growth.quantities import HOST
+from lowtide.leakcheck.growth.quantities import HOST, SHARED
 from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.processes.other_processes import OtherProcesses, _Outside
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_tensors
@@ -53,6 +53,29 @@ def test_little_in_each_of_many_tests_is_growth_of_host_memory() -> None:
     assert (finding.resource, finding.bytes, finding.count) == ("host-memory", 15 * MIB, 15)
     assert "host memory +1.0 MiB in each of 15 tests" in finding.message
     assert turns(*range(100, 116), cards=True).findings() == []
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (LevelKey("file-descriptors"), "+2 file descriptors in each of 9 tests"),
+        (SHARED, "shared memory that it maps +2 B in each of 9 tests"),
+    ],
+)
+def test_what_the_kernel_lists_of_a_process_grows_test_by_test(key: LevelKey, said: str) -> None:
+    noted = ProcessGrowth("tests with module fixture 'engine'", of_tests=True)
+    for turn in range(10):
+        noted.note(CHILD, {key: 30 + 2 * turn}, turn=turn + 1)
+    (finding,) = noted.findings()
+    assert f"pid 4711 (engine-core): {said}" in finding.message
+    assert (finding.resource, finding.bytes or finding.count) == (key.resource, 18)
+
+
+def test_descriptors_that_come_and_go_or_are_opened_once_are_none() -> None:
+    noted = ProcessGrowth("tests with module fixture 'engine'", of_tests=True)
+    for turn, count in enumerate((30, 32, 34, 35, 33, 35, 34, 35, 33, 35), 1):
+        noted.note(CHILD, {LevelKey("file-descriptors"): count}, turn=turn)
+    assert noted.findings() == []
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import subprocess
 import sys
+from multiprocessing import shared_memory
 
 import msgspec
 import pytest
@@ -423,3 +425,13 @@ def test_who_else_maps_a_file_is_told_by_number() -> None:
         f"1 mapping of /memfd:lowtide-test-bucket (deleted), mapped by pid {os.getpid()}, too"
     )
     assert mappings_of(2**22 + 1, {os.getpid()}) is None
+
+
+def test_many_mappings_with_a_name_each_are_told_together() -> None:
+    buckets = [shared_memory.SharedMemory(create=True, size=1 << 20) for _ in range(3)]
+    facts = mappings_of(os.getpid(), {os.getpid()})
+    for each in buckets:
+        each.close()
+        each.unlink()
+    assert facts is not None
+    assert re.match(r"\d+ mappings as /dev/shm/", facts.note.holder), facts.note.holder
