@@ -122,6 +122,7 @@ class Context(msgspec.Struct, frozen=True):
         is_over: whether nothing of the program will run again, so that any name may be set to None to prove a remedy.
         stacks: where memory was allocated.
         turns: how often each stage has run.
+        midway: what there was in the middle of the turns that somebody counts, by resource; empty if nobody does.
         lives: how often every stage has, if all of them belong to one life that was repeated.
         namespaces: how many names each module had before the leak; None if that is not known.
         patience: seconds to wait for a thread to end, to prove that it is the holder.
@@ -140,6 +141,7 @@ class Context(msgspec.Struct, frozen=True):
     is_over: bool = False
     stacks: Stacks = lambda device, addresses: {}
     turns: Mapping[str, int] = msgspec.field(default_factory=dict)
+    midway: Mapping[str, Collection[str]] = msgspec.field(default_factory=dict)
     lives: int = 1
     namespaces: NamespaceSizes | None = None
     patience: float = 2.0

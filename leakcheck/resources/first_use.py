@@ -120,6 +120,12 @@ _REGISTRIES = frozenset(
 
 _MOST_OBJECTS = 500_000
 
+_FEWEST_REPEATED = 12
+"""Things of one owner from which turns that do the same may have made them one by one,"""
+
+_PART_OF_HALF = 3
+"""if such a part of them came in each half of the turns, at least."""
+
 Items = Mapping[str, Mapping[str, int]]
 
 
@@ -141,7 +147,7 @@ class Sorted(msgspec.Struct, frozen=True):
         excused: per resource, those that are a library's first.
         earlier: per resource, by the name of one that a library has more of now, those that were excused before, with
             their amounts.
-        since: per resource, with which test the earlier ones came.
+        since: per resource, with which test the earlier ones came, where there are any.
         listed: what to say of those that are excused.
     """
 
@@ -181,6 +187,7 @@ class NewItems(msgspec.Struct, frozen=True):
         natively: what keeps objects of C++ that came with these items, each with whether it is excused.
         unheld: the threads among them to which no module leads.
         has_native_owner: tells whether the program has a new object that may own what native code has opened.
+        midway: per resource, what there was in the middle of turns that do the same; empty where there are none.
     """
 
     items: Items
@@ -188,6 +195,12 @@ class NewItems(msgspec.Struct, frozen=True):
     natively: Sequence[tuple[str, bool]] = ()
     unheld: Collection[str] = ()
     has_native_owner: Callable[[], bool] = lambda: False
+    midway: Mapping[str, Collection[str]] = msgspec.field(default_factory=dict)
+
+    def came_by_turns(self, key: str, names: Sequence[str]) -> bool:
+        """Return whether some of one owner's came in both halves of turns that do the same: more than a first use."""
+        early = sum(name in self.midway.get(key, ()) for name in names)
+        return len(names) >= _FEWEST_REPEATED and min(early, len(names) - early) * _PART_OF_HALF >= len(names)
 
 
 class LibraryItems:
@@ -230,13 +243,17 @@ class LibraryItems:
                 alive = {name: size for name, size in kept.names.items() if name in now.items[key]}
                 fresh = {name: names[name] for name in own if name not in alive}
                 kept.level = max(kept.level, most[owner]) or len(own)
-                if kept.grown or (fresh and len(alive) + len(fresh) > kept.level):
+                has_more = fresh and len(alive) + len(fresh) > kept.level
+                if kept.grown or has_more or new.came_by_turns(key, own):
                     kept.grown = True
-                    since[key] = kept.since
+                    if alive:
+                        since[key] = kept.since
                     for name in own:
                         earlier.setdefault(key, {})[name] = {
                             other: size for other, size in alive.items() if other not in own
                         }
+                    # They are reported, and are part of no later finding.
+                    kept.names = {}
                 else:
                     kept.names = {**alive, **fresh}
                     excused.setdefault(key, set()).update(own)

@@ -194,6 +194,8 @@ class LeakCheck:
         if self._turns < FEWEST_TURNS:
             return
         self._growth.note(self._name)
+        if self._turn == self._turns // 2:
+            self._watch.note_midway()
         if is_read(self._turn, self._turns, is_last=self._turn == self._turns, asked=True):
             self._growth.read(self._turn, begins=self._turn == SECOND)
 

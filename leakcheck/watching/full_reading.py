@@ -500,6 +500,7 @@ class FullReadings:
                 self.values.natively,
                 unheld,
                 lambda: of_library(replace(case.context, walk=None)) is not None,
+                case.context.midway,
             )
             self.distinguished = self._library_items.sort(items, now, self.subject)
         return deep.settled(self.distinguished, now).without(self.values.excused)

@@ -89,6 +89,8 @@ class Watch:
         self.out_of_memory = OutOfMemoryWatch(self._watched.births, self._watched.stacks.stacks_at, "before it began")
         self.heap: HeapFile | None = None
         self.turns: dict[str, int] = {}
+        # What there was in the middle of the turns that somebody counts, by resource.
+        self._midway: Mapping[str, Collection[str]] = {}
         self._peak: PeakWatch | None = None
         self._slots = LostSlots(self.others.lost_slots)
         # What engines have lost in the test of now; None where nobody has looked yet.
@@ -110,6 +112,10 @@ class Watch:
         self._host = KeptHostMemory(self._watched)
         self._judge = WatchJudge(self._watched, self._in_use)
         self.thread_imports = ThreadImports(self._watched.ownership, warnings_filters=self.policy.warnings_filters)
+
+    def note_midway(self) -> None:
+        """Note what there is in the middle of turns that do the same: what comes in both halves is no first use."""
+        self._midway = self._watched.counters.read().items
 
     def amounts(self) -> dict[str, int]:
         """Return what the process holds of each resource now, as the counters have it: bytes, or how many there are."""
@@ -176,7 +182,7 @@ class Watch:
             watched.stacks.start()
         watched.births.mark(stage)
         self._begun, self._forgetting = time.perf_counter(), 0.0
-        self.turns, self._unread = {stage: 1}, ""
+        self.turns, self._midway, self._unread = {stage: 1}, {}, ""
         watched.caches.mark()
         self._judge.readings.subject = subject
         if self._judge.readings.any_kept:
@@ -537,6 +543,7 @@ class Watch:
             living=not final,
             stacks=watched.stacks.stacks_at,
             turns=self.turns,
+            midway=self._midway,
             namespaces=self._namespaces,
             patience=self.policy.settle,
             module=self._module,

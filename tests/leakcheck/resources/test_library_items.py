@@ -15,7 +15,7 @@ import socket
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from multiprocessing import resource_tracker
@@ -107,6 +107,10 @@ class Process:
         self._items = LibraryItems(makers)
         self._reader = CounterReader(None, card=False)
         self._before = self._read()
+        self._midway: Mapping[str, Collection[str]] = {}
+
+    def note_midway(self) -> None:
+        self._midway = self._read().items
 
     def _read(self) -> Counters:
         return self._reader.read()
@@ -126,7 +130,7 @@ class Process:
             if f"_{os.getpid()}_" in item and item not in self._before.items["shared-memory"]
         }
         tensors = [(held.address, held.bytes) for held in survey_storages().storages if held.device == "cpu"]
-        found = self._items.sort(NewItems(new, tensors), now, name)
+        found = self._items.sort(NewItems(new, tensors, midway=self._midway), now, name)
         reported = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
         self._before = now
         return {key: names for key, names in reported.items() if names}, found
@@ -513,6 +517,8 @@ def test_what_native_code_makes_is_listed_once_and_reported_with_the_first_if_it
     assert found.listed[0].what.startswith("2 file descriptors of native code (pipe): ")
     native_pipe()
     assert len(process.end("test_b")[0]["file-descriptors"]) == 4
+    native_pipe()
+    assert len(process.end("test_c")[0]["file-descriptors"]) == 2
 
 
 def test_what_native_code_makes_of_another_kind_is_another_first_use(
@@ -683,3 +689,18 @@ def test_nothing_is_gone_through_for_a_thread_that_is_unheld(library: Any, done:
     now = CounterReader(None, card=False).read()
     assert LibraryItems(makers).sort(NewItems({"threads": {name: 1}}), now, "test").listed
     assert not LibraryItems(makers).sort(NewItems({"threads": {name: 1}}, unheld=[name]), now, "test").listed
+
+
+@pytest.mark.parametrize(("early", "late", "is_told"), [(4, 4, True), (8, 0, False), (2, 2, False), (7, 1, False)])
+def test_what_native_code_makes_in_both_halves_of_turns_is_no_first_use(
+    process: Process, native_pipe: Callable[[], None], early: int, late: int, is_told: bool
+) -> None:
+    for _ in range(early):
+        native_pipe()
+    process.note_midway()
+    for _ in range(late):
+        native_pipe()
+    reported, found = process.end("block")
+    assert bool(reported) == is_told
+    assert bool(found.listed) != is_told
+    assert found.addition("file-descriptors", reported.get("file-descriptors", ())) == ""
