@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,6 +57,8 @@ _ONCE = "make each context variable once, at the top of a module: a context keep
 
 _SHORTER = "give it a bound, or begin a new one now and then: it only becomes longer"
 
+_RAISED_ANEW = "raise another error each time, or `error.with_traceback(None)`: each raise adds to the traceback it has"
+
 _LEAST_A_TURN = 1024
 """Bytes that a turn must add: a test's own notes, as a name or a number each, are no leak to speak of,"""
 
@@ -96,6 +98,9 @@ _LONG_PART = 0.25
 
 _STEPS = 3
 """References from an entry of a registry of Python's to what it is for: of a record, a bound method, its function."""
+
+_STEPS_TO_NAME = 5
+"""The same where it is only named: of a future that somebody waits for, its callback, the task, its coroutine."""
 
 RUNNERS = ("_pytest.", "pytest.", "pluggy.", "xdist.", *CHECKER, "lowtide.reports.")
 """What the names of test runners' modules, and of this checker's, begin with."""
@@ -182,9 +187,24 @@ def growth_in_heap(
         found = _growing_containers(others, there, stretch, heap)
         # What lies in a container that grows is judged with that.
         found |= _growing_chains(types, {course.identity for course in others}, stretch, heap)
-        found = _growing_values(values, stretch, heap, found.keys()) | found
+        of_values = _growing_values(values, stretch, heap, found.keys())
+        found = of_values | _without_parts(found, [*of_values.values()])
     # Who reads one of them reads the one that takes most.
     return dict(sorted(found.items(), key=lambda each: -each[1].bytes))
+
+
+def _without_parts(found: Mapping[int, Finding], values: Sequence[Finding]) -> dict[int, Finding]:
+    """Return findings without lists that C alone holds and that are as large as a value that is told.
+
+    Until Python 3.11 a `StringIO` has what was written into it in a list.
+    """
+    sizes = [each.bytes for each in values]
+
+    def is_part(finding: Finding) -> bool:
+        least, most = _MOST_PART * finding.bytes, finding.bytes / _MOST_PART
+        return not finding.path and any(least <= size <= most for size in sizes)
+
+    return {identity: finding for identity, finding in found.items() if not is_part(finding)}
 
 
 class _Heap(msgspec.Struct, frozen=True):
@@ -571,24 +591,25 @@ def _is_bounded_by(path: Sequence[Hop]) -> bool:
     return type(module) is ModuleType and len(path) == 2 and is_asked_for_length(module, path[1].edge.removeprefix("."))
 
 
-def _programs_in(entries: Sequence[tuple[Any, ...]]) -> str:
+def _programs_in(entries: Sequence[tuple[Any, ...]], steps: int = _STEPS) -> str:
     """Return what most of the last things of a container are for: a function, or a class, of the program's.
 
-    Python's library calls it, as `weakref.finalize` does, once something else is over.
+    Python's library calls it, as `weakref.finalize` does, once something else is over. It is looked for by so many
+    steps from each.
     """
-    names = Counter(name for entry in entries if (name := _first_of_program(entry)))
+    names = Counter(name for entry in entries if (name := _first_of_program(entry, steps)))
     ((name, count),) = names.most_common(1) or (("", 0),)
     return name if 2 * count > len(entries) else ""
 
 
-def _first_of_program(entry: Iterable[Any]) -> str:
+def _first_of_program(entry: Iterable[Any], steps: int) -> str:
     """Return the name of the function or class of the program's that an entry of a container leads to; "" for none.
 
     Where an engine is installed as a library, all may be its own.
     """
     level = list(entry)
     installed = ""
-    for _ in range(_STEPS):
+    for _ in range(steps):
         level = [item for item in level if not issubclass(type(item), type) and type(item) is not ModuleType]
         tracked = [item for item in level[:_SIZED] if gc.is_tracked(item)]
         own = [item for item in tracked if not is_of_library(item)]
@@ -637,7 +658,8 @@ def _of_container(
     course: Course, container: Any, explanation: Explanation, stretch: Stretch, *, is_cache: bool
 ) -> Finding:
     entries = _over_its_course(course, container, _SAMPLE)
-    kinds = Counter(type_name(type(item)) for *_, item in entries)
+    items = map(_largest_in, entries) if is_cache else (item for *_, item in entries)
+    kinds = Counter(type_name(type(item)) for item in items)
     ((kind, _),) = kinds.most_common(1)
     of_kind = f"{course.lengths[-1]} {'callbacks' if container is atexit else f'of {kind}'}"
     root = explanation.path[0].type if explanation.path else ""
@@ -645,7 +667,7 @@ def _of_container(
     # As the timers of asyncio's loop, which an application holds; or tasks, of which it matters what they run.
     is_of_library |= is_library(kind) or (len(explanation.path) > 1 and is_library(explanation.path[-2].type))
     if is_of_library:
-        of = _programs_in(last_entries(container, _SAMPLE))
+        of = _programs_in(last_entries(container, _SAMPLE), _STEPS_TO_NAME)
         of_kind += f", for {of}" if of else ""
     places = places_that_fill(explanation.path, explanation.through, container)
     of_kind += f", added in {first_of(places, _SHOWN_PLACES)}" if places else ""
@@ -666,6 +688,12 @@ def _of_container(
         explanation = replace(explanation, suspects=(name,))
         return _stated(course, explanation, stretch, name=name, each=each, what=of_kind, advice=_ONCE)
     return _stated(course, explanation, stretch, name=name, each=each, what=of_kind)
+
+
+def _largest_in(entry: tuple[Any, ...]) -> object:
+    """Return what keeps most of an entry of a cache: an argument, or the value."""
+    key, value = entry
+    return max((*(key if type(key) is tuple else (key,)), value), key=lambda part: kept_by([(part,)]).bytes)
 
 
 def _is_entry(hop: Hop) -> bool:
@@ -834,8 +862,8 @@ def _of_chain(
         return None
     links = " or ".join(link for link, _ in Counter(longest.links).most_common(2))
     what = f"{type_name(cls)} behind each other by {links}, {depth + 1} deep or more"
-    finding = _stated(course, holder, stretch, each=each, what=what)
-    return finding, chain
+    advice = _RAISED_ANEW if cls is TracebackType else ADVICE
+    return _stated(course, holder, stretch, each=each, what=what, advice=advice), chain
 
 
 def _to_its_end(one: _Chained, are_new: Mapping[int, Any]) -> _Chained:

@@ -10,7 +10,7 @@ import dis
 import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePath
-from types import CodeType, FunctionType, ModuleType
+from types import AsyncGeneratorType, CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 from lowtide.probes.heap.roots import is_library
@@ -35,6 +35,14 @@ _NEAR = 6
 """Steps before the one that sets or deletes an entry in which the container is named."""
 
 _LOADS = ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME")
+
+_OF_VARIABLES = ("LOAD_FAST", "LOAD_DEREF")
+"""What the names of steps begin with that load a function's own variable."""
+
+_VARIABLE = "f_locals['"
+
+_CODE_OF = {GeneratorType: "gi_code", CoroutineType: "cr_code", AsyncGeneratorType: "ag_code"}
+"""The attribute that has the code of what waits, by its type."""
 
 _Step = tuple[str, Any]
 
@@ -77,6 +85,8 @@ def places_that_fill(path: Sequence[Hop], through: Collection[int], container: A
     The arguments are those of `bound_in_code`. What Python's own modules do is nobody's here to change.
     """
     name, _, modules = _named_in(path, through, container)
+    if not name and path and path[-1].edge.startswith(_VARIABLE):
+        return _places_in_frame(path[-1].edge, through)
     found = {
         f"{function}, {PurePath(code.co_filename).name}:{line}"
         for module in modules
@@ -84,6 +94,21 @@ def places_that_fill(path: Sequence[Hop], through: Collection[int], container: A
         for function, code in _codes_of(module)
         if name in code.co_names
         for line in _lines_that_fill(code, name)
+    }
+    return sorted(found)
+
+
+def _places_in_frame(edge: str, through: Collection[int]) -> list[str]:
+    """Return where a function that waits puts things into the container that is its variable."""
+    name = edge.removeprefix(_VARIABLE).removesuffix("']")
+    # Where more than one waits on the way, each may call another variable so.
+    waiting: list[Any] = [each for each in map(object_at, through) if type(each) in _CODE_OF]
+    codes: list[tuple[str, CodeType]] = [(each.__qualname__, getattr(each, _CODE_OF[type(each)])) for each in waiting]
+    found = {
+        f"{function}, {PurePath(code.co_filename).name}:{line}"
+        for function, code in codes
+        if name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+        for line in _lines_that_fill(code, name, _OF_VARIABLES)
     }
     return sorted(found)
 
@@ -101,8 +126,12 @@ def _named_in(
     return name, owners, [sys.modules[each] for each in sorted(modules) if type(sys.modules.get(each)) is ModuleType]
 
 
-def _lines_that_fill(code: CodeType, name: str) -> Iterator[int]:
-    """Yield the lines of a function in which it puts something into the container of that name."""
+def _lines_that_fill(code: CodeType, name: str, loads: tuple[str, ...] = _LOADS) -> Iterator[int]:
+    """Yield the lines of a function in which it puts something into the container of that name.
+
+    What the names of the steps begin with that load it is in `loads`.
+    """
+    stores = [load.replace("LOAD", "STORE") for load in loads]
     # What has been loaded, with how many values there are then.
     line, depth, before = code.co_firstlineno, 0, list[tuple[object, int]]()
     for step in dis.get_instructions(code):
@@ -110,12 +139,15 @@ def _lines_that_fill(code: CodeType, name: str) -> Iterator[int]:
         line = getattr(step, "line_number", step.starts_line) or line
         puts_in = step.argval in _PUT_IN and before[-1:] == [(name, depth)]
         sets_entry = step.opname == "STORE_SUBSCR" and _is_below_key(name, before, depth)
-        gives_way = step.opname in ("STORE_ATTR", "STORE_GLOBAL") and step.argval == name
+        gives_way = step.opname in stores and step.argval == name
         if puts_in or sets_entry or (gives_way and name in (loaded for loaded, _ in before[-_NEAR:])):
             yield line
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
         if step.opname not in ("PRECALL", "CACHE"):
-            before.append((step.argval if step.opname in _LOADS else None, depth))
+            # One step may load two variables.
+            loaded = step.argval if type(step.argval) is tuple else (step.argval,)
+            loaded = loaded if step.opname.startswith(loads) else (None,)
+            before += [(each, depth - above) for above, each in reversed([*enumerate(reversed(loaded))])]
 
 
 def _is_below_key(name: str, before: Sequence[tuple[object, int]], depth: int) -> bool:

@@ -6,7 +6,7 @@ import collections
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,6 +127,10 @@ class Filled:
     def sets(self, key: str, item: Any) -> None:
         self.by_key[f"{key} of {len(item)}", self.read[key]] = item
 
+    def looks(self) -> int:
+        taken = self.taken
+        return len(taken)
+
     def joins(self, item: Any) -> None:
         self.joined = [*self.joined, item]
 
@@ -172,3 +176,26 @@ def test_the_line_that_fills_a_container_is_named_and_none_that_reads_it(
 def test_what_python_s_own_modules_fill_has_no_place() -> None:
     path = [Hop(type="module", edge="logging"), Hop(type="list", edge="._handlerList")]
     assert places_that_fill(path, [id(logging)], logging._handlerList) == []  # type: ignore[attr-defined]
+
+
+def serves(requests: list[Any]) -> Iterator[int]:
+    seen: list[Any] = []
+    by_key: dict[int, Any] = {}
+    joined: list[Any] = []
+    read: list[Any] = [1]
+    while True:
+        for number, request in enumerate(requests):
+            seen.append(request)
+            by_key[number] = request
+            joined = [*joined, request]
+        yield len(read) + len(read[0:1])
+
+
+@pytest.mark.parametrize(("name", "line"), [("seen", 7), ("by_key", 8), ("joined", 9), ("read", None)])
+def test_the_line_is_named_in_which_a_function_that_waits_fills_its_variable(name: str, line: int | None) -> None:
+    serving: Any = serves([1, 2])
+    next(serving)
+    path = [Hop(type="object", edge="serving"), Hop(type="list", edge=f"f_locals['{name}']")]
+    places = places_that_fill(path, [id(serving)], serving.gi_frame.f_locals[name])
+    first = serves.__code__.co_firstlineno
+    assert places == ([f"serves, test_bounds.py:{first + line}"] if line else [])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
+import functools
+import io
 import linecache
 import lzma
 import os
@@ -22,6 +26,8 @@ from lowtide.leakcheck.findings import turn_growth
 from lowtide.leakcheck.findings.turn_growth import SECOND, TurnGrowth, is_read
 from lowtide.leakcheck.watching.check import LeakCheckError
 from lowtide.reports.schema import Finding
+
+LIBC = ctypes.CDLL(None)
 
 REQUESTS: dict[str, bytes] = {}
 
@@ -296,3 +302,99 @@ def test_what_each_turn_adds_with_a_name_is_told_in_place_of_what_has_none() -> 
             check.turn()
     (finding,) = check.report.subjects[0].findings
     assert finding.message.endswith(" takes 3 _lzma.LZMACompressor with each, which may have it in C")
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(20, True), (5, False)])
+def test_descriptors_that_native_code_opens_in_each_turn_are_no_first_use(last: int, *, is_told: bool) -> None:
+    opened = list[str]()
+    with LeakCheck(turns=20, remedies="never") as check:
+        for number in range(20):
+            if number < last:
+                opened.append(str(LIBC.timerfd_create(1, 0)))
+            check.turn()
+    for descriptor in opened:
+        os.close(int(descriptor))
+    subject = check.report.subjects[0]
+    told = [finding.message for finding in subject.findings if finding.resource == "file-descriptors"]
+    assert (len(told), len(subject.not_measured)) == ((1, 0) if is_told else (0, 1))
+    assert not is_told or told[0].startswith("20 file descriptors still open after block")
+
+
+class Prompt:
+    """Is an argument of a cached function."""
+
+    def __init__(self) -> None:
+        self.text = bytearray(3000)
+
+
+@functools.lru_cache(maxsize=None)  # noqa: UP033 - as engines write it
+def length_of(prompt: Prompt) -> int:
+    return len(prompt.text)
+
+
+class Engine:
+    """Keeps something of each request that others have to hold."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.has_ended = self.loop.create_future()
+        self.error = ValueError("it has ended")
+        self.out = io.StringIO()
+
+    def on_end(self, prompt: Prompt, _: object) -> None:
+        prompt.text.clear()
+
+    def fail(self, prompt: bytearray) -> None:
+        raise self.error
+
+    def answer(self, number: int) -> None:
+        length_of(Prompt())
+        self.has_ended.add_done_callback(functools.partial(self.on_end, Prompt()))
+        with contextlib.suppress(ValueError):
+            self.fail(bytearray(3000))
+        self.out.write(f"{number}" * 20_000)
+
+
+class CleanEngine(Engine):
+    """Keeps nothing."""
+
+    def fail(self, prompt: bytearray) -> None:
+        raise self.error.with_traceback(None)
+
+    def answer(self, number: int) -> None:
+        length_of.__wrapped__(Prompt())
+        callback = functools.partial(self.on_end, Prompt())
+        self.has_ended.add_done_callback(callback)
+        self.has_ended.remove_done_callback(callback)
+        with contextlib.suppress(ValueError):
+            self.fail(bytearray(3000))
+        self.out.write(f"{number}" * 20_000)
+        self.out.seek(0)
+        self.out.truncate()
+
+
+def told_of(engine: Engine) -> list[Finding]:
+    with LeakCheck(turns=40, remedies="never") as check:
+        for number in range(40):
+            engine.answer(10 + number)
+            check.turn()
+    engine.loop.close()
+    length_of.cache_clear()
+    return findings(check)
+
+
+def test_what_grows_is_told_by_what_it_is_of_and_for() -> None:
+    found = {(finding.holder or "").rpartition(" of local ")[0]: finding for finding in told_of(Engine())}
+    cache = found.pop("")
+    assert cache.holder == f"{__name__}.length_of"
+    assert re.search(r"in all: \d+ of test_turns.Prompt$", cache.message.replace("tests.leakcheck.watching.", ""))
+    callbacks, traceback, written = found[".has_ended"], found[".error.__traceback__"], found[".out"]
+    assert len(found) == 3
+    assert callbacks.message.endswith(" of tuple, for tests.leakcheck.watching.test_turns.Engine.on_end")
+    assert "with_traceback(None)" in (traceback.advice or "")
+    # Until Python 3.11 it has its texts in a list.
+    assert ": _io.StringIO of " in written.message
+
+
+def test_what_keeps_nothing_of_its_turns_is_silent() -> None:
+    assert told_of(CleanEngine()) == []
