@@ -280,9 +280,9 @@ def _is_of_runner(cls: type) -> bool:
 
 
 def _is_runners(item: object) -> bool:
-    """Return whether something is an object of a test runner, or calls one, as what ends a fixture."""
+    """Return whether something is an object or a function of a test runner, or calls one, as what ends a fixture."""
     owner: Any = owner_of_call(item)
-    return _is_of_runner(owner if is_a(owner, type) else type(owner))
+    return _is_of_runner(owner) if is_a(owner, type) else f"{_module_of(owner)}.".startswith(RUNNERS)
 
 
 def _bytes_a_turn(course: Course, container: Any, *, tensors: bool, exactly: bool = False) -> tuple[int, str]:
@@ -658,7 +658,7 @@ def _of_container(
     course: Course, container: Any, explanation: Explanation, stretch: Stretch, *, is_cache: bool
 ) -> Finding:
     entries = _over_its_course(course, container, _SAMPLE)
-    items = map(_largest_in, entries) if is_cache else (item for *_, item in entries)
+    items = (_largest_in(entry) if is_cache or _is_of_key(entry) else entry[-1] for entry in entries)
     kinds = Counter(type_name(type(item)) for item in items)
     ((kind, _),) = kinds.most_common(1)
     of_kind = f"{course.lengths[-1]} {'callbacks' if container is atexit else f'of {kind}'}"
@@ -690,8 +690,13 @@ def _of_container(
     return _stated(course, explanation, stretch, name=name, each=each, what=of_kind)
 
 
+def _is_of_key(entry: tuple[Any, ...]) -> bool:
+    """Return whether an entry of a dict is there for its key: of texts that were said, say, each with `True`."""
+    return len(entry) == 2 and any(type(entry[1]) is each for each in (bool, type(None)))
+
+
 def _largest_in(entry: tuple[Any, ...]) -> object:
-    """Return what keeps most of an entry of a cache: an argument, or the value."""
+    """Return what keeps most of an entry of a cache or dict: an argument, a part of the key, or the value."""
     key, value = entry
     return max((*(key if type(key) is tuple else (key,)), value), key=lambda part: kept_by([(part,)]).bytes)
 

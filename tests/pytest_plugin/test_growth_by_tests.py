@@ -451,3 +451,40 @@ def test_a_text_that_a_fixture_has_lengthen_by_little_is_told_by_it(run_inner: R
     run = run_inner({"test_journal.py": LENGTHENS})
     (finding,) = (finding for subject in run.report.subjects for finding in subject.findings)
     assert finding.message.startswith("module fixture 'journal'.text grows by 29.3 KiB in each of ")
+
+
+WRAPPED = """
+    import functools
+    import pytest
+
+    class Model:
+        def forward(self, x):
+            return x
+
+    @pytest.fixture(scope="module")
+    def model():
+        return Model()
+
+    def wrapped(forward, turn):
+        @functools.wraps(forward)
+        def wrapper(x, state=bytes(2500 + turn)):
+            return forward(x)
+        return wrapper
+
+    @pytest.mark.parametrize("turn", range(14))
+    def test_forward(model, turn):
+        before = model.forward
+        model.forward = wrapped(before, turn)
+        model.forward(1)
+"""
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_function_that_each_test_wraps_anew_is_told(run_inner: RunInner, *, restores: bool) -> None:
+    run = run_inner({"test_it.py": WRAPPED + ("        model.forward = before\n" if restores else "")})
+    if restores:
+        assert run.blamed == []
+        return
+    (finding,) = run.subject("module fixture 'model'").findings
+    assert "'model'.forward takes 1 item" in finding.message
+    assert "function behind each other by .__wrapped__" in finding.message
