@@ -85,7 +85,9 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
             yield "processes", str(_pid(process)), process
             yield from (("file-descriptors", str(number), process) for number in _descriptors_of(process))
     memory: Any = loaded("multiprocessing.shared_memory")
-    for segment in census.instances_of(memory.SharedMemory) if memory is not None else ():
+    segments = census.instances_of(memory.SharedMemory) if memory is not None else []
+    # One that is closed has none of the descriptors of another one of that name.
+    for segment in sorted(segments, key=lambda segment: attribute(segment, "_mmap") is None):
         yield "shared-memory", str(attribute(segment, "_name")).lstrip("/"), segment
     kinds = semaphores()
     for lock in census.instances_of(*kinds) if kinds else ():
