@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import threading
@@ -63,7 +64,8 @@ def test_a_socket_and_a_thread_are_counted_while_they_are_there(source: HeldSour
 
 def test_memory_is_read_where_it_lies(source: HeldSource) -> None:
     before = held(source, "host-memory")
-    kept = bytearray(64 * MIB)
+    # No part of what earlier tests have left free.
+    kept = mmap.mmap(-1, 64 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     kept[:: os.sysconf("SC_PAGE_SIZE")] = bytes(1) * len(range(0, len(kept), os.sysconf("SC_PAGE_SIZE")))
     assert held(source, "host-memory") - before >= 60 * MIB
     assert list(QUANTITIES["tensors"].read(source)) == [Level(OWN, "cuda:0", 5 * MIB)]

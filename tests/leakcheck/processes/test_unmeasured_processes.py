@@ -404,7 +404,7 @@ def test_counters_that_were_just_read_say_whether_there_is_a_tree_and_what_is_he
     seen = UnmeasuredProcesses(ProcessTree(), None)
     vars(seen).update(_tree=tree, _memory=tree)
     seen.begin(5)
-    seen.look(always=True, now=Counters({"processes": {}}, {"host-memory": 6}, {}))
+    seen.look(always=True, now=Counters({"processes": {}}, {"host-memory": 6}, {}, own=6))
     assert (held, seen.not_measured) == ([5, 6], ())
-    seen.look(always=True, now=Counters({"processes": {"7": 1}}, {"host-memory": 7}, {}))
+    seen.look(always=True, now=Counters({"processes": {"7": 1}}, {"host-memory": 7}, {}, own=7))
     assert len(seen.not_measured) == 1
