@@ -27,7 +27,6 @@ from lowtide.leakcheck.processes.process_growth import (
     growing_tensors,
     held_by,
     left_by_test,
-    shared_bytes,
 )
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.leakcheck.processes.tree_end import EndedHolders
@@ -471,8 +470,8 @@ class OtherProcesses:
                     known.levels[pid] = ProcessGrowth(_stage_of(owner), of_tests=True)
                 levels = known.levels[pid]
                 # As the kernel lists them: each test must leave so many of them as there were.
-                counted = {**known.things.levels(pid), SHARED: shared_bytes(pid)}
-                levels.note(describe_process(pid), seen.levels | counted, turn=self._turn)
+                counted = known.things.all_levels(pid)
+                levels.note(describe_process(pid), {**seen.levels, **counted}, turn=self._turn)
                 self._judged.update(levels.judged)
         return owned
 

@@ -409,6 +409,19 @@ def numbered_threads(pid: int) -> dict[int, str]:
     return found
 
 
+def things_sign(pid: int) -> tuple[int | str, ...] | None:
+    """Return what moves when a process opens, starts or maps something, or ends it; None where that may not be read.
+
+    How many descriptors and threads it has, and how large its address space is.
+    """
+    try:
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    fields = status(pid)
+    return descriptors, *(fields.get(name, "") for name in ("Threads", "VmSize", "RssShmem"))
+
+
 def environment(pid: int) -> dict[str, str] | None:
     """Return the variables that it was started with, not what it has set since; None where they may not be read."""
     try:

@@ -194,6 +194,20 @@ def test_a_command_that_runs_on_is_told_by_request_where_its_address_is_given(
 
 
 @pytest.mark.nightly
+def test_that_a_command_ends_by_itself_is_no_finding_though_its_address_is_given(server: Path, port: int) -> None:
+    url = f"http://127.0.0.1:{port}"
+    words = ["exec", "--json", "--growth", "40s", "--warm-up", "1s", "--url", url, "--", sys.executable, str(server)]
+    done = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", *words, "dies", "--port", str(port)], stdout=subprocess.PIPE, text=True
+    )
+    with done, Load(url, 4, is_needed=True):
+        out, _ = done.communicate(timeout=HANG_S)
+    (subject,) = decode(out.encode()).subjects
+    assert (done.returncode, subject.findings) == (3, ())
+    assert subject.reason == "the command ended with exit code 3"
+
+
+@pytest.mark.nightly
 def test_its_quiet_twin_is_clean_for_all_the_time(server: Path, port: int) -> None:
     status, said, subject = watched(server, "nothing", port)
     assert (status, subject.outcome, subject.findings, subject.not_measured) == (0, "clean", (), ())

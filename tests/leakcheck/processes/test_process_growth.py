@@ -15,9 +15,11 @@ import pytest
 from lowtide.leakcheck.findings.life_findings import has_slept
 from lowtide.leakcheck.growth.quantities import HOST, SHARED
 from lowtide.leakcheck.growth.series import LevelKey
+from lowtide.leakcheck.processes import process_growth
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import (
+    CountedThings,
     ProcessGrowth,
     Turns,
     growing_holder,
@@ -435,3 +437,53 @@ def test_many_mappings_with_a_name_each_are_told_together() -> None:
         each.unlink()
     assert facts is not None
     assert re.match(r"\d+ mappings as /dev/shm/", facts.note.holder), facts.note.holder
+
+
+def test_what_a_process_has_is_listed_again_once_something_has_come_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[int] = []
+    listing = process_growth.things_of
+    monkeypatch.setattr(process_growth, "things_of", lambda pid: (listed.append(pid), listing(pid))[1])
+    descriptors, threads = LevelKey("file-descriptors"), LevelKey("threads")
+    things = CountedThings(lambda pid, asked: None)
+
+    def levels() -> list[int]:
+        found = things.all_levels(child.pid)
+        return [found[key] or 0 for key in (descriptors, threads, SHARED)]
+
+    steps = """
+import mmap, os, sys, threading, time
+KEPT = []
+
+def bucket():
+    path = f"/dev/shm/lowtide_test_{os.getpid()}"
+    number = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.unlink(path)
+    os.ftruncate(number, 1 << 20)
+    mapped = mmap.mmap(number, 1 << 20)
+    os.close(number)
+    return mapped
+
+for step in (
+    lambda: os.open("/dev/null", os.O_RDONLY),
+    lambda: threading.Thread(target=time.sleep, args=(600,), daemon=True).start(),
+    # No page of it is touched.
+    bucket,
+):
+    print(flush=True)
+    sys.stdin.readline()
+    KEPT.append(step())
+print(flush=True)
+sys.stdin.read()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", steps], **pipes) as child:  # type: ignore[call-overload]
+        child.stdout.readline()
+        first = levels()
+        assert levels() == first
+        assert len(listed) == 1
+        for added in ((1, 0, 0), (1, 1, 0), (1, 1, MIB)):
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            child.stdout.readline()
+            assert [now - then for now, then in zip(levels(), first, strict=True)] == [*added]
+        child.communicate()
