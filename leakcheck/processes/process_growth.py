@@ -525,7 +525,7 @@ class CountedThings:
     def all_levels(self, pid: int) -> Mapping[LevelKey, int | None]:
         """Return these, and the bytes of shared memory that it maps; as last read where nothing has come or gone.
 
-        To list all that takes 8 ms for a process with torch, and to see whether there are as many of them a fiftieth.
+        To list all that takes 2 ms for a process with torch, and to see whether there are as many of them a fortieth.
         """
         sign = things_sign(pid)
         before, levels = self._latest.get(pid, (None, {}))
