@@ -203,8 +203,9 @@ def test_that_a_command_ends_by_itself_is_no_finding_though_its_address_is_given
     with done, Load(url, 4, is_needed=True):
         out, _ = done.communicate(timeout=HANG_S)
     (subject,) = decode(out.encode()).subjects
-    assert (done.returncode, subject.findings) == (3, ())
-    assert subject.reason == "the command ended with exit code 3"
+    # It ends too early to tell what grows, and that is all.
+    assert (subject.outcome, subject.findings) == ("unsupported", ())
+    assert [each.what for each in subject.not_measured] == ["what grows in its processes"]
 
 
 @pytest.mark.nightly
