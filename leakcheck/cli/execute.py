@@ -230,15 +230,14 @@ def _asked(growth: str | None, warm_up: str | None, max_growth: str | None, url:
 
     seconds = watched_seconds("--growth", growth)
     until = None if warm_up is None else seconds_of("--warm-up", warm_up)
-    if url is not None:
-        check_address(url)
+    if url is None:
+        return WatchedGrowth(lambda engine: TimedGrowth(engine, seconds, until, tell), allowed_bytes(max_growth))
+    check_address(url)
+    # Where the extra is missing that asks servers, that is said before the command is started.
+    from lowtide.leakcheck.processes.server_watch import ServerWatch
+    from lowtide.leakcheck.targets.load import Load
 
-    def begin(engine: EngineProcesses) -> TimedGrowth | ServerWatch:
-        if url is None:
-            return TimedGrowth(engine, seconds, until, tell)
-        from lowtide.leakcheck.processes.server_watch import ServerWatch
-        from lowtide.leakcheck.targets.load import Load
-
+    def begin(engine: EngineProcesses) -> ServerWatch:
         client = Load(url, 0, is_needed=True)
         client.start()
         # Which stops it at its end.

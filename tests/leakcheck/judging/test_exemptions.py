@@ -168,8 +168,8 @@ input()
 
 
 def is_exempt_before_it_is_a_zombie() -> bool:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", ENDS], **pipes) as child:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", ENDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
         assert child.stdout.readline()
         child.kill()
         while not is_exempt("processes", str(child.pid)):

@@ -475,8 +475,9 @@ for step in (
 print(flush=True)
 sys.stdin.read()
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", steps], **pipes) as child:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", steps], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
         child.stdout.readline()
         first = levels()
         assert levels() == first
