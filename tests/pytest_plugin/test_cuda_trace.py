@@ -53,8 +53,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_what_is_left_has_the_library_that_asked_for_it(
     traced: Report, name: str, size: int, word: str, library: str
 ) -> None:
-    (finding,) = subject(traced, name).findings
-    assert (finding.resource, finding.bytes) == ("driver", size * MIB)
+    judged = subject(traced, name)
+    (finding,) = [each for each in judged.findings if each.resource == "driver"]
+    assert (judged.outcome, finding.bytes) == ("leak", size * MIB)
     assert word in finding.message
     assert f"asked for by {library}" in finding.message
     assert f"({size}.0 MiB)" in finding.message
@@ -64,4 +65,7 @@ def test_what_is_left_has_the_library_that_asked_for_it(
     "name", ["array_given_back", "allocation_given_back", "tensor_given_back", "first_fft", "first_solver", "profiled"]
 )
 def test_what_comes_back_and_what_recording_takes_are_no_leak(traced: Report, name: str) -> None:
-    assert subject(traced, f"test_{name}").findings == ()
+    judged = subject(traced, f"test_{name}")
+    # The workspace that the first product of matrices takes is told, and no leak.
+    others = [each.message for each in judged.findings if each.cause != "library-workspace"]
+    assert (judged.outcome, others) == ("clean", [])
