@@ -43,6 +43,9 @@ _EXPLAINING = "lowtide.leakcheck.findings.host_memory"
 _CAUSES = "lowtide.leakcheck.findings.causes"
 """The same, where things of one kind become more."""
 
+_DRIVER = "lowtide.probes.device.driver_trace"
+"""The same, where it is recorded what is asked of a card's driver."""
+
 _GROWTH = "lowtide.leakcheck.findings.turn_growth"
 """What a process imports in which it is read what grows."""
 
@@ -94,6 +97,12 @@ def _answer(question: messages.Question[Any], importing: Importing, *, is_fork: 
         if isinstance(question, messages.ExplainGrown):
             return explain_grown(question) if is_fork else apart(lambda: explain_grown(question), list[Finding])
         return msgspec.structs.replace(look(lists=question.lists), **_names())
+    if isinstance(question, messages.RecordDriver):
+        with importing(_DRIVER):
+            from lowtide.probes.device.driver_trace import record_from_first_use
+
+        record_from_first_use()
+        return None
     if isinstance(question, messages.TellStacks):
         return list(_stacks())
     own = _own_tensors(importing)

@@ -48,6 +48,7 @@ class Levels(_Said, frozen=True, kw_only=True):
             and free where malloc does not give it back.
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
         outside: what others than torch and the arenas have asked the driver for, by device, where it lists that.
+        libraries: of this, what was seen to be asked for, by device and library.
     """
 
     tensors: dict[str, int]
@@ -57,6 +58,7 @@ class Levels(_Said, frozen=True, kw_only=True):
     resident: int = 0
     communicators: tuple[str, ...] = ()
     outside: dict[str, int] = {}
+    libraries: dict[str, dict[str, int]] = {}
 
     def of(self, kind: str) -> int:
         """Return the bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""
@@ -334,6 +336,10 @@ class Look(Question[Seen], frozen=True, kw_only=True, tag="look"):
     """
 
     lists: bool = False
+
+
+class RecordDriver(Question[None], frozen=True, kw_only=True, tag="record-driver"):
+    """Which library asks a card's driver for memory, from torch's first use of one on."""
 
 
 class TellStacks(Question[ThreadStacks], frozen=True, kw_only=True, tag="tell-stacks"):

@@ -97,6 +97,7 @@ class OtherProcesses:
         tree: whose descendants they are.
         driver: gives whom to ask for memory on cards, once there is a process to ask about; None if cards do not count.
         asks: whether there are agents in them that are asked.
+        records: whether these record which library asks a card's driver for memory.
         clears: whether an `lru_cache` that has grown under a fixture is cleared at its end, to measure what comes back.
         tolerance: bytes that a test may leave.
 
@@ -111,6 +112,7 @@ class OtherProcesses:
         driver: Callable[[], Driver] | None,
         *,
         asks: bool = False,
+        records: bool = False,
         clears: bool = False,
         tolerance: int = 0,
     ) -> None:
@@ -120,7 +122,7 @@ class OtherProcesses:
         self._asks = asks
         self._tolerance = tolerance
         self.unmeasured = UnmeasuredProcesses(tree, driver)
-        self.agents = Agents()
+        self.agents = Agents(messages.encode(messages.RecordDriver()) if records else b"")
         self._ended = EndedHolders(driver)
         self._memory = PrivateMemory()
         self._engine = EngineProcesses(tree, self.agents, None, driver, ended=self._ended)

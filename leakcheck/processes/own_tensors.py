@@ -268,6 +268,7 @@ class OwnTensors:
             resident=present.anonymous + present.shared + _pinned_for_later(on_host) + free_at_tops(),
             communicators=_communicators(),
             outside={device: each.bytes for device, each in outside.items()},
+            libraries={device: dict(each.by_library) for device, each in outside.items() if each.by_library},
         )
 
     def _outside(

@@ -164,13 +164,18 @@ class ProcessLevels(msgspec.Struct, frozen=True):
         names = self._names_of_cards() or {}
         left: dict[str, int | None] = {}
         kernels: dict[str, int] = {}
+        libraries: dict[str, dict[str, int]] = {}
         for device, size in self._left_on_cards().items():
             beside = None if size is None else max(0, size - contexts.get(device, 0))
-            asked = self.levels.outside.get(names.get(device, ""))
+            name = names.get(device, "")
+            asked = self.levels.outside.get(name)
             if beside is not None and asked is not None and device in contexts:
                 # What the driver counts and lists nowhere is in no allocation that anybody has asked for.
                 kernels[device] = max(0, beside - asked)
                 beside -= kernels[device]
+            if beside is not None and (of_libraries := self.levels.libraries.get(name)):
+                libraries[device] = of_libraries
+                beside = max(0, beside - sum(of_libraries.values()))
             left[device] = beside
         on_host = None if self.host is None else max(0, self.host - self.levels.resident)
         return ProcessStage(
@@ -182,6 +187,7 @@ class ProcessLevels(msgspec.Struct, frozen=True):
             host=self.host,
             contexts=contexts,
             kernels=kernels,
+            libraries=libraries,
             unexplained={"cpu": on_host, **left},
         )
 

@@ -135,6 +135,7 @@ class Watched:
             self.tree,
             self.ask_driver if policy.card else None,
             asks=policy.processes,
+            records=policy.native and policy.card,
             clears=policy.remedies != "never",
             tolerance=policy.tolerance,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lowtide.probes.originals import os
+from lowtide.probes.originals import loaded, os
 
 _BUFFER_BYTES = 1 << 20
 
@@ -114,3 +114,9 @@ class DriverTrace:
 
 TRACE = DriverTrace()
 """The process's."""
+
+
+def record_from_first_use() -> None:
+    """Begin to record as soon as torch, which is there, uses a card; in forks that do, too."""
+    torch: Any = loaded("torch")
+    torch.cuda._lazy_call(TRACE.start)

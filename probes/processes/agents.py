@@ -100,11 +100,15 @@ class NoAgentError(AgentError):
 class Agents:
     """Puts agents into processes that start from here on, and asks them.
 
+    Args:
+        first: what each of them that has torch is asked as soon as it has, whose answer nobody gets; empty: nothing.
+
     Attributes:
         folder: that of the sockets, open to this user alone; None before `start` and after `stop`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: bytes = b"") -> None:
+        self._first = first
         self.folder: Path | None = None
         self._maker = 0
         self._before: dict[str, str | None] = {}
@@ -127,6 +131,8 @@ class Agents:
         self._maker = os.getpid()
         (self.folder / _RUN).write_text(_where_numbers_hold(), encoding="utf-8")
         names = _agent()
+        if self._first:
+            (self.folder / names.FIRST).write_bytes(self._first)
         path = os.environ.get("PYTHONPATH")
         self._set("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), *([path] if path else [])]))
         self._set(names.SOCKETS, str(self.folder))

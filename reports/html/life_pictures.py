@@ -147,7 +147,7 @@ def _parts_of_process(each: ProcessStage, device: str) -> dict[str, int | None]:
     arenas = {f"arena {tag}": size for tag, size in each.arenas.get(where, {}).items()}
     reserved = each.reserved.get(where)
     drivers = {"context": each.contexts.get(device), "kernels and libraries": each.kernels.get(device)}
-    return {"torch's segments": reserved, **arenas, **drivers, UNEXPLAINED: left}
+    return {"torch's segments": reserved, **arenas, **drivers, **each.libraries.get(device, {}), UNEXPLAINED: left}
 
 
 def _held(each: ProcessStage, device: str) -> int | None:

@@ -52,9 +52,10 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
         kernels: bytes of `cards` that are in no allocation that anybody has asked the driver for, besides such a
             context, by device: the code of kernels and what libraries have the driver keep; nothing where it lists no
             allocations.
+        libraries: bytes of `cards` that a library was seen to ask the driver for, by device and library.
         unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena, in no such context,
-            not among `kernels` and in nothing that torch has reserved: interpreter, libraries, and what nobody knows
-            of; None where not known.
+            not among `kernels`, no library's and in nothing that torch has reserved: interpreter, and what nobody
+            knows of; None where not known.
     """
 
     process: ProcessName
@@ -65,6 +66,7 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
     host: Int64 | None = None
     contexts: dict[str, Int64] = {}
     kernels: dict[str, Int64] = {}
+    libraries: dict[str, dict[str, Int64]] = {}
     unexplained: dict[str, Int64 | None] = {}
 
     @property

@@ -9,10 +9,12 @@ import msgspec
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Ledger, Stage
 
-_UNEXPLAINED = "  unexplained"
-_CONTEXT = "  context alone"
-_KERNELS = "  kernels and libraries"
-_PARTS = (_UNEXPLAINED, _CONTEXT, _KERNELS)
+_PART = "  "
+"""Begins the name of a row whose bytes are in the row of its process."""
+
+_UNEXPLAINED = f"{_PART}unexplained"
+_CONTEXT = f"{_PART}context alone"
+_KERNELS = f"{_PART}kernels and libraries"
 
 
 class TreeRow(msgspec.Struct, frozen=True):
@@ -24,7 +26,7 @@ class TreeRow(msgspec.Struct, frozen=True):
     @property
     def is_part(self) -> bool:
         """Whether it is in what the line of its process says."""
-        return self.name in _PARTS
+        return self.name.startswith(_PART)
 
 
 class TreeTable(msgspec.Struct, frozen=True):
@@ -81,6 +83,9 @@ def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
             kernels = tuple(None if each is None else each.kernels.get(device) for each in readings)
             if any(kernels):
                 rows.append(TreeRow(_KERNELS, kernels))
+            asked = [{} if each is None else each.libraries.get(device, {}) for each in readings]
+            libraries = dict.fromkeys(name for sizes in asked for name in sizes)
+            rows += [TreeRow(f"{_PART}{name}", tuple(sizes.get(name) for sizes in asked)) for name in libraries]
             left = (None if each is None else each.unexplained.get(device) for each in readings)
             rows.append(TreeRow(_UNEXPLAINED, tuple(left)))
     held = [row for row in rows if not row.is_part]

@@ -26,7 +26,7 @@ from types import ModuleType, SimpleNamespace
 import psutil
 import pytest
 
-from lowtide.leakcheck.processes.messages import Begin, Levels, Read, encode
+from lowtide.leakcheck.processes.messages import Begin, Levels, Read, RecordDriver, encode
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, MARK
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes import agents as module
@@ -69,6 +69,39 @@ def levels(agents: Agents, pid: int) -> Levels:
     import msgspec
 
     return msgspec.msgpack.decode(agents.ask(pid, READ, 60.0), type=Levels)
+
+
+_QUEUED = """
+import time, torch
+end = time.monotonic() + 60
+while not [call for call, _ in torch.cuda._queued_calls if "DriverTrace.start" in str(call)]:
+    assert time.monotonic() < end
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_is_asked_the_first_question_when_it_has_torch() -> None:
+    agents = Agents(encode(RecordDriver()))
+    agents.start()
+    try:
+        end(program(_QUEUED))
+    finally:
+        agents.stop()
+
+
+def test_a_first_question_that_fails_is_told() -> None:
+    agents = Agents(b"no question")
+    agents.start()
+    process = program("import torch")
+    try:
+        told = Path(f"{agents.folder}/{process.pid}.error")
+        wait_until(lambda: told.exists() and bool(told.read_text()))
+        assert told.read_text().startswith("ValidationError: ")
+        # It answers others all the same.
+        assert levels(agents, process.pid).has_torch
+    finally:
+        end(process)
+        agents.stop()
 
 
 def _waits(connection: Connection) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from lowtide.reports.html.page import render_html
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
@@ -59,6 +60,16 @@ def held(rank: int, host: int, *, card: int | None = None) -> ProcessStage:
 def stage(name: str, *processes: ProcessStage, cycle: int = 1) -> Stage:
     after = readings(200, 2)
     return Stage(name=name, cycle=cycle, seconds=1.0, before=after, after=after, processes=processes)
+
+
+def test_each_library_that_has_asked_a_card_for_memory_has_a_line() -> None:
+    blas, nccl = {"libcublas.so.13": 15 * MIB}, {"libcublas.so.13": 15 * MIB, "libnccl.so.2": 9 * MIB}
+    of_stages = [replace(held(0, 100, card=500), libraries={"cuda:0": each}) for each in (blas, nccl)]
+    tables = {table.device: table for table in tree_tables([stage("infer", each) for each in of_stages])}
+    rows = {row.name: row.sizes for row in tables["cuda:0"].rows}
+    assert rows["  libcublas.so.13"] == (15 * MIB, 15 * MIB)
+    assert rows["  libnccl.so.2"] == (None, 9 * MIB)
+    assert rows["all of them"] == (500 * MIB, 500 * MIB)
 
 
 def test_the_host_has_a_line_per_process_and_the_sum() -> None:

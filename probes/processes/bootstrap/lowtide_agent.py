@@ -32,6 +32,9 @@ MARKER, ASK, SOCKET, ERROR = ".agent", ".ask", ".sock", ".error"
 """What follows a process's number in the names of files: it has an agent (and where its memory lies), it is asked, it
 listens, why it does not."""
 
+FIRST = "first"
+"""The file with what an agent that stays is asked by the folder itself, before anybody else asks."""
+
 SIGNAL = 58
 """By which it is woken.  Of the real-time signals, 34 to 64, libraries use the first ones and the last."""
 
@@ -147,7 +150,7 @@ class Agent:
         except RuntimeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # by a handler of the program's
-            _report(folder, error)
+            _report(folder, _told(error))
         finally:
             _mask(_signal.SIG_SETMASK, before)
 
@@ -164,12 +167,16 @@ class Agent:
 
     def _answer_in(self, folder: str, stays: bool) -> None:
         try:
+            first = _content(f"{folder}/{FIRST}") if stays else b""
+            failure = self._answered(first) if first else b""
+            if failure[:1] == b"!":
+                _report(folder, failure[1:].decode())
             while stays or _is_asked(folder):
                 self._listen(folder, stays)
                 # The program may have closed the socket by its number: then it is woken like any other.
                 stays = False
         except Exception as error:
-            _report(folder, error)
+            _report(folder, _told(error))
 
     def _listen(self, folder: str, stays: bool) -> None:
         import _socket
@@ -263,7 +270,7 @@ class Agent:
             answer: bytes = self._answers().answer(question, Importing)
             return b"=" + answer
         except BaseException as error:
-            return f"!{type(error).__name__}: {error}".encode(errors="replace")
+            return b"!" + _told(error).encode(errors="replace")
 
     def _answers(self) -> "Any":
         with Importing(ANSWERS):
@@ -502,12 +509,7 @@ def _mark(folder: str) -> None:
 
 
 def _image() -> bytes:
-    number = posix.open("/proc/self/stat", posix.O_RDONLY | posix.O_CLOEXEC)
-    try:
-        line = posix.read(number, 4096)
-    finally:
-        posix.close(number)
-    return image_of(line)
+    return image_of(_content("/proc/self/stat"))
 
 
 def image_of(line: bytes) -> bytes:
@@ -515,9 +517,13 @@ def image_of(line: bytes) -> bytes:
     return b" ".join(line.rpartition(b")")[2].split()[42:45])
 
 
-def _report(folder: str, error: BaseException) -> None:
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _report(folder: str, text: str) -> None:
     try:
-        _write(f"{folder}/{posix.getpid()}{ERROR}", f"{type(error).__name__}: {error}".encode(errors="replace"))
+        _write(f"{folder}/{posix.getpid()}{ERROR}", text.encode(errors="replace"))
     except OSError:
         pass
 
@@ -537,6 +543,18 @@ def _is_asked(folder: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _content(path: str) -> bytes:
+    """Return what a small file has; empty where there is none."""
+    try:
+        number = posix.open(path, posix.O_RDONLY | posix.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return posix.read(number, 4096)
+    finally:
+        posix.close(number)
 
 
 def _inode(path: str) -> int:

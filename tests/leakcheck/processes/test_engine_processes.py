@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
@@ -57,6 +58,8 @@ class Model:
     def infer(self) -> list[int]:
         if "infer leaks" in self.faults:
             CACHE.append(torch.zeros(16 * MIB, dtype=torch.uint8, device=self.device))
+        if "multiplies" in self.faults:
+            (torch.ones(64, 64, device=self.device) @ torch.ones(64, 64, device=self.device)).sum().item()
         assert self.weights is not None
         return self.weights[:3].tolist()
 
@@ -267,6 +270,21 @@ def test_an_engine_on_a_card_in_a_child(faults: tuple[str, ...]) -> None:
     assert finding.device == "cuda:0"
     wanted = "CACHE" if faults == ("infer leaks",) else "local 'model'"
     assert wanted in (finding.holder or "")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none")
+def test_a_child_knows_which_library_has_asked_a_card_for_memory() -> None:
+    pytest.importorskip("cupti")
+    driver = find_driver()
+    script = ("create", "infer", "shutdown")
+    made = functools.partial(ClientLife, "on a card", "multiplies")
+    subject = LifecycleRun("client", made, device="cuda:0", driver=driver, cycles=1, script=script, native=True).run()
+    driver.close()
+    (core,) = [each for stage in subject.stages if stage.name == "infer" for each in stage.processes if each.cards]
+    libraries = core.libraries["cuda:0"]
+    assert [name for name in libraries if name.startswith("libcublas")], libraries
+    assert (core.unexplained["cuda:0"] or 0) < 16 * MIB
 
 
 def test_a_child_that_does_not_answer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -421,6 +421,14 @@ def test_what_nobody_has_asked_the_driver_for_is_kernels_and_libraries(own: str,
     assert stage.unexplained[own] == 20 * MIB
 
 
+def test_what_a_library_was_seen_to_ask_for_is_its_own() -> None:
+    asked = {"libcublas.so.13": 15 * MIB, "libnccl.so.2": 3 * MIB}
+    said = msgspec.structs.replace(levels({"cuda:0": 500}), outside={"cuda:0": 20 * MIB}, libraries={"cuda:0": asked})
+    stage = as_stage(CORE, said, None, {"cuda:0": 1200 * MIB}, lambda device: 450 * MIB)
+    assert stage.libraries == {"cuda:0": asked}
+    assert stage.unexplained["cuda:0"] == 2 * MIB
+
+
 def test_without_the_size_of_a_context_nothing_is_said_of_kernels() -> None:
     said = msgspec.structs.replace(levels({"cuda:0": 500}), outside={"cuda:0": 20 * MIB})
     stage = as_stage(CORE, said, None, {"cuda:0": 1200 * MIB})
