@@ -90,6 +90,12 @@ class DeviceMemory:
         """Return the cards whose allocations could not be listed, which are not asked for again."""
         return tuple(NotMeasured(what=f"allocations {device}", why=why) for device, why in self._unlisted.items())
 
+    @property
+    def unrecorded(self) -> tuple[NotMeasured, ...]:
+        """Return why it is not known which library asks the driver for memory, where it was to be recorded."""
+        what = "which library asks a card's driver for memory"
+        return (NotMeasured(what=what, why=TRACE.why),) if self._is_recorded and TRACE.why else ()
+
     def start(self) -> None:
         """Begin to record, where that is asked for; legal twice."""
         if self._native and not self._is_recorded:

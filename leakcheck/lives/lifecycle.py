@@ -171,6 +171,8 @@ class LifecycleRun:
         try:
             self._open_device()
             self._reader.start()
+            unrecorded = self._reader.watched.device_memory.unrecorded
+            self._record.not_measured.update({each.what: each for each in unrecorded})
             with listening(self._growth), listening(self._leftovers.out_of_memory), Interrupts() as interrupts:
                 # One that got lost while libraries were loaded.
                 interrupts.raise_if_heard()

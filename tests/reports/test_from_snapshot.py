@@ -309,4 +309,4 @@ def test_on_a_card_code_is_of_libraries_and_memory_past_torch_is_unexplained() -
     assert lines_of(ledger)["kernels and libraries"] > 2 * MIB
     assert ledger.unexplained is not None
     # Solvers take memory past torch, too.
-    assert 96 * MIB <= ledger.unexplained <= 256 * MIB
+    assert 96 * MIB <= ledger.unexplained <= 384 * MIB

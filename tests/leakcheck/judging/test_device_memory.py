@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -379,3 +380,16 @@ def test_the_driver_is_recorded_once_and_only_where_that_is_asked_for(
     for call in (memory.start, memory.start, memory.stop, memory.stop):
         call()
     assert made == calls
+
+
+def test_why_nothing_is_recorded_of_who_asks_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    memory = DeviceMemory(driver=True, native=True)
+    assert memory.unrecorded == ()
+    memory.start()
+    try:
+        (missing,) = memory.unrecorded
+        assert missing.why.startswith("the extra `cupti` is not there: ")
+    finally:
+        memory.stop()
+    assert memory.unrecorded == ()
