@@ -20,7 +20,7 @@ from lowtide.probes.host.readings import HostReading, Resident, named_shared_mem
 from lowtide.probes.memory.ranges import Range, without
 from lowtide.probes.memory.tensors import TensorReading, storage_classes, survey_storages
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused
-from lowtide.probes.originals import gc
+from lowtide.probes.originals import gc, os
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
 
@@ -53,6 +53,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         frozen: objects in the collector's permanent generation (`gc.freeze()`).
         caches: each `lru_cache` with entries.
         file_residency: of the files of /dev/shm that are mapped here, and are under neither pools nor tensors.
+        in_malloc: bytes of pools in host memory and of tensors, touched or not, that malloc has given out.
         outside: by device, what others than torch and the arenas have asked the driver for, where it lists that.
     """
 
@@ -67,6 +68,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     frozen: int
     caches: tuple[CacheReading, ...]
     file_residency: Resident = msgspec.field(default_factory=lambda: Resident(0, 0))
+    in_malloc: int = 0
     outside: Mapping[str, Outside] = msgspec.field(default_factory=dict)
 
     def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
@@ -113,6 +115,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         return 0 if reading is None else sum(pool.asleep for pool in reading.pools)
 
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 _MOST_BEHIND_CACHES = 300_000
 """Objects behind all large caches together that one snapshot looks at: a third of a second."""
 
@@ -148,6 +152,7 @@ def take_snapshot(
         outside = without(tensors.on("cpu"), pooled)
         tensor_residency = resident_in(outside, swapped=swapped)
         file_residency = resident_in(without(named_shared_memory(), [*pooled, *outside]))
+        in_malloc = sum(size for address, size in (*outside, *pooled) if address % _PAGE)
         claimed = {storage.address for storage in survey.storages}
         allocators = tuple(map(with_sleepers, read_allocators(claimed)))
     snapshot = Snapshot(
@@ -159,6 +164,7 @@ def take_snapshot(
         pool_residency=pool_residency,
         tensor_residency=tensor_residency,
         file_residency=file_residency,
+        in_malloc=in_malloc,
         host=host,
         frozen=gc.get_freeze_count(),
         caches=caches,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime, timezone
 
@@ -12,6 +12,7 @@ import msgspec
 from lowtide.probes.device.allocations import Outside
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import PoolSegments
+from lowtide.probes.host.memory_parts import NAMES
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os, torch_with_cuda
 from lowtide.probes.snapshot import Snapshot
@@ -23,8 +24,8 @@ class LedgerBase(msgspec.Struct, frozen=True):
 
     Attributes:
         device: `cuda:0`, `cpu`.
-        context: bytes; on a card the driver's context, right after initialisation, on `cpu` the interpreter with
-            what it imported.
+        context: bytes; on a card the driver's context, right after initialisation, on `cpu` what no heap has: stacks
+            and the data of libraries.
         libraries: bytes; kernels and libraries, which load lazily, after one warm-up; not asked for where `outside`
             is known.
         outside: on a card what others than torch and the arenas had asked the driver for; None where it did not list
@@ -100,17 +101,39 @@ def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[LedgerLine, ...]:
     # Tensors over mapped files (weights read in place) stay in it.
     shared = sum(pool.resident.file_backed for pool in snapshot.pool_residency)
     mapped_tensors = snapshot.tensor_residency.file_backed
+    tensors = snapshot.tensor_residency.anonymous
+    pooled = sum(pool.resident.anonymous for pool in snapshot.pool_residency)
+    beside = snapshot.host.anonymous - tensors - pooled - base.context - base.libraries
     return (
-        _line("interpreter", base.context, "at baseline"),
+        _line("stacks and data of libraries", base.context, "at baseline"),
         _line(
             "code, libraries and mapped files",
             snapshot.host.file_backed - shared,
             f"{mapped_tensors} bytes of it under tensors" if mapped_tensors else "",
         ),
         *((_line("libraries, loaded lazily", base.libraries, "at warm-up"),) if base.libraries else ()),
+        *_heap_lines(snapshot, beside),
         *pools,
-        _line("tensors outside pools", snapshot.tensor_residency.anonymous, "resident"),
+        _line("tensors outside pools", tensors, "resident"),
     )
+
+
+def _heap_lines(snapshot: Snapshot, resident: int) -> Iterator[LedgerLine]:
+    """Yield what the heaps of Python and C hold besides pools and tensors, of so many resident bytes."""
+    parts = snapshot.host.parts
+    if parts is None:
+        return
+    given_out = parts.malloc + parts.untouched - snapshot.in_malloc
+    # What is in use is there for certain; of what is free the kernel may have taken back some.
+    for part, size in (
+        ("python", parts.python),
+        ("malloc", given_out),
+        ("python_free", parts.python_free),
+        ("malloc_free", parts.malloc_free),
+    ):
+        held = max(0, min(size, resident))
+        resident -= held
+        yield _line(NAMES[part], held, "beside pools and tensors" if part == "malloc" else "")
 
 
 def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase, total: int | None) -> tuple[LedgerLine, ...]:

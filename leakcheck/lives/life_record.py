@@ -84,7 +84,7 @@ class LifeRecord:
             self._context, self._outside = self._unexplained(baseline), baseline.outside
         elif cycle == 2:
             unexplained = self._unexplained(baseline)
-            self._libraries = {device: left - self._context[device] for device, left in unexplained.items()}
+            self._libraries = {device: max(0, left - self._context[device]) for device, left in unexplained.items()}
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes at the latest reading, by name: after the last stage, or before the life that begins."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
-from lowtide.probes.host.memory_parts import free_at_tops
+from lowtide.probes.host.memory_parts import MemoryParts, free_at_tops, read_parts
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
@@ -58,6 +58,7 @@ class HostReading(msgspec.Struct, frozen=True):
         own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.host.counters.own_bytes`.
         shared: the part of `own` that is shared memory.
         kept_free: the part of `own` that is in no block, and that malloc does not give back (`free_at_tops`).
+        parts: what the process's memory is made of; None where that is not known.
     """
 
     rss: int
@@ -71,6 +72,7 @@ class HostReading(msgspec.Struct, frozen=True):
     own: int = 0
     shared: int = 0
     kept_free: int = 0
+    parts: MemoryParts | None = None
 
     @property
     def swapped(self) -> int:
@@ -119,6 +121,7 @@ def read_host() -> HostReading:
         own=own,
         shared=status["RssShmem"],
         kept_free=free_at_tops(),
+        parts=read_parts(),
     )
 
 

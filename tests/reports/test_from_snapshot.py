@@ -16,6 +16,7 @@ from lowtide.leakcheck.judging.metrics import unaccounted_driver_memory
 from lowtide.probes.device.allocations import Outside, OutsideTorch
 from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
+from lowtide.probes.host.memory_parts import MemoryParts
 from lowtide.probes.host.readings import HostReading, Resident
 from lowtide.probes.memory.tensors import TensorReading
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
@@ -194,7 +195,7 @@ def test_the_hosts_lines() -> None:
     )
     ledger = to_ledger(taken, LedgerBase("cpu", context=400, libraries=10))
     assert lines_of(ledger) == {
-        "interpreter": 400,
+        "stacks and data of libraries": 400,
         "code, libraries and mapped files": 300 - 50 - 20,
         "libraries, loaded lazily": 10,
         "arena weights": 100,
@@ -203,6 +204,58 @@ def test_the_hosts_lines() -> None:
         "tensors outside pools": 30,
     }
     assert (ledger.total, ledger.source, ledger.unexplained) == (1000, "rss", 1000 - 840)
+
+
+# Of 700 anonymous bytes 130 are those of a pool and of tensors, and 400 those of the baseline.
+@pytest.mark.parametrize(
+    ("parts", "in_malloc", "told"),
+    [
+        pytest.param((60, 5, 70, 10, 0), 30, (60, 40, 5, 10), id="all of it"),
+        pytest.param((60, 5, 70, 10, 25), 30, (60, 65, 5, 10), id="tensors that nobody has touched"),
+        pytest.param((60, 5, 20, 10, 0), 30, (60, 0, 5, 10), id="tensors elsewhere"),
+        pytest.param((60, 50, 130, 80, 0), 30, (60, 100, 10, 0), id="free pages that the kernel has back"),
+    ],
+)
+def test_heaps_have_lines_of_their_own(
+    parts: tuple[int, int, int, int, int], in_malloc: int, told: tuple[int, int, int, int]
+) -> None:
+    python, python_free, malloc, malloc_free, untouched = parts
+    made = MemoryParts(python, python_free, malloc, malloc_free, other=0, files=0, shared=0, untouched=untouched)
+    taken = replace(
+        EMPTY,
+        pool_residency=(PoolResidency("arena", "weights", Resident(100, 0)),),
+        tensor_residency=Resident(30, 0),
+        host=replace(EMPTY.host, parts=made),
+        in_malloc=in_malloc,
+    )
+    ledger = to_ledger(taken, LedgerBase("cpu", context=400))
+    lines = lines_of(ledger)
+    heaps = ("Python's heap in use", "malloc in use", "Python's heap, free", "malloc's heap, free")
+    assert tuple(lines[name] for name in heaps) == told
+    assert adds_up(ledger)
+    assert ledger.unexplained == 700 - 130 - 400 - sum(told)
+
+
+def test_what_objects_and_native_code_take_is_in_the_heaps_lines() -> None:
+    def lines() -> dict[str, int]:
+        return lines_of(to_ledger(take_snapshot(driver=NoDriver("a test")), LedgerBase("cpu", 0)))
+
+    before = lines()
+    objects = [str(number) * 20 for number in range(100_000)]
+    with_objects = lines()
+    # What is mapped is in no heap.
+    mapped = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.write(b"x" * (16 * MIB))
+    given_out = bytearray(b"x" * (16 * MIB))
+    tensor = torch.ones(16 * MIB, dtype=torch.uint8)
+    after = lines()
+    grown = {name: (with_objects[name] - size) // MIB for name, size in before.items()}
+    assert grown["Python's heap in use"] + grown["malloc in use"] >= 12
+    grown = {name: (after[name] - size) / MIB for name, size in with_objects.items()}
+    assert 15 < grown["malloc in use"] < 18
+    assert 15 < grown["tensors outside pools"] < 18
+    del objects, given_out, tensor
+    mapped.close()
 
 
 def test_tensors_over_mapped_files_are_reported_where_they_are_counted() -> None:
