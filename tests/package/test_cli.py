@@ -69,12 +69,11 @@ def test_the_table_has_a_row_per_stage_and_the_ledger_its_lines(
     for column in ("tensors", "allocated", "reserved", "weights", "kv cache", "runtime", "workspace", "driver", "RSS"):
         assert column in done.stdout
     for line in (
-        "stacks and data of libraries",
         "malloc in use",
+        "Python's heap in use",
         "arena kv_cache",
         "host pool sleeping weights",
         "unexplained",
-        "total",
     ):
         assert line in done.stdout
     assert done.stdout.count("sleep(2)") >= 2

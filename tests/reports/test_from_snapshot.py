@@ -238,7 +238,8 @@ def test_heaps_have_lines_of_their_own(
 
 def test_what_objects_and_native_code_take_is_in_the_heaps_lines() -> None:
     def lines() -> dict[str, int]:
-        return lines_of(to_ledger(take_snapshot(driver=NoDriver("a test")), LedgerBase("cpu", 0)))
+        ledger = to_ledger(take_snapshot(driver=NoDriver("a test")), LedgerBase("cpu", 0))
+        return {**lines_of(ledger), "unexplained": ledger.unexplained or 0}
 
     before = lines()
     objects = [str(number) * 20 for number in range(100_000)]
@@ -254,6 +255,7 @@ def test_what_objects_and_native_code_take_is_in_the_heaps_lines() -> None:
     grown = {name: (after[name] - size) / MIB for name, size in with_objects.items()}
     assert 15 < grown["malloc in use"] < 18
     assert 15 < grown["tensors outside pools"] < 18
+    assert 15 < grown["unexplained"] < 18
     del objects, given_out, tensor
     mapped.close()
 
