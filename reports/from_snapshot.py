@@ -124,12 +124,11 @@ def _heap_lines(snapshot: Snapshot, resident: int) -> Iterator[LedgerLine]:
     if parts is None:
         return
     given_out = parts.malloc + parts.untouched - snapshot.in_malloc
-    # What is in use is there for certain; of what is free the kernel may have taken back some.
     for part, size in (
         ("python", parts.python),
         ("malloc", given_out),
         ("python_free", parts.python_free),
-        ("malloc_free", parts.malloc_free),
+        ("malloc_free", snapshot.host.free_in_heaps),
     ):
         held = max(0, min(size, resident))
         resident -= held

@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
-import struct
 from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
+from lowtide.probes.host.malloc_heaps import malloc_heaps
 from lowtide.probes.mappings import Mapped, read_mappings
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.original_numpy import np
@@ -37,12 +37,6 @@ _FILE = re.compile(rb"/torch_\d+_\d+(?:_\d+)?\0")
 """What a file is called in a record; the first number is the exporter's process."""
 
 _MAPPED = re.compile(r"/dev/shm(/torch_(\d+)_\d+(?:_\d+)?)(?: \(deleted\))?")
-
-# A thread's heap of glibc's begins at a multiple of this (malloc/arena.c, HEAP_MAX_SIZE).
-_HEAP_OF_THREAD = 64 << 20
-
-_MOST_OF_HEAP_INFO = 0x100
-"""Bytes between the beginning of a thread's first heap and its arena."""
 
 _AT_ONCE = 16 << 20
 """Bytes of a heap that are looked through at a time."""
@@ -217,21 +211,6 @@ def _mapped_counters(pid: int | None) -> dict[int, str]:
     return found
 
 
-def _writable(pid: int | None) -> list[tuple[int, int, bool]]:
-    """Return where a process's memory of no file begins and ends, and whether the kernel calls it the heap.
-
-    What lies side by side is one: a program that has forked has its heaps in several mappings.
-    """
-    found: list[tuple[int, int, bool]] = []
-    for each in _mappings(pid, " rw-p "):
-        if each.path in ("", "[heap]"):
-            start, is_heap = each.start, bool(each.path)
-            if found and found[-1][1:] == (start, is_heap):
-                start = found.pop()[0]
-            found.append((start, each.end, is_heap))
-    return found
-
-
 class _Heap:
     """The C library's heap of a process; read by nobody else while it lasts.
 
@@ -283,34 +262,9 @@ class _Heap:
                     if place >= at and len(record) == _RECORD // _WORD:
                         yield record
 
-    def _ranges(self) -> Iterator[Range]:
-        """Yield where the heap is: the main thread's, and those of others.
-
-        A thread's begins at a multiple of 64 MiB with what glibc's malloc/arena.c calls `heap_info`, and the mapping
-        that it lies in may have begun before, or go on behind it.
-        """
-        for low, high, is_main in _writable(self._pid):
-            if is_main:
-                yield low, high - low
-                continue
-            for start in range(-(-low // _HEAP_OF_THREAD) * _HEAP_OF_THREAD, high, _HEAP_OF_THREAD):
-                size = self._size_of_heap(start)
-                if 0 < size <= high - start:
-                    yield start, size
-
-    def _size_of_heap(self, start: int) -> int:
-        """Return the bytes of the heap of a thread that begins at an address; 0 where none does."""
-        try:
-            arena, previous, size = struct.unpack("3Q", os.pread(self._file, 3 * _WORD, start))
-        except (OSError, struct.error):  # it is gone
-            return 0
-        # The arena follows this in the first of its heaps.
-        is_heap = 0 < arena % _HEAP_OF_THREAD < _MOST_OF_HEAP_INFO and previous % _HEAP_OF_THREAD == 0
-        return size if is_heap and size <= _HEAP_OF_THREAD else 0
-
     def _parts(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the contents by address, each there until the next; a record at the end of one is whole in the next."""
-        for low, size in self._ranges() if self._file >= 0 else ():
+        for low, size in malloc_heaps(self._pid) if self._file >= 0 else ():
             for start in range(low, low + size, _AT_ONCE):
                 part = self._buffer[: min(len(self._buffer), low + size - start)]
                 try:

@@ -133,6 +133,11 @@ def malloc_in_use(info: _Mallinfo | None = None) -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
+def malloc_in_heaps() -> int:
+    """Return the bytes that malloc has given out of its heaps, without what it has mapped for one block alone."""
+    return int(_mallinfo().uordblks)
+
+
 def free_at_tops() -> int:
     """Return the bytes that are free at the tops of glibc's arenas of threads, which `malloc_trim` does not give back.
 

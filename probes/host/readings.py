@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
-from lowtide.probes.host.memory_parts import MemoryParts, free_at_tops, read_parts
+from lowtide.probes.host.malloc_heaps import malloc_heaps
+from lowtide.probes.host.memory_parts import MemoryParts, free_at_tops, malloc_in_heaps, read_parts
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
@@ -59,6 +60,7 @@ class HostReading(msgspec.Struct, frozen=True):
         shared: the part of `own` that is shared memory.
         kept_free: the part of `own` that is in no block, and that malloc does not give back (`free_at_tops`).
         parts: what the process's memory is made of; None where that is not known.
+        free_in_heaps: bytes of the pages of malloc's heaps that are in memory, and in no block in use.
     """
 
     rss: int
@@ -73,6 +75,7 @@ class HostReading(msgspec.Struct, frozen=True):
     shared: int = 0
     kept_free: int = 0
     parts: MemoryParts | None = None
+    free_in_heaps: int = 0
 
     @property
     def swapped(self) -> int:
@@ -122,6 +125,7 @@ def read_host() -> HostReading:
         shared=status["RssShmem"],
         kept_free=free_at_tops(),
         parts=read_parts(),
+        free_in_heaps=max(0, resident_in(malloc_heaps()).anonymous - malloc_in_heaps()),
     )
 
 

@@ -213,19 +213,19 @@ def test_the_hosts_lines() -> None:
         pytest.param((60, 5, 70, 10, 0), 30, (60, 40, 5, 10), id="all of it"),
         pytest.param((60, 5, 70, 10, 25), 30, (60, 65, 5, 10), id="tensors that nobody has touched"),
         pytest.param((60, 5, 20, 10, 0), 30, (60, 0, 5, 10), id="tensors elsewhere"),
-        pytest.param((60, 50, 130, 80, 0), 30, (60, 100, 10, 0), id="free pages that the kernel has back"),
+        pytest.param((60, 50, 130, 80, 0), 30, (60, 100, 10, 0), id="more than there is"),
     ],
 )
 def test_heaps_have_lines_of_their_own(
     parts: tuple[int, int, int, int, int], in_malloc: int, told: tuple[int, int, int, int]
 ) -> None:
     python, python_free, malloc, malloc_free, untouched = parts
-    made = MemoryParts(python, python_free, malloc, malloc_free, other=0, files=0, shared=0, untouched=untouched)
+    made = MemoryParts(python, python_free, malloc, 0, other=0, files=0, shared=0, untouched=untouched)
     taken = replace(
         EMPTY,
         pool_residency=(PoolResidency("arena", "weights", Resident(100, 0)),),
         tensor_residency=Resident(30, 0),
-        host=replace(EMPTY.host, parts=made),
+        host=replace(EMPTY.host, parts=made, free_in_heaps=malloc_free),
         in_malloc=in_malloc,
     )
     ledger = to_ledger(taken, LedgerBase("cpu", context=400))
