@@ -16,11 +16,12 @@ from lowtide.probes.device.torch_allocator import (
     read_pinned,
 )
 from lowtide.probes.heap.caches import LRU_CACHE, CacheReading, bytes_held, read_caches
+from lowtide.probes.host.malloc_heaps import in_malloc
 from lowtide.probes.host.readings import HostReading, Resident, named_shared_memory, read_host, resident_in
 from lowtide.probes.memory.ranges import Range, without
 from lowtide.probes.memory.tensors import TensorReading, storage_classes, survey_storages
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused
-from lowtide.probes.originals import gc, os
+from lowtide.probes.originals import gc
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
 
@@ -115,8 +116,6 @@ class Snapshot(msgspec.Struct, frozen=True):
         return 0 if reading is None else sum(pool.asleep for pool in reading.pools)
 
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
 _MOST_BEHIND_CACHES = 300_000
 """Objects behind all large caches together that one snapshot looks at: a third of a second."""
 
@@ -152,7 +151,6 @@ def take_snapshot(
         outside = without(tensors.on("cpu"), pooled)
         tensor_residency = resident_in(outside, swapped=swapped)
         file_residency = resident_in(without(named_shared_memory(), [*pooled, *outside]))
-        in_malloc = sum(size for address, size in (*outside, *pooled) if address % _PAGE)
         claimed = {storage.address for storage in survey.storages}
         allocators = tuple(map(with_sleepers, read_allocators(claimed)))
     snapshot = Snapshot(
@@ -164,7 +162,7 @@ def take_snapshot(
         pool_residency=pool_residency,
         tensor_residency=tensor_residency,
         file_residency=file_residency,
-        in_malloc=in_malloc,
+        in_malloc=in_malloc([*outside, *pooled]),
         host=host,
         frozen=gc.get_freeze_count(),
         caches=caches,

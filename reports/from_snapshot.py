@@ -12,7 +12,7 @@ import msgspec
 from lowtide.probes.device.allocations import Outside
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import PoolSegments
-from lowtide.probes.host.memory_parts import NAMES
+from lowtide.probes.host.malloc_heaps import GIVEN_OUT
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os, torch_with_cuda
 from lowtide.probes.snapshot import Snapshot
@@ -120,19 +120,10 @@ def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[LedgerLine, ...]:
 
 def _heap_lines(snapshot: Snapshot, resident: int) -> Iterator[LedgerLine]:
     """Yield what the heaps of Python and C hold besides pools and tensors, of so many resident bytes."""
-    parts = snapshot.host.parts
-    if parts is None:
+    if snapshot.host.heaps is None:
         return
-    given_out = parts.malloc + parts.untouched - snapshot.in_malloc
-    for part, size in (
-        ("python", parts.python),
-        ("malloc", given_out),
-        ("python_free", parts.python_free),
-        ("malloc_free", snapshot.host.free_in_heaps),
-    ):
-        held = max(0, min(size, resident))
-        resident -= held
-        yield _line(NAMES[part], held, "beside pools and tensors" if part == "malloc" else "")
+    for name, size in snapshot.host.heaps.beside(snapshot.in_malloc, resident).items():
+        yield _line(name, size, "beside pools and tensors" if name == GIVEN_OUT else "")
 
 
 def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase, total: int | None) -> tuple[LedgerLine, ...]:

@@ -107,7 +107,7 @@ class LifeProcesses:
 
     def _nobodys(self, reading: ProcessStage, stage: str) -> Finding | None:
         """Report host memory of one process under no tensor and in no arena, where it has grown too much."""
-        pid, now = reading.process.pid, reading.unexplained.get("cpu")
+        pid, now = reading.process.pid, reading.beside_tensors
         if now is None or reading.host is None:
             return None
         allowed = self._at_first.setdefault(pid, now) + host_memory_tolerance([self.engine.device or "cpu"])

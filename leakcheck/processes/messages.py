@@ -49,6 +49,8 @@ class Levels(_Said, frozen=True, kw_only=True):
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
         outside: what others than torch and the arenas have asked the driver for, by device, where it lists that.
         libraries: of this, what was seen to be asked for, by device and library.
+        heaps: what Python's heap and C's hold besides what is under tensors and in pools, as `Heaps.beside` says it;
+            without what malloc does not give back.
     """
 
     tensors: dict[str, int]
@@ -59,6 +61,7 @@ class Levels(_Said, frozen=True, kw_only=True):
     communicators: tuple[str, ...] = ()
     outside: dict[str, int] = {}
     libraries: dict[str, dict[str, int]] = {}
+    heaps: dict[str, int] = {}
 
     def of(self, kind: str) -> int:
         """Return the bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""

@@ -39,8 +39,10 @@ from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.large_values import owner_of, with_values
 from lowtide.probes.heap.roots import is_library
+from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.host.malloc_heaps import in_malloc
 from lowtide.probes.host.memory_parts import free_at_tops, malloc_in_use, read_parts
-from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
+from lowtide.probes.host.readings import read_heaps, resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, survey_storages
 from lowtide.probes.objects.engine_pools import RequestSlots
@@ -245,6 +247,8 @@ class OwnTensors:
 
     def levels(self) -> Levels:
         """Return how much this process holds."""
+        # First, since all else takes memory.
+        heaps, tops, anonymous = read_heaps(), free_at_tops(), anonymous_bytes()
         pools = announced_pools()
         survey = survey_storages()
         tensors = survey.reading
@@ -265,9 +269,10 @@ class OwnTensors:
             reserved=reserved,
             has_torch=True,
             # What a card's driver has pinned is shared memory without a name, which only this process maps.
-            resident=present.anonymous + present.shared + _pinned_for_later(on_host) + free_at_tops(),
+            resident=present.anonymous + present.shared + _pinned_for_later(on_host) + tops,
             communicators=_communicators(),
             outside={device: each.bytes for device, each in outside.items()},
+            heaps=heaps.beside(in_malloc(on_host), anonymous - present.anonymous - tops),
             libraries={device: dict(each.by_library) for device, each in outside.items() if each.by_library},
         )
 

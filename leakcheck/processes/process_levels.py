@@ -177,7 +177,8 @@ class ProcessLevels(msgspec.Struct, frozen=True):
                 libraries[device] = of_libraries
                 beside = max(0, beside - sum(of_libraries.values()))
             left[device] = beside
-        on_host = None if self.host is None else max(0, self.host - self.levels.resident)
+        known = self.levels.resident + sum(self.levels.heaps.values())
+        on_host = None if self.host is None else max(0, self.host - known)
         return ProcessStage(
             process=self.process,
             tensors=self.levels.tensors,
@@ -188,6 +189,7 @@ class ProcessLevels(msgspec.Struct, frozen=True):
             contexts=contexts,
             kernels=kernels,
             libraries=libraries,
+            heaps=self.levels.heaps,
             unexplained={"cpu": on_host, **left},
         )
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
-from lowtide.probes.host.malloc_heaps import malloc_heaps
-from lowtide.probes.host.memory_parts import MemoryParts, free_at_tops, malloc_in_heaps, read_parts
+from lowtide.probes.host.malloc_heaps import Heaps, malloc_heaps
+from lowtide.probes.host.memory_parts import free_at_tops, malloc_in_heaps, read_parts
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range, common, merge
@@ -59,8 +59,7 @@ class HostReading(msgspec.Struct, frozen=True):
         own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.host.counters.own_bytes`.
         shared: the part of `own` that is shared memory.
         kept_free: the part of `own` that is in no block, and that malloc does not give back (`free_at_tops`).
-        parts: what the process's memory is made of; None where that is not known.
-        free_in_heaps: bytes of the pages of malloc's heaps that are in memory, and in no block in use.
+        heaps: what Python's heap and C's hold; None where that is not known.
     """
 
     rss: int
@@ -74,8 +73,7 @@ class HostReading(msgspec.Struct, frozen=True):
     own: int = 0
     shared: int = 0
     kept_free: int = 0
-    parts: MemoryParts | None = None
-    free_in_heaps: int = 0
+    heaps: Heaps | None = None
 
     @property
     def swapped(self) -> int:
@@ -124,9 +122,15 @@ def read_host() -> HostReading:
         own=own,
         shared=status["RssShmem"],
         kept_free=free_at_tops(),
-        parts=read_parts(),
-        free_in_heaps=max(0, resident_in(malloc_heaps()).anonymous - malloc_in_heaps()),
+        heaps=read_heaps(),
     )
+
+
+def read_heaps() -> Heaps:
+    """Read what the heaps of Python and C hold, in a millisecond or two."""
+    parts = read_parts()
+    free = max(0, resident_in(malloc_heaps()).anonymous - malloc_in_heaps())
+    return Heaps(parts.python, parts.python_free, parts.malloc + parts.untouched, free)
 
 
 def _status() -> tuple[dict[str, int], int]:

@@ -139,8 +139,9 @@ def lasting_name(process: ProcessName) -> str:
 def _parts_of_process(each: ProcessStage, device: str) -> dict[str, int | None]:
     left = each.unexplained.get(device)
     if device == "cpu":
-        known = None if each.host is None or left is None else each.host - left
-        return {"tensors and pools": known, UNEXPLAINED: left}
+        beside = each.beside_tensors
+        known = None if each.host is None or beside is None else each.host - beside
+        return {"tensors and pools": known, **each.heaps, UNEXPLAINED: left}
     # Each process numbers its cards by itself: what it says fits to the driver's figure where it has one card.
     own = {name for name in (*each.arenas, *each.reserved) if name != "cpu"}
     where = next(iter(own)) if len(own) == len(each.cards) == 1 else device

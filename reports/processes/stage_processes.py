@@ -53,9 +53,11 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
             context, by device: the code of kernels and what libraries have the driver keep; nothing where it lists no
             allocations.
         libraries: bytes of `cards` that a library was seen to ask the driver for, by device and library.
+        heaps: bytes of `host` that Python's heap and C's have besides what is under tensors and in pools, in use and
+            free, by name.
         unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena, in no such context,
-            not among `kernels`, no library's and in nothing that torch has reserved: interpreter, and what nobody
-            knows of; None where not known.
+            not among `kernels`, no library's, in no heap and in nothing that torch has reserved: stacks and data of
+            libraries, and what nobody knows of; None where not known.
     """
 
     process: ProcessName
@@ -67,7 +69,14 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
     contexts: dict[str, Int64] = {}
     kernels: dict[str, Int64] = {}
     libraries: dict[str, dict[str, Int64]] = {}
+    heaps: dict[str, Int64] = {}
     unexplained: dict[str, Int64 | None] = {}
+
+    @property
+    def beside_tensors(self) -> int | None:
+        """Bytes of host memory that are under no tensor and in no pool; None where not known."""
+        left = self.unexplained.get("cpu")
+        return None if left is None else left + sum(self.heaps.values())
 
     @property
     def bytes(self) -> int:

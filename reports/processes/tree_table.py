@@ -83,9 +83,9 @@ def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
             kernels = tuple(None if each is None else each.kernels.get(device) for each in readings)
             if any(kernels):
                 rows.append(TreeRow(_KERNELS, kernels))
-            asked = [{} if each is None else each.libraries.get(device, {}) for each in readings]
-            libraries = dict.fromkeys(name for sizes in asked for name in sizes)
-            rows += [TreeRow(f"{_PART}{name}", tuple(sizes.get(name) for sizes in asked)) for name in libraries]
+            named = [{} if each is None else _named(each, device) for each in readings]
+            names = dict.fromkeys(name for parts in named for name in parts)
+            rows += [TreeRow(f"{_PART}{name}", tuple(parts.get(name) for parts in named)) for name in names]
             left = (None if each is None else each.unexplained.get(device) for each in readings)
             rows.append(TreeRow(_UNEXPLAINED, tuple(left)))
     held = [row for row in rows if not row.is_part]
@@ -95,6 +95,10 @@ def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
 
 def _ledger(stage: Stage, device: str) -> Ledger | None:
     return next((ledger for ledger in stage.after.ledgers if ledger.device == device), None)
+
+
+def _named(process: ProcessStage, device: str) -> dict[str, int]:
+    return process.heaps if device == "cpu" else process.libraries.get(device, {})
 
 
 def _held(process: ProcessStage, device: str) -> int | None:

@@ -69,7 +69,7 @@ def state() -> dict[str, object]:
 
 def stable(taken: Snapshot) -> Snapshot:
     """The snapshot without what moves by itself: time, and how much memory the reading process has."""
-    host = replace(taken.host, rss=0, anonymous=0, file_backed=0, own=0, shared=0, parts=None, free_in_heaps=0)
+    host = replace(taken.host, rss=0, anonymous=0, file_backed=0, own=0, shared=0, heaps=None)
     return replace(taken, host=host)
 
 

@@ -12,7 +12,7 @@ from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes.host import memory_parts
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import MemoryParts, held_bytes, malloc_in_use, read_parts
-from lowtide.probes.host.readings import read_host
+from lowtide.probes.host.readings import read_heaps
 from tests.probes.thread_arenas import PIECE, free, take
 
 MIB = 1 << 20
@@ -97,15 +97,15 @@ def test_what_is_free_at_the_tops_of_threads_arenas_is_no_held_memory() -> None:
 
 @needs_glibc
 def test_free_pages_of_a_heap_are_those_that_malloc_has_not_given_back() -> None:
-    before = read_host().free_in_heaps
+    before = read_heaps().malloc_free
     # Larger than what Python has a heap of its own for, and one that stays on top of them.
     blocks = [bytes(1000) for _ in range(60_000)]
     pin = bytes(1000)
-    in_use = read_host().free_in_heaps
+    in_use = read_heaps().malloc_free
     del blocks
-    free = read_host().free_in_heaps
+    free = read_heaps().malloc_free
     trim_heap()
-    given_back = read_host().free_in_heaps
+    given_back = read_heaps().malloc_free
     assert in_use - before < 8 * MIB
     assert free - in_use > 48 * MIB
     assert given_back - in_use < 8 * MIB

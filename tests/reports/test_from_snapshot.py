@@ -16,7 +16,7 @@ from lowtide.leakcheck.judging.metrics import unaccounted_driver_memory
 from lowtide.probes.device.allocations import Outside, OutsideTorch
 from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
-from lowtide.probes.host.memory_parts import MemoryParts
+from lowtide.probes.host.malloc_heaps import Heaps
 from lowtide.probes.host.readings import HostReading, Resident
 from lowtide.probes.memory.tensors import TensorReading
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
@@ -208,30 +208,25 @@ def test_the_hosts_lines() -> None:
 
 # Of 700 anonymous bytes 130 are those of a pool and of tensors, and 400 those of the baseline.
 @pytest.mark.parametrize(
-    ("parts", "in_malloc", "told"),
+    ("heaps", "in_malloc", "told"),
     [
-        pytest.param((60, 5, 70, 10, 0), 30, (60, 40, 5, 10), id="all of it"),
-        pytest.param((60, 5, 70, 10, 25), 30, (60, 65, 5, 10), id="tensors that nobody has touched"),
-        pytest.param((60, 5, 20, 10, 0), 30, (60, 0, 5, 10), id="tensors elsewhere"),
-        pytest.param((60, 50, 130, 80, 0), 30, (60, 100, 10, 0), id="more than there is"),
+        pytest.param(Heaps(60, 5, 70, 10), 30, (60, 5, 40, 10), id="all of it"),
+        pytest.param(Heaps(60, 5, 20, 10), 30, (60, 5, 0, 10), id="tensors elsewhere"),
+        pytest.param(Heaps(60, 5, 130, 80), 30, (60, 5, 100, 5), id="more than there is"),
     ],
 )
-def test_heaps_have_lines_of_their_own(
-    parts: tuple[int, int, int, int, int], in_malloc: int, told: tuple[int, int, int, int]
-) -> None:
-    python, python_free, malloc, malloc_free, untouched = parts
-    made = MemoryParts(python, python_free, malloc, 0, other=0, files=0, shared=0, untouched=untouched)
+def test_heaps_have_lines_of_their_own(heaps: Heaps, in_malloc: int, told: tuple[int, int, int, int]) -> None:
     taken = replace(
         EMPTY,
         pool_residency=(PoolResidency("arena", "weights", Resident(100, 0)),),
         tensor_residency=Resident(30, 0),
-        host=replace(EMPTY.host, parts=made, free_in_heaps=malloc_free),
+        host=replace(EMPTY.host, heaps=heaps),
         in_malloc=in_malloc,
     )
     ledger = to_ledger(taken, LedgerBase("cpu", context=400))
     lines = lines_of(ledger)
-    heaps = ("Python's heap in use", "malloc in use", "Python's heap, free", "malloc's heap, free")
-    assert tuple(lines[name] for name in heaps) == told
+    names = ("Python's heap in use", "Python's heap, free", "malloc in use", "malloc's heap, free")
+    assert tuple(lines[name] for name in names) == told
     assert adds_up(ledger)
     assert ledger.unexplained == 700 - 130 - 400 - sum(told)
 
