@@ -523,7 +523,15 @@ def test_a_child_with_tensors_says_how_much_and_follows_stages(agents: Agents) -
     assert 3 << 20 <= found.tensors["cpu"] < 4 << 20
     assert found.of("cpu") == found.tensors["cpu"]
     assert found.of("cuda") == 0
+    # torch alone takes more than that of each, and the tensor is in neither.
+    assert found.heaps["malloc in use"] > 16 << 20
+    assert found.heaps["Python's heap in use"] > 16 << 20
+    held = sum(found.heaps.values())
     end(process)
+    other = program("import torch; HELD = [torch.zeros(64 << 20, dtype=torch.uint8).fill_(1), b'x' * (32 << 20)]")
+    more = sum(levels(agents, other.pid).heaps.values()) - held
+    end(other)
+    assert 24 << 20 < more < 48 << 20
 
 
 FORKS_AND_COUNTS = """

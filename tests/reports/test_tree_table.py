@@ -72,6 +72,14 @@ def test_each_library_that_has_asked_a_card_for_memory_has_a_line() -> None:
     assert rows["all of them"] == (500 * MIB, 500 * MIB)
 
 
+def test_the_heaps_of_each_process_have_a_line() -> None:
+    of_stages = [replace(held(0, 100), heaps={"malloc in use": size * MIB}) for size in (40, 45)]
+    (table,) = tree_tables([stage("infer", each) for each in of_stages])
+    rows = {row.name: row.sizes for row in table.rows}
+    assert rows["  malloc in use"] == (40 * MIB, 45 * MIB)
+    assert rows["all of them"] == (300 * MIB, 300 * MIB)
+
+
 def test_the_host_has_a_line_per_process_and_the_sum() -> None:
     stages = [stage("infer", held(0, 100), held(1, 150)), stage("sleep(1)", held(0, 40)), stage("shutdown")]
     (table,) = tree_tables(stages)

@@ -405,6 +405,14 @@ def test_what_is_under_no_tensor_and_in_no_arena_is_unexplained() -> None:
     assert stage.host == 100 * MIB
 
 
+def test_what_the_heaps_have_is_explained_and_counts_as_beside_tensors() -> None:
+    said = msgspec.structs.replace(levels({}), heaps={"malloc in use": 40 * MIB, "Python's heap in use": 10 * MIB})
+    stage = as_stage(CORE, said, 100 * MIB, {})
+    assert stage.unexplained["cpu"] == 20 * MIB
+    assert stage.beside_tensors == 70 * MIB
+    assert as_stage(CORE, said, None, {}).beside_tensors is None
+
+
 def test_a_context_alone_is_explained_on_each_card() -> None:
     sizes = {"cuda:0": 450 * MIB, "cuda:1": None}
     cards: dict[str, int | None] = {"cuda:0": 1200 * MIB, "cuda:1": 600 * MIB}
