@@ -124,7 +124,7 @@ def ask(
 
     Mark a moment at rest, after the warm-up: `lowtide ask 4711 mark`; let the program work; when it rests again:
     `lowtide ask 4711 since mark --requests 500`. Told are containers with path and holder, host memory and tensors that
-    none of these explains, descriptors and threads.
+    none of these explains, descriptors, threads and child processes.
 
     Exit codes: 0 nothing, 1 something has become more, 2 it could not be asked, or bad input.
     """

@@ -49,7 +49,7 @@ from lowtide.probes.device.torch_allocator import any_graph_alive
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.roots import frames_of, is_library
 from lowtide.probes.heap.stand_ins import having_numbers, of_libraries, stand_ins, with_handles
-from lowtide.probes.host.process_files import numbered_descriptors
+from lowtide.probes.host.process_files import children_of, numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import (
     attribute,
@@ -445,24 +445,39 @@ def with_holders(leak: ItemLeak, context: Context, *, with_cause: bool = False) 
 
 
 def holder_of_new(key: str, known: Collection[int]) -> HolderFacts | None:
-    """Return who holds the threads or descriptors of this process that are new, where anything of the program does.
+    """Return who holds the threads, descriptors or children of this process that are new, where the program does.
 
     The kernel's numbers of those that are not are `known`. Of threads it is said what most of them run.
     """
     if key != "threads":
-        names = [f"{number} -> {target}" for number, target in numbered_descriptors(os.getpid()).items()]
-        owners = _stand_ins({key: [name for name in names if int(name.partition(" ")[0]) not in known]}, Context())
+        own = os.getpid()
+        new = (
+            [str(number) for number in children_of(own) if number not in known]
+            if key == "processes"
+            # Without the folder that is open to list them.
+            else [
+                f"{number} -> {target}"
+                for number, target in numbered_descriptors(own).items()
+                if number not in known and target != f"/proc/{own}/fd"
+            ]
+        )
+        owners = _stand_ins({key: new}, Context())
+        # Who holds a few is not who leaves them all.
+        if 2 * len(owners) <= len(new):
+            return None
         # One may have several descriptors, as a `SharedMemory` has with its map.
         in_one = _container_of_most([*{id(item): item for item in owners.values()}.values()])
         return in_one or _facts_of(_causes_by_name(owners, Context(living=True)), len(owners))
-    new = [each for each in threading.enumerate() if each.native_id not in known]
-    if not new:
+    threads = [each for each in threading.enumerate() if each.native_id not in known]
+    if not threads:
         return None
-    causes = _causes_by_name({(key, thread_key(each)): each for each in new}, Context(living=True))
+    causes = _causes_by_name({(key, thread_key(each)): each for each in threads}, Context(living=True))
     # That it runs keeps each of them: who else does may end it.
     kept = {named: cause for named, cause in causes.items() if len(cause.path) > 1}
-    facts = _facts_of(kept, len(new)) or HolderFacts(note=Note(""), cause="thread", verdict=None, path=(), advice="")
-    text = f" {most_work(new)}{',' if facts.note.text else ''}{facts.note.text}"
+    facts = _facts_of(kept, len(threads)) or HolderFacts(
+        note=Note(""), cause="thread", verdict=None, path=(), advice=""
+    )
+    text = f" {most_work(threads)}{',' if facts.note.text else ''}{facts.note.text}"
     return msgspec.structs.replace(facts, note=msgspec.structs.replace(facts.note, text=text))
 
 

@@ -1,6 +1,6 @@
 """What a process holds that may grow: each quantity once, with how it is read, what of it is nothing, and its words.
 
-What is counted, descriptors and threads, the kernel lists from outside.
+What is counted, descriptors, threads and child processes, the kernel lists from outside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from lowtide.leakcheck.growth.host_levels import LEAST_A_TURN, LEAST_IN_ALL
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, LevelKey
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import anonymous_bytes_of, numbered_descriptors, numbered_threads
+from lowtide.probes.host.process_files import (
+    anonymous_bytes_of,
+    children_of,
+    numbered_children,
+    numbered_descriptors,
+    numbered_threads,
+)
 from lowtide.probes.processes.mapped_files import mapped_shared_memory
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.processes.tree_traces import sockets_of_agents
@@ -164,6 +170,12 @@ QUANTITIES: Mapping[ResourceName, Quantity] = {
         _of_each(lambda pid: len(numbered_threads(pid))),
         numbered_threads,
     ),
+    "processes": _things(
+        "child processes",
+        "end with each {turn} the processes that it starts, and wait for the end of each",
+        read=_of_each(lambda pid: len(children_of(pid))),
+        things=numbered_children,
+    ),
 }
 """All that a process is seen to hold; what explains another one comes before it."""
 
@@ -172,11 +184,17 @@ COUNTED: tuple[ResourceName, ...] = tuple(name for name, each in QUANTITIES.item
 
 
 def things_of(pid: int, *, mapped: bool = False) -> dict[ResourceName, Mapping[int, str]]:
-    """Return the descriptors that a process has open for itself, and its threads; empty where that may not be read.
+    """Return the descriptors that a process has open for itself, its threads and its child processes.
+
+    Empty where that may not be read. A child that has ended is one until its parent waits for it.
 
     Of descriptors those of mapped memory count as in `own_descriptors`.
     """
-    return {"file-descriptors": own_descriptors(pid, mapped=mapped), "threads": numbered_threads(pid)}
+    return {
+        "file-descriptors": own_descriptors(pid, mapped=mapped),
+        "threads": numbered_threads(pid),
+        "processes": numbered_children(pid),
+    }
 
 
 def own_descriptors(pid: int, *, mapped: bool = True) -> dict[int, str]:

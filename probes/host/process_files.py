@@ -409,17 +409,28 @@ def numbered_threads(pid: int) -> dict[int, str]:
     return found
 
 
+def numbered_children(pid: int) -> dict[int, str]:
+    """Return what it has started, by number: what each runs; of one that has ended, that nobody has waited for it."""
+    found = {}
+    for child in children_of(pid):
+        process = stat(child)
+        if process is not None:
+            ended = " that has ended, and nobody has waited for it" if process.state == "Z" else ""
+            found[child] = f"{process.command}{ended}"
+    return found
+
+
 def things_sign(pid: int) -> tuple[int | str, ...] | None:
     """Return what moves when a process opens, starts or maps something, or ends it; None where that may not be read.
 
-    How many descriptors and threads it has, and how large its address space is.
+    How many descriptors, threads and child processes it has, and how large its address space is.
     """
     try:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
     fields = status(pid)
-    return descriptors, *(fields.get(name, "") for name in ("Threads", "VmSize", "RssShmem"))
+    return descriptors, len(children_of(pid)), *(fields.get(name, "") for name in ("Threads", "VmSize", "RssShmem"))
 
 
 def environment(pid: int) -> dict[str, str] | None:

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -44,7 +45,7 @@ from lowtide.leakcheck.judging.filled_caches import CachedItem
 from lowtide.leakcheck.resources.files import SharedMemory
 from lowtide.leakcheck.resources.settings import ABSENT, SettingChange
 from lowtide.probes.heap.holders import SharedWalk
-from lowtide.probes.host.process_files import numbered_descriptors
+from lowtide.probes.host.process_files import children_of, numbered_descriptors
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.objects.foreign import thread_key
 from lowtide.reports.schema import Finding, Hop, ResourceName
@@ -657,6 +658,34 @@ def test_new_descriptors_of_shared_memory_are_told_by_the_variable_that_has_it()
     assert facts.note.text in (" held by ", " 3 of them held by ")
     function = test_new_descriptors_of_shared_memory_are_told_by_the_variable_that_has_it.__name__
     assert facts.note.holder.startswith(f"local 'imports' of {function}() in test_causes.py:")
+
+
+def test_of_those_of_which_most_have_no_holder_it_is_not_said_who_has_the_others() -> None:
+    known = numbered_descriptors(os.getpid()).keys()
+    planted = [os.eventfd(0) for _ in range(4)]
+    with tempfile.TemporaryFile() as LOGS.access, tempfile.TemporaryFile() as LOGS.errors:
+        facts = holder_of_new("file-descriptors", known)
+        LOGS.access, LOGS.errors = LOGS.access.close(), LOGS.errors.close()
+    for number in planted:
+        os.close(number)
+    assert facts is None
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_new_children_are_told_by_the_container_that_has_most_of_them(keeps: bool) -> None:
+    known = children_of(os.getpid())
+    command, workers = [sys.executable, "-S", "-c", "input()"], list[subprocess.Popen[bytes]]()
+    for _ in range(3):
+        workers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+    facts = holder_of_new("processes", known if keeps else children_of(os.getpid()))
+    for worker in workers:
+        worker.communicate(b"\n")
+    if keeps:
+        assert facts is not None
+        function = test_new_children_are_told_by_the_container_that_has_most_of_them.__name__
+        assert facts.note.holder.startswith(f"local 'workers' of {function}() in test_causes.py:")
+    else:
+        assert facts is None
 
 
 LOGS = SimpleNamespace(access=None, errors=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import MagicMock
@@ -240,6 +241,43 @@ def test_descriptors_that_each_interval_leaves_are_told_with_their_rate_and_what
 @pytest.mark.parametrize("turn", [fill, open_and_close])
 def test_those_of_a_pool_are_no_growth(turn: Callable[[list[int]], object]) -> None:
     assert opened_by(turn) == []
+
+
+def start_one(numbers: list[int]) -> int:
+    child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], os.environ)
+    # It has ended, and may be waited for.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    numbers.append(child)
+    return child
+
+
+def start_and_wait(numbers: list[int]) -> None:
+    start_one(numbers)
+    if len(numbers) > 4:
+        os.waitpid(numbers.pop(0), 0)
+
+
+@pytest.mark.parametrize("turn", [start_one, start_and_wait])
+def test_children_that_nobody_waits_for_are_growth(turn: Callable[[list[int]], object]) -> None:
+    window, numbers = LookedGrowth({}, 60), list[int]()
+    window.named[OWN] = ProcessName(pid=OWN, name="server")
+    try:
+        for _ in range(14):
+            turn(numbers)
+            window._turn += 1
+            window._note_levels({OWN: {}})
+        found = window._causes(OWN, [])
+    finally:
+        for number in numbers:
+            os.waitpid(number, 0)
+    if turn is start_and_wait:
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.resource == "processes"
+    assert finding.message.startswith(f"pid {OWN} (server): 13 child processes more over 13 intervals, 1 with each")
+    assert finding.message.endswith(" that has ended, and nobody has waited for it")
+    assert finding.advice == "end with each interval the processes that it starts, and wait for the end of each"
 
 
 def test_bytes_that_are_allowed_allow_no_descriptors() -> None:
