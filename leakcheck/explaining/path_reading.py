@@ -122,7 +122,7 @@ def holder_name(path: Path, first: int) -> str:
         frame = f"thread '{path.thread}', {frame}" if path.thread else frame
         # A loop's `self` leads to everything: what has a name behind it says more.
         way = _to_last_attribute(path, 1)
-        return f"{_shortened(way)} of {frame}" if way else frame
+        return f"{_shortened(way.lstrip())} of {frame}" if way else frame
     if path.root_kind in ("thread", "context"):
         # A thread that runs a method is known by whose that is.
         runs = [step.edge for step in path.steps[:2]] == ["._target", ".__self__"]

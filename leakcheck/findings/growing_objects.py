@@ -640,11 +640,27 @@ def _name_of(explanation: Explanation, container: Any) -> str:
     if root.type in ("frame", "thread") and not names_root:
         while hops[1:] and not hops[-1].edge.startswith("."):
             unsaid.insert(0, hops.pop())
-    below = "".join(hop.edge for hop in unsaid)
-    if not below and len(hops) > 1 and hops[-1].edge.startswith(".") and hops[-1].edge not in explanation.holder:
-        # What runs holds it in no variable, and no code leads to it.
-        below = hops[-2].type.rpartition(".")[2] + hops[-1].edge
+    below = way_text(unsaid)
+    if not below and len(hops) > 1 and not _says(explanation.holder, hops[-1]):
+        below = _end_of(hops)
     return f"{below} of {explanation.holder}" if below else explanation.holder
+
+
+def _says(holder: str, last: Hop) -> bool:
+    """Return whether a holder's name reaches the end of its path: at a closure, say, it ends."""
+    return holder.rstrip(")").endswith(last.edge.strip(".<>")) or (last.edge.startswith(".") and last.edge in holder)
+
+
+def _end_of(hops: Sequence[Hop]) -> str:
+    """Return a path from the last object on it that has what follows in an attribute: one of the program's, if any.
+
+    What runs holds it in no variable, and no code leads to it; or the way to it leads through a loop's own tables.
+    """
+    attributes = [turn for turn, hop in enumerate(hops) if turn and hop.edge.startswith(".")]
+    own = [turn for turn in attributes if "." in (kind := hops[turn - 1].type) and not is_library(kind)]
+    begin = (own or attributes or [len(hops) - 1])[-1]
+    way = way_text(hops[begin:])
+    return hops[begin - 1].type.rpartition(".")[2] + (way if way.startswith((".", "[")) else f" {way}")
 
 
 def _said(rate: float, size: float) -> str:

@@ -14,11 +14,12 @@ import gc
 import io
 import linecache
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar, copy_context
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from unittest.mock import MagicMock
 
 import httpx
@@ -33,6 +34,8 @@ from lowtide.probes.heap.container_lengths import ContainerLengths, read_lengths
 from lowtide.reports.schema import Finding
 
 TURNS = 14
+
+Item = TypeVar("Item")
 
 
 class Block:
@@ -708,6 +711,53 @@ def test_what_hangs_on_the_stack_of_a_coroutine_is_named_by_its_own_attribute() 
 
     (finding,) = asyncio.run(run())
     assert finding.message.startswith(f"Journal.entries of {__name__}.RUNNING[0].get_coro() (inside coroutine) takes ")
+
+
+class Numbers:
+    """Serves connections that a loop accepts, by one task that lives as long as it does."""
+
+    def __init__(self) -> None:
+        self.calls: asyncio.Queue[None] = asyncio.Queue()
+        self.serving = asyncio.create_task(self.serve(self.calls))
+
+    @staticmethod
+    async def serve(calls: asyncio.Queue[None]) -> None:
+        """Answer what comes, and keep some of each."""
+        answers = list[bytes]()
+        while True:
+            await calls.get()
+            answers.append(os.urandom(2000))
+            calls.task_done()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Be called for each connection."""
+
+
+def there(item: weakref.ref[Item]) -> Item:
+    """Return what a weak reference refers to, which no variable has."""
+    alive = item()
+    assert alive is not None
+    return alive
+
+
+def test_what_the_task_of_a_server_has_is_told_by_that_and_not_by_the_loop_s_tables_alone() -> None:
+    async def run() -> list[Finding]:
+        server = Numbers()
+        async with await asyncio.start_server(server.accept, "127.0.0.1", 0):
+            calls, serving = weakref.ref(server.calls), weakref.ref(server.serving)
+            del server
+            growth = TurnGrowth("steps", asked=True, by_frames=True)
+            for number in range(1, TURNS + 1):
+                there(calls).put_nowait(None)
+                await there(calls).join()
+                if is_read(number, TURNS, is_last=number == TURNS):
+                    growth.read(number, begins=number == SECOND)
+            found = growth.end("", "").containers
+            there(serving).cancel()
+        return list(found)
+
+    (finding,) = asyncio.run(run())
+    assert finding.message.startswith("Numbers.serving.get_coro() f_locals['answers'] of ")
 
 
 def test_a_list_of_the_checker_s_in_the_place_of_one_that_is_gone_is_not_what_was_there(
