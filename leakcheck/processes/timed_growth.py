@@ -30,7 +30,7 @@ from lowtide.leakcheck.processes.process_growth import CountedThings, ToldGrowth
 from lowtide.leakcheck.processes.process_levels import describe_process, pid_of
 from lowtide.probes.heap.container_lengths import ContainerLengths
 from lowtide.probes.host.memory_parts import NAMES, MemoryParts
-from lowtide.probes.host.process_files import anonymous_bytes_of, stat
+from lowtide.probes.host.process_files import anonymous_bytes_of, has_ended, stat
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, NoAgentError
@@ -178,6 +178,14 @@ class TimeWindow(ABC):
     def _is_last(self) -> bool:
         return self._turn > round(self.seconds / self.interval)
 
+    def _name(self, pid: int, variables: Mapping[str, str], called: str) -> None:
+        """Note what a process is called: while it is there that may change, and one that ends has no title."""
+        name = describe_process(pid, variables=variables, called=called)
+        if has_ended(pid):
+            self.named.setdefault(pid, name)
+        else:
+            self.named[pid] = name
+
     def _note_levels(self, tensors: Mapping[int, Mapping[str, int]]) -> None:
         """Note what the processes that have answered hold of what is followed here: on cards, and what is counted."""
         self.tensors = {
@@ -308,7 +316,7 @@ class TimedGrowth(TimeWindow):
             self._begin_anew()
             return
         for pid, now in grown.items():
-            self.named[pid] = describe_process(pid, variables=now.variables, called=now.called)
+            self._name(pid, now.variables, now.called)
         self._silent |= dict.fromkeys(self._engine.not_measured.keys() - known, time.monotonic())
         self._grown |= grown
         self._came = dict.fromkeys(grown, self._readings) | self._came
@@ -479,7 +487,7 @@ class LookedGrowth(TimeWindow):
         for pid in self._asked.keys() - self._silent.keys():
             seen = self._answer(pid, lambda asked: asked.ask(Look()))
             if seen is not None:
-                self.named[pid] = describe_process(pid, variables=seen.variables, called=seen.called)
+                self._name(pid, seen.variables, seen.called)
                 self._watched[pid].note(self._turn, seen, anonymous_bytes_of(pid))
                 tensors[pid] = seen.tensors
         self._note_levels(tensors)

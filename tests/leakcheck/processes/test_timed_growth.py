@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -278,6 +279,19 @@ def test_children_that_nobody_waits_for_are_growth(turn: Callable[[list[int]], o
     assert finding.message.startswith(f"pid {OWN} (server): 13 child processes more over 13 intervals, 1 with each")
     assert finding.message.endswith(" that has ended, and nobody has waited for it")
     assert finding.advice == "end with each interval the processes that it starts, and wait for the end of each"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_one_that_ends_while_it_is_read_is_called_as_before(ends: bool) -> None:
+    window, command = LookedGrowth({}, 60), [sys.executable, "-S", "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        window.named[process.pid] = ProcessName(pid=process.pid, name="VLLM::EngineCore")
+        if ends:
+            process.communicate(b"\n")
+        window._name(process.pid, {}, "")
+        process.communicate(None if ends else b"\n")
+    name = window.named[process.pid].name
+    assert name == "VLLM::EngineCore" if ends else name.startswith("python")
 
 
 def test_bytes_that_are_allowed_allow_no_descriptors() -> None:
