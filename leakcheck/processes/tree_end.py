@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -14,7 +15,7 @@ from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import finding_of
 from lowtide.leakcheck.processes.messages import Levels, Read, ask_agent
 from lowtide.leakcheck.processes.process_levels import describe_process, private_bytes, role_of
-from lowtide.leakcheck.resources.resource import UUIDS
+from lowtide.leakcheck.resources.resource import UUIDS, without_numbers
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import stat
@@ -38,6 +39,9 @@ _STEP_S = 0.05
 
 _SHOWN_NAMES = 3
 _TOLD_FILES = 8
+
+
+_Left = TypeVar("_Left")
 
 
 class TreeEnd(msgspec.Struct, frozen=True):
@@ -74,7 +78,8 @@ class EndJudgement(msgspec.Struct):
     def judge(self) -> TreeEnd:
         """Wait until nothing is left, or for `settle` seconds, and report what stays."""
         orphans, gone = self._settled()
-        findings = [self._orphan(pid) for pid in orphans]
+        running = [read_running(pid, self.agents, self.traces.of_living(pid)) for pid in orphans]
+        findings = _by_kind(running, lambda each: role_of(each.process.name), _orphan, _orphans_of_a_kind)
         for pid, by_card in gone.items():
             findings.append(held_by_a_gone(ProcessName(pid=pid, name=self.traces.name(pid) or "unknown"), by_card))
         # Before the agents are gone, whose names say which processes there were.
@@ -82,7 +87,7 @@ class EndJudgement(msgspec.Struct):
         # Its sockets and its number are in names that would pass for the program's.
         self.agents.stop()
         dead, undecided, why = self.traces.shared_memory()
-        findings += map(_left, dead)
+        findings += _by_kind(dead, _kind_of_file, _left, _left_of_a_kind)
         files, unknown = self.traces.files()
         alike: dict[str, list[Path]] = {}
         for path in files:
@@ -117,17 +122,6 @@ class EndJudgement(msgspec.Struct):
         stays = exempt("processes", [str(pid) for pid in pids])
         return [pid for pid in pids if str(pid) not in stays]
 
-    def _orphan(self, pid: int) -> Finding:
-        running = read_running(pid, self.agents, self.traces.of_living(pid))
-        return _of_end(
-            "processes",
-            bytes=running.bytes,
-            message=f"{running.process.text} runs on after the command has ended; it holds {running.amounts}",
-            suspects=(role_of(running.process.name),),
-            advice=f"end pid {pid} when the program that started it ends; now: kill {pid}",
-            process=running.process,
-        )
-
     def _left_files(self, paths: Sequence[Path]) -> Finding:
         """Return what is said of temporary files that differ only in what is drawn anew in each run."""
         told = [str(path) for path in paths[:_TOLD_FILES]]
@@ -148,6 +142,22 @@ class EndJudgement(msgspec.Struct):
         )
 
 
+def _by_kind(
+    left: Sequence[_Left],
+    kind_of: Callable[[_Left], str],
+    one: Callable[[_Left], Finding],
+    many: Callable[[Sequence[_Left]], Finding],
+) -> list[Finding]:
+    """Return a finding on each thing that is left, and one on all of a kind of which there are many."""
+    kinds: dict[str, list[_Left]] = {}
+    for each in left:
+        kinds.setdefault(kind_of(each), []).append(each)
+    found: list[Finding] = []
+    for alike in kinds.values():
+        found += [many(alike)] if len(alike) > _TOLD_FILES else map(one, alike)
+    return found
+
+
 class Running(msgspec.Struct, frozen=True):
     """A process that runs on.
 
@@ -160,6 +170,35 @@ class Running(msgspec.Struct, frozen=True):
     process: ProcessName
     bytes: int
     amounts: str
+
+
+def _orphan(running: Running) -> Finding:
+    pid = running.process.pid
+    return _of_end(
+        "processes",
+        bytes=running.bytes,
+        message=f"{running.process.text} runs on after the command has ended; it holds {running.amounts}",
+        suspects=(role_of(running.process.name),),
+        advice=f"end pid {pid} when the program that started it ends; now: kill {pid}",
+        process=running.process,
+    )
+
+
+def _orphans_of_a_kind(running: Sequence[Running]) -> Finding:
+    """Return what is said of many processes of one role; their fingerprint is that of each."""
+    largest = max(running, key=lambda each: each.bytes)
+    size = sum(each.bytes for each in running)
+    others = f"{largest.process.text} and {len(running) - 1} more of its kind run on after the command has ended"
+    pids = " ".join(str(each.process.pid) for each in running)
+    return _of_end(
+        "processes",
+        bytes=size,
+        count=len(running),
+        message=f"{others}; they hold {format_bytes(size)}",
+        suspects=(role_of(largest.process.name),),
+        advice=f"end the {len(running)} processes when the program that started them ends; now: kill {pids}",
+        process=largest.process,
+    )
 
 
 def read_running(pid: int, agents: Agents, cards: ByCard) -> Running:
@@ -260,6 +299,25 @@ def _left(file: SharedMemoryFile) -> Finding:
         message=f"{file.path}{_amount(file.bytes, _made_by(file))} is left, and no living process uses it",
         suspects=("left file", file.library or _lasting_name(file.path)),
         advice=f"unlink shared memory when its process ends; now: {file.remove}",
+    )
+
+
+def _kind_of_file(file: SharedMemoryFile) -> str:
+    return file.library or without_numbers(_lasting_name(file.path))
+
+
+def _left_of_a_kind(files: Sequence[SharedMemoryFile]) -> Finding:
+    """Return what is said of many files of a library's, or whose names differ by numbers alone."""
+    told = first_of([file.path for file in files], _SHOWN_NAMES)
+    size = sum(file.bytes for file in files)
+    made = _amount(size, _made_by(files[0]))
+    return _of_end(
+        "shared-memory",
+        bytes=size,
+        count=len(files),
+        message=f"{told}{made} are left, and no living process uses them",
+        suspects=("left file", _kind_of_file(files[0])),
+        advice=f"unlink shared memory when its process ends; now: {_removal([Path(file.path) for file in files])}",
     )
 
 

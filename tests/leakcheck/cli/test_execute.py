@@ -157,6 +157,38 @@ def test_sockets_of_one_kind_are_one_finding_with_who_bound_them() -> None:
     assert judged(f"folder, served = {str(folder)!r}, []" + SERVED + unlinked)[0] == 0
 
 
+@pytest.mark.parametrize("count", [2, 9])
+def test_many_files_whose_names_differ_by_numbers_alone_are_one_finding(name: str, count: int) -> None:
+    paths = [f"/dev/shm/{name}_{number}" for number in range(count)]
+    status, report = judged(f"for path in {paths}: open(path, 'wb').write(b'x' * 8192)")
+    found = report.subjects[0].findings
+    assert (status, {finding.resource for finding in found}) == (1, {"shared-memory"})
+    assert sum(finding.bytes for finding in found) == 8192 * count
+    for path in paths:
+        assert any(path in (finding.advice or "") for finding in found)
+        Path(path).unlink()
+    if count > 8:
+        (finding,) = found
+        assert finding.count == count
+        assert f"{paths[2]} and 6 more (72.0 KiB) are left, and no living process uses them" in finding.message
+    else:
+        assert len(found) == count
+
+
+def test_many_orphans_of_one_kind_are_one_finding() -> None:
+    starts = "subprocess.Popen(['sleep', '3600'], start_new_session=True, stdout=-3, stderr=-3)"
+    status, report = judged(f"for _ in range(9): {starts}")
+    (finding,) = report.subjects[0].findings
+    assert finding.advice is not None
+    pids = [*map(int, finding.advice.partition("now: kill ")[2].split())]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert (status, finding.resource, finding.count, len({*pids})) == (1, "processes", 9, 9)
+    assert re.search(
+        r"\(sleep\) and 8 more of its kind run on after the command has ended; they hold ", finding.message
+    )
+
+
 def test_what_another_run_may_have_left_is_not_judged(name: str, neighbour: int) -> None:
     path = Path(tempfile.gettempdir(), name)
     bind = f"server = socket.socket(socket.AF_UNIX); server.bind('{path}')"
