@@ -79,6 +79,15 @@ def keeps_the_last_thread(size):
         ends.set()
         thread.join()
 
+def keeps_a_child(size):
+    import subprocess
+    KEPT.append(subprocess.Popen(["true"]))
+
+def keeps_the_last_child(size):
+    keeps_a_child(size)
+    if KEPT[1:]:
+        KEPT.pop(0).wait()
+
 def fills_a_pool(size):
     if len(KEPT) < 4:
         keeps_sockets(size)
@@ -450,6 +459,7 @@ IN_NINE_TESTS = UNDER_A_FIXTURE.replace("range(5)", "range(9)")
     [
         ("keeps_sockets", "file-descriptors", "+2 file descriptors in each of 8 tests"),
         ("keeps_a_thread", "threads", "+1 thread in each of 8 tests"),
+        ("keeps_a_child", "processes", "+1 child process in each of 8 tests"),
         ("keeps_shared_memory", "shared-memory", "shared memory that it maps +1.0 MiB in each of 8 tests"),
     ],
 )
@@ -464,7 +474,14 @@ def test_what_the_kernel_lists_of_a_fixtures_process_is_told_where_it_grows_with
 
 
 @pytest.mark.parametrize(
-    "function", ["keeps_the_last_sockets", "keeps_the_last_thread", "keeps_the_last_shared_memory", "fills_a_pool"]
+    "function",
+    [
+        "keeps_the_last_sockets",
+        "keeps_the_last_thread",
+        "keeps_the_last_child",
+        "keeps_the_last_shared_memory",
+        "fills_a_pool",
+    ],
 )
 def test_what_comes_and_goes_there_or_fills_a_pool_is_none(run_inner: RunInner, function: str) -> None:
     assert ran(run_inner, IN_NINE_TESTS.format(method="spawn", function=function)).blamed == []
