@@ -29,7 +29,7 @@ from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.opened_in_c import (
     SCANDIR,
     defined_in_libraries,
-    file_of_database,
+    files_of_database,
     number_of_scandir,
     numbers_of_mappings,
 )
@@ -239,8 +239,8 @@ def _of_files(census: Census) -> Iterator[tuple[str, Any]]:
     """Give the path of each file that a database has opened without saying under which number, and the database."""
     sqlite: Any = loaded("sqlite3")
     for database in census.instances_of(sqlite.Connection) if sqlite is not None else ():
-        path = file_of_database(database)
-        yield from ((f"{path}{end}", database) for end in ("", "-wal", "-shm", "-journal") if path)
+        for path in files_of_database(database):
+            yield from ((f"{path}{end}", database) for end in ("", "-wal", "-shm", "-journal"))
 
 
 def _pid(process: Any) -> int:

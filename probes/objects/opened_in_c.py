@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowtide.probes.mappings import AddressMap, read_mappings
@@ -113,19 +114,29 @@ def files_at(addresses: Sequence[int]) -> list[str]:
     return [path.removesuffix(" (deleted)") if path.startswith("/") else "" for path in paths]
 
 
-def file_of_database(connection: Any) -> str:
-    """Return the path of the file that a `sqlite3.Connection` has opened; "" for none, or where it cannot be asked."""
+def files_of_database(connection: Any) -> list[str]:
+    """Return the paths of the files that a `sqlite3.Connection` has opened or attached; none where nobody can tell."""
     extension: Any = loaded("_sqlite3")
     database = _word(id(connection) + _FIRST_FIELD) if _HEAD == _FIRST_FIELD and sys.version_info[:2] <= _LATEST else 0
     if not database or extension is None:
-        return ""
+        return []
     try:
         # Of the very library that the connection is of, which a program may have several of.
-        function: Any = ctypes.CDLL(getattr(extension, "__file__", None)).sqlite3_db_filename
+        library: Any = ctypes.CDLL(getattr(extension, "__file__", None))
+        file_of = library.sqlite3_db_filename
     except (OSError, AttributeError):
-        return ""
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_char_p
-    return os.fsdecode(function(database, b"main") or b"")
+        return []
+    file_of.argtypes, file_of.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_char_p
+    names = _names_of_attached(library, database)
+    return [os.fsdecode(path) for name in names if (path := file_of(database, name))]
+
+
+def _names_of_attached(library: Any, database: int) -> Iterator[bytes]:
+    name_of = getattr(library, "sqlite3_db_name", None)
+    if name_of is None:  # before SQLite 3.39
+        return iter([b"main"])
+    name_of.argtypes, name_of.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_char_p
+    return itertools.takewhile(bool, (name_of(database, turn) for turn in itertools.count()))
 
 
 def defined_in_libraries(kinds: Sequence[type]) -> list[type]:

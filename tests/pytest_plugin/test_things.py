@@ -88,6 +88,13 @@ def make_database(tmp_path):
     return database
 
 
+def make_attached(tmp_path):
+    database = sqlite3.connect(":memory:")
+    database.execute("attach ? as other", [str(tmp_path / "attached")])
+    database.execute("create table other.a (b)")
+    return database
+
+
 def make_worker(tmp_path):
     return Worker()
 
@@ -118,7 +125,7 @@ def test_client(server, tmp_path):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-@pytest.mark.parametrize("make", [make_epoll, make_scandir, make_mmap, make_database, make_worker])
+@pytest.mark.parametrize("make", [make_epoll, make_scandir, make_mmap, make_database, make_attached, make_worker])
 def test_one(make, is_kept, tmp_path):
     made = make(tmp_path)
     if is_kept:
@@ -331,13 +338,14 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_one[make_scandir-True]", "file-descriptors", "test_inner.LEFT[1]", "LEFT[1].close()"),
         ("test_one[make_mmap-True]", "file-descriptors", "test_inner.LEFT[2]", "LEFT[2].close()"),
         ("test_one[make_database-True]", "file-descriptors", "test_inner.LEFT[3]", "LEFT[3].close()"),
-        ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "it runs test_inner.Worker.serve (test_inner"),
-        ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "started in Worker.__init__, test_inner.py:"),
+        ("test_one[make_attached-True]", "file-descriptors", "test_inner.LEFT[4]", "LEFT[4].close()"),
+        ("test_one[make_worker-True]", "threads", "test_inner.LEFT[5]", "it runs test_inner.Worker.serve (test_inner"),
+        ("test_one[make_worker-True]", "threads", "test_inner.LEFT[5]", "started in Worker.__init__, test_inner.py:"),
         ("test_thread_of_nobody[True]", "threads", "thread 'scheduler'", "it runs test_inner.Worker.serve (test_inner"),
         ("test_file_of_the_same_name[True]", "file-descriptors", "", "; call os.close() with the descriptor"),
-        ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
-        ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
-        ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
+        ("test_array[True]", "file-descriptors", "test_inner.LEFT[6]", "pym-"),
+        ("test_reserved[True]", "address-space", "test_inner.LEFT[7]", "2.0 GiB at 0x"),
+        ("test_reserved[True]", "address-space", "test_inner.LEFT[7]", "LEFT[7].close()"),
         (
             "test_at_exit[True]",
             "shared-memory",
@@ -404,7 +412,7 @@ def test_a_descriptor_is_not_told_by_what_has_mapped_another_file_of_the_same_na
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"test_one[make_{kind}-False]" for kind in ("epoll", "scandir", "mmap", "database", "worker")),
+        *(f"test_one[make_{kind}-False]" for kind in ("epoll", "scandir", "mmap", "database", "attached", "worker")),
         *(
             f"test_{kind}[False]"
             for kind in (
