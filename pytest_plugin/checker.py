@@ -444,7 +444,6 @@ class Checker:
         self._session.imports.active = False
         ended = self._fixtures.take_ended()
         release_test(item, owns_protocol=self._owns_protocol)
-        empty_instance(self._instance)
         clear_tracebacks([*self._raised, *errors_of_parameters(item)])
         self._raised.clear()
         try:

@@ -342,8 +342,8 @@ def empty_instance(held: Callable[[], object]) -> None:
     variables = 0
     for frame in _frames(sys._getframe(1)):
         variables += sum(map(partial(operator.is_, instance), frame_locals(frame)))
-    # Counting what it alone has takes long: garbage that the next collection ends has most instances.
-    if variables and variables == references - _own_references(instance):
+    # Counting what it alone has takes long.
+    if variables and (variables == references or variables == references - _own_references(instance)):
         _empty(vars(instance), _finalizers_class(type(instance)))
 
 

@@ -38,3 +38,11 @@ def test_what_garbage_has_is_not_gone_through(monkeypatch: pytest.MonkeyPatch) -
         left = held()
     assert left is not None
     assert len(left.parts) == 2
+
+
+def test_what_a_function_alone_has_is_emptied_and_not_gone_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items, "_own_references", lambda instance: pytest.fail("it was"))
+    case = Case()
+    case.parts.clear()
+    empty_instance(weakref.ref(case))
+    assert vars(case) == {}
