@@ -174,8 +174,8 @@ class _Space(msgspec.Struct):
             yield name, self.first[name], now.get(name, MISSING), False
         for name in now.keys() - self.names if self.names else ():
             if self.holder is builtins:
-                # What is shown last is there as `_`.
-                if name != "_" and not _is_of_libraries(now.get(name)):
+                # What is shown last, and which warnings were given where no module's frame is in reach.
+                if name not in ("_", "__warningregistry__") and not _is_of_libraries(now.get(name)):
                     yield name, MISSING, now.get(name, MISSING), False
                 continue
             found = (namespace_of(base).get(name, MISSING) for base in mro_of(self.holder)[1:])

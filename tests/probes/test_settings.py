@@ -502,6 +502,7 @@ has a part in what stands there, or there is none."""
 
 
 LEFT_ALONE: Mapping[str, Callable[[], object]] = {
+    "the warnings that were given": lambda: vars(builtins).__setitem__("__warningregistry__", {"version": 1}),
     "a library's own": lambda: vars(builtins).__setitem__("lowtide_tests_added", logging.getLogger),
     "an object of a library's class": lambda: vars(builtins).__setitem__("lowtide_tests_added", np.float32(1)),
     "what was shown last": lambda: sys.displayhook(5),
@@ -516,7 +517,7 @@ def test_what_libraries_put_into_tables_of_the_interpreter_is_no_change(name: st
     try:
         assert changes_between(before, reader.read()) == []
     finally:
-        for added in ("lowtide_tests_added", "_"):
+        for added in ("lowtide_tests_added", "_", "__warningregistry__"):
             vars(builtins).pop(added, None)
         copyreg.dispatch_table.pop(FunctionMode, None)
 
