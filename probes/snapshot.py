@@ -16,8 +16,8 @@ from lowtide.probes.device.torch_allocator import (
     read_pinned,
 )
 from lowtide.probes.heap.caches import LRU_CACHE, CacheReading, bytes_held, read_caches
-from lowtide.probes.host.malloc_heaps import in_malloc
 from lowtide.probes.host.readings import HostReading, Resident, named_shared_memory, read_host, resident_in
+from lowtide.probes.memory.malloc_heaps import in_malloc
 from lowtide.probes.memory.ranges import Range, without
 from lowtide.probes.memory.tensors import TensorReading, storage_classes, survey_storages
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused

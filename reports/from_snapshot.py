@@ -12,7 +12,7 @@ import msgspec
 from lowtide.probes.device.allocations import Outside
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import PoolSegments
-from lowtide.probes.host.malloc_heaps import GIVEN_OUT
+from lowtide.probes.host.memory_parts import GIVEN_OUT
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os, torch_with_cuda
 from lowtide.probes.snapshot import Snapshot

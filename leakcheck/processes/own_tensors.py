@@ -40,9 +40,9 @@ from lowtide.probes.heap.container_lengths import read_lengths
 from lowtide.probes.heap.large_values import owner_of, with_values
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.counters import anonymous_bytes
-from lowtide.probes.host.malloc_heaps import in_malloc
 from lowtide.probes.host.memory_parts import free_at_tops, malloc_in_use, read_parts
 from lowtide.probes.host.readings import read_heaps, resident_in, unnamed_shared_memory
+from lowtide.probes.memory.malloc_heaps import in_malloc
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageSurvey, TensorReading, survey_storages
 from lowtide.probes.objects.engine_pools import RequestSlots

@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from lowtide.probes.host.malloc_heaps import malloc_heaps
 from lowtide.probes.mappings import Mapped, read_mappings
+from lowtide.probes.memory.malloc_heaps import malloc_heaps
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import os

@@ -95,6 +95,39 @@ NAMES = {
 """What each part is called."""
 
 
+GIVEN_OUT = NAMES["malloc"]
+"""What is called what malloc has given out."""
+
+
+class Heaps(msgspec.Struct, frozen=True):
+    """What the heaps of a process hold; bytes.
+
+    Attributes:
+        python: blocks of Python's heap that are in use.
+        python_free: what that heap has beside them.
+        malloc: what malloc has given out, touched or not.
+        malloc_free: of malloc's heaps, pages that are in memory and in no block in use.
+    """
+
+    python: int
+    python_free: int
+    malloc: int
+    malloc_free: int
+
+    def beside(self, known: int, resident: int) -> dict[str, int]:
+        """Return what they hold besides what is known, by the names of `NAMES`: together at most what is resident.
+
+        Args:
+            known: bytes that malloc has given out for what is known, as tensors.
+            resident: bytes of the process's anonymous memory without what is known.
+        """
+        found = {}
+        for name, size in msgspec.structs.asdict(msgspec.structs.replace(self, malloc=self.malloc - known)).items():
+            found[NAMES[name]] = max(0, min(size, resident))
+            resident -= found[NAMES[name]]
+        return found
+
+
 def read_parts() -> MemoryParts:
     """Read what the memory of this process is made of now.
 

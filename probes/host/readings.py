@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
-from lowtide.probes.host.malloc_heaps import Heaps, malloc_heaps
-from lowtide.probes.host.memory_parts import free_at_tops, malloc_in_heaps, read_parts
+from lowtide.probes.host.memory_parts import Heaps, free_at_tops, malloc_in_heaps, read_parts
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
+from lowtide.probes.memory.malloc_heaps import malloc_heaps
 from lowtide.probes.memory.ranges import Range, common, merge
 from lowtide.probes.objects.foreign import living_threads
 from lowtide.probes.originals import lines_of, os

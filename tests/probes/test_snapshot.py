@@ -266,7 +266,7 @@ def test_on_a_card_readings_change_nothing() -> None:
 
         def read() -> Snapshot:
             taken = take_snapshot(driver=driver, devices=[0])
-            host = replace(taken.host, rss=0, anonymous=0, file_backed=0, own=0, shared=0)
+            host = replace(taken.host, rss=0, anonymous=0, file_backed=0, own=0, shared=0, heaps=None)
             return replace(taken, host=host)
 
         def still(taken: Snapshot) -> Snapshot:

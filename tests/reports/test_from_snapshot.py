@@ -16,7 +16,7 @@ from lowtide.leakcheck.judging.metrics import unaccounted_driver_memory
 from lowtide.probes.device.allocations import Outside, OutsideTorch
 from lowtide.probes.device.driver import DriverReading, NoDriver, find_driver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
-from lowtide.probes.host.malloc_heaps import Heaps
+from lowtide.probes.host.memory_parts import Heaps
 from lowtide.probes.host.readings import HostReading, Resident
 from lowtide.probes.memory.tensors import TensorReading
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot

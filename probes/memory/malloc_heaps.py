@@ -1,13 +1,10 @@
-"""Where the heaps of glibc's malloc lie in a process, the main thread's and others', and what heaps hold."""
+"""Where the heaps of glibc's malloc lie in a process, the main thread's and others', and what it has given out."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
-from lowtide.probes.host.memory_parts import NAMES
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.originals import os
@@ -21,38 +18,6 @@ _MOST_OF_HEAP_INFO = 0x100
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _HEAD = struct.Struct("3Q")
-
-GIVEN_OUT = NAMES["malloc"]
-"""What is called what malloc has given out."""
-
-
-class Heaps(msgspec.Struct, frozen=True):
-    """What the heaps of a process hold; bytes.
-
-    Attributes:
-        python: blocks of Python's heap that are in use.
-        python_free: what that heap has beside them.
-        malloc: what malloc has given out, touched or not.
-        malloc_free: of malloc's heaps, pages that are in memory and in no block in use.
-    """
-
-    python: int
-    python_free: int
-    malloc: int
-    malloc_free: int
-
-    def beside(self, known: int, resident: int) -> dict[str, int]:
-        """Return what they hold besides what is known, by the names of `NAMES`: together at most what is resident.
-
-        Args:
-            known: bytes that malloc has given out for what is known, as tensors.
-            resident: bytes of the process's anonymous memory without what is known.
-        """
-        found = {}
-        for name, size in msgspec.structs.asdict(msgspec.structs.replace(self, malloc=self.malloc - known)).items():
-            found[NAMES[name]] = max(0, min(size, resident))
-            resident -= found[NAMES[name]]
-        return found
 
 
 def in_malloc(ranges: Iterable[Range]) -> int:
