@@ -106,7 +106,8 @@ class Heaps(msgspec.Struct, frozen=True):
         python: blocks of Python's heap that are in use.
         python_free: what that heap has beside them.
         malloc: what malloc has given out, touched or not.
-        malloc_free: of malloc's heaps, pages that are in memory and in no block in use.
+        malloc_free: of malloc's heaps, pages that are in memory and in no block in use; those too that were given back,
+            and read since (`CudaIpc` reads heaps): the kernel shows them as present, and has one page for all.
     """
 
     python: int
