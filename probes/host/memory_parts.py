@@ -167,9 +167,16 @@ def malloc_in_use(info: _Mallinfo | None = None) -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
-def malloc_in_heaps() -> int:
-    """Return the bytes that malloc has given out of its heaps, without what it has mapped for one block alone."""
-    return int(_mallinfo().uordblks)
+def free_in_heaps(resident: int) -> int:
+    """Return how much of malloc's heaps is in memory and in no block in use.
+
+    Where malloc is another one than glibc's, which may have the heap, that is nothing.
+
+    Args:
+        resident: bytes of the heaps that are in memory.
+    """
+    info = _mallinfo()
+    return max(0, min(int(info.fordblks), resident - int(info.uordblks)))
 
 
 def free_at_tops() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from lowtide.probes.host.counters import agents_descriptors, bytes_in_status, own_bytes, read_status
-from lowtide.probes.host.memory_parts import Heaps, free_at_tops, malloc_in_heaps, read_parts
+from lowtide.probes.host.memory_parts import Heaps, free_at_tops, free_in_heaps, read_parts
 from lowtide.probes.host.process_files import descendants_of, open_files, program_name
 from lowtide.probes.mappings import read_mappings
 from lowtide.probes.memory.malloc_heaps import malloc_heaps
@@ -129,7 +129,7 @@ def read_host() -> HostReading:
 def read_heaps() -> Heaps:
     """Read what the heaps of Python and C hold, in a millisecond or two."""
     parts = read_parts()
-    free = max(0, resident_in(malloc_heaps()).anonymous - malloc_in_heaps())
+    free = free_in_heaps(resident_in(malloc_heaps()).anonymous)
     return Heaps(parts.python, parts.python_free, parts.malloc + parts.untouched, free)
 
 

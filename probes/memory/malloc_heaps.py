@@ -29,7 +29,9 @@ def in_malloc(ranges: Iterable[Range]) -> int:
 
 
 def malloc_heaps(pid: int | None = None) -> list[Range]:
-    """Return where the heaps are; none in a process that has ended, is another user's, or has another malloc.
+    """Return where the heaps are; none in a process that has ended, or is another user's.
+
+    The main thread's is what the kernel calls the heap: that of another malloc, too, which has it from `brk`.
 
     A thread's begins at a multiple of 64 MiB with what glibc's malloc/arena.c calls `heap_info`, and the mapping that
     it lies in may have begun before, or go on behind it. What malloc has mapped for one block alone is in none.

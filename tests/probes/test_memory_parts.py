@@ -110,3 +110,8 @@ def test_free_pages_of_a_heap_are_those_that_malloc_has_not_given_back() -> None
     assert free - in_use > 48 * MIB
     assert given_back - in_use < 8 * MIB
     del pin
+
+
+def test_a_heap_that_another_malloc_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_parts, "_mallinfo", memory_parts._Mallinfo)
+    assert read_heaps().malloc_free == 0

@@ -167,16 +167,22 @@ class Agent:
 
     def _answer_in(self, folder: str, stays: bool) -> None:
         try:
-            first = _content(f"{folder}/{FIRST}") if stays else b""
-            failure = self._answered(first) if first else b""
-            if failure[:1] == b"!":
-                _report(folder, failure[1:].decode())
+            if stays:
+                self._answer_first(folder)
             while stays or _is_asked(folder):
                 self._listen(folder, stays)
                 # The program may have closed the socket by its number: then it is woken like any other.
                 stays = False
         except Exception as error:
             _report(folder, _told(error))
+
+    def _answer_first(self, folder: str) -> None:
+        question = _content(f"{folder}/{FIRST}")
+        if question:
+            with self._answering:
+                answer = self._answered(question)
+            if answer[:1] == b"!":
+                _report(folder, answer[1:].decode())
 
     def _listen(self, folder: str, stays: bool) -> None:
         import _socket
