@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +42,18 @@ def held(source: HeldSource, resource: ResourceName) -> int:
     (level,) = QUANTITIES[resource].read(source)
     assert (level.pid, level.device) == (OWN, "")
     return level.amount
+
+
+def test_a_child_process_is_counted_until_it_is_waited_for(source: HeldSource) -> None:
+    before = held(source, "processes")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        assert held(source, "processes") == before + 1
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert held(source, "processes") == before + 1
+        assert things_of(OWN)["processes"][child.pid].endswith("that has ended, and nobody has waited for it")
+    assert held(source, "processes") == before
 
 
 def test_a_socket_and_a_thread_are_counted_while_they_are_there(source: HeldSource) -> None:
