@@ -35,7 +35,6 @@ from lowtide.probes.heap.births import Newborn, SurvivorLook
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import MANY, long_containers
 from lowtide.probes.host.counters import Counters
-from lowtide.probes.host.memory_parts import free_at_tops
 from lowtide.probes.memory.tensors import hold_memory, keys_of_each, survey_storages
 from lowtide.probes.objects.listed import any_frozen
 from lowtide.probes.originals import gc, weakref
@@ -408,7 +407,7 @@ class KeptHostMemory:
     def _trimmed(self) -> Counters:
         """Give back what is free in the heap, and what cannot be given back count no more; return the counters then."""
         trim_heap()
-        self._watched.counters.kept_free = free_at_tops()
+        self._watched.counters.note_trimmed()
         return self._watched.counters.read()
 
     def kept(self, share: int | None, now: Counters, *, final: bool, card_came: bool) -> tuple[Finding, ...]:

@@ -160,6 +160,7 @@ class Watched:
             temporary_files=self.orphaned_files.temporary_files,
             warnings_filters=policy.warnings_filters,
             resources=read_items,
+            free_at_tops=free_at_tops,
         )
         self.handles = BlasHandles()
         self.stacks = AllocationStacks(card=policy.card and policy.stacks != "off", cpu=policy.stacks == "all")
@@ -168,7 +169,7 @@ class Watched:
     def start(self) -> None:
         """Begin to follow all of it."""
         self.device_memory.start()
-        self.counters.kept_free = free_at_tops()
+        self.counters.note_trimmed()
         self.births.start()
         self.segments.start()
         self.tree.start()

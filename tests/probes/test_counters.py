@@ -40,6 +40,8 @@ from lowtide.probes.objects import listed
 from lowtide.probes.objects.foreign import living_threads, thread_key
 from tests.waiting import HANG_S, wait_until
 
+MIB = 1 << 20
+
 
 def read() -> Counters:
     return CounterReader(None, card=False).read()
@@ -613,3 +615,33 @@ def test_what_another_process_takes_meanwhile_is_not_counted_here() -> None:
     assert before is not None
     assert after is not None
     assert abs(after - before) <= 8 << 20
+
+
+def test_what_is_taken_of_free_memory_again_is_memory() -> None:
+    free = [200 * MIB, 200 * MIB, 60 * MIB, 200 * MIB]
+    asked: list[int] = []
+
+    def free_at_tops() -> int:
+        asked.append(free[len(asked)])
+        return asked[-1]
+
+    reader = CounterReader(None, card=False, free_at_tops=free_at_tops)
+    reader.note_trimmed()
+    levels = [reader.read().amounts["host-memory"] or 0 for _ in range(3)]
+    assert levels[1] - levels[0] == pytest.approx(140 * MIB, abs=8 * MIB)
+    # What is free now may be trimmed yet, and is nothing before it was.
+    assert levels[2] - levels[1] == pytest.approx(0, abs=8 * MIB)
+    assert asked == free
+
+
+def test_little_that_is_free_is_not_asked_for_again() -> None:
+    asked: list[int] = []
+
+    def free_at_tops() -> int:
+        asked.append(MIB)
+        return MIB
+
+    reader = CounterReader(None, card=False, free_at_tops=free_at_tops)
+    reader.note_trimmed()
+    reader.read()
+    assert asked == [MIB]
