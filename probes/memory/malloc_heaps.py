@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from lowtide.probes.mappings import read_mappings
-from lowtide.probes.memory.ranges import Range
+from lowtide.probes.memory.ranges import Range, common, merge, total, without
 from lowtide.probes.originals import os
 
 # A thread's heap of glibc's begins at a multiple of this (malloc/arena.c, HEAP_MAX_SIZE).
@@ -21,11 +21,13 @@ _HEAD = struct.Struct("3Q")
 
 
 def in_malloc(ranges: Iterable[Range]) -> int:
-    """Return the bytes of some memory that malloc has given out: before each of its blocks are words of its own.
+    """Return the bytes of some memory of this process that malloc has given out.
 
-    What is mapped without malloc begins at a page.
+    That is what lies in its heaps, and what it has mapped for one block alone: before each such block are words of its
+    own, where what is mapped without malloc begins at a page.
     """
-    return sum(size for address, size in ranges if address % _PAGE)
+    ranges, heaps = merge(ranges), malloc_heaps()
+    return total(common(ranges, heaps)) + sum(size for address, size in without(ranges, heaps) if address % _PAGE)
 
 
 def malloc_heaps(pid: int | None = None) -> list[Range]:

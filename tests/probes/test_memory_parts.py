@@ -13,6 +13,7 @@ from lowtide.probes.host import memory_parts
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import MemoryParts, held_bytes, malloc_in_use, read_parts
 from lowtide.probes.host.readings import read_heaps
+from lowtide.probes.memory.malloc_heaps import in_malloc
 from tests.probes.thread_arenas import PIECE, free, take
 
 MIB = 1 << 20
@@ -115,3 +116,20 @@ def test_free_pages_of_a_heap_are_those_that_malloc_has_not_given_back() -> None
 def test_a_heap_that_another_malloc_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_parts, "_mallinfo", memory_parts._Mallinfo)
     assert read_heaps().malloc_free == 0
+
+
+@needs_glibc
+@pytest.mark.parametrize(("size", "aligned"), [(65536, 4096), (65536, 16), (64 * MIB, 16)], ids=["page", "heap", "own"])
+def test_what_malloc_has_given_out_is_its_own_wherever_it_begins(size: int, aligned: int) -> None:
+    block = ctypes.c_void_p()
+    assert _LIBRARY.posix_memalign(ctypes.byref(block), ctypes.c_size_t(aligned), ctypes.c_size_t(size)) == 0
+    assert in_malloc([(block.value or 0, size)]) == size
+    _LIBRARY.free(block)
+
+
+def test_what_is_mapped_without_malloc_is_not_its_own() -> None:
+    with mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        view = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.addressof(view)
+        del view
+        assert in_malloc([(address, MIB)]) == 0
