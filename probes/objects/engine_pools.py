@@ -1,9 +1,9 @@
-"""What engines keep in pools of their own, as vLLM's and SGLang's objects say it: memory by tag, and slots by request.
+"""What engines keep in pools of their own, as the objects of vLLM, SGLang and LMCache say it: memory, and slots.
 
 The private pools of torch's allocator are known by the engine's allocator that keeps them. The slots of a fixed pool
-(KV blocks, cached embeddings) are given to requests: one that is not given back shows in no counter of memory, and the
-engine has room for one request less. What is read are attributes, found by the engines' modules; nothing of theirs is
-called, and nothing imported.
+(KV blocks, cached embeddings, chunks of an offloaded cache) are given to requests: one that is not given back shows in
+no counter of memory, and the engine has room for one request less. What is read are attributes, found by the engines'
+modules; nothing of theirs is called, and nothing imported.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ NOBODY = "no request"
 
 _UNKNOWN = "a request that the scheduler does not know"
 _ENDED = "a request that has ended"
+_NO_READER = "a count of readers, one more than there are: ref_count_down() was left out"
+_UNRETRIEVED = "a request that looked them up and did not retrieve them: lookup_unpin() was left out"
 
 _WAITS = 50
 """Times as long as it took to look for pools, for which they are not looked for again: it goes through the heap."""
@@ -228,9 +230,75 @@ class _VllmRequests:
         return _ENDED if known.status > type(known.status).PREEMPTED else ""
 
 
+def _sglang_rows(pool: Any) -> Iterator[LostSlot]:
+    """Yield the rows of SGLang's table of tokens (`sglang.srt.mem_cache.memory_pool`) that no running request has.
+
+    Since 0.5.10 the first row stands for none.
+    """
+    rows = range(1 if hasattr(pool, "_alloc_size") else 0, pool.req_to_token.shape[0])
+    taken = set(rows).difference(pool.free_slots)
+    if not taken:
+        return
+    requests: Any = loaded("sglang.srt.managers.schedule_batch")
+    of_row: dict[int | None, Any] = {}
+    for request in [] if requests is None else all_instances(requests.Req):
+        of_row[getattr(request, "kv", request).req_pool_idx] = request
+    for row in sorted(taken):
+        request = of_row.get(row)
+        owner = NOBODY if request is None else "" if request.finished_reason is None else _ENDED
+        if owner:
+            name = "" if request is None else str(request.rid)
+            yield LostSlot("SGLang's ReqToTokenPool", "row", str(row), owner, name, id(pool))
+
+
+def _lmcache_chunks(backend: Any) -> Iterator[LostSlot]:
+    """Yield the chunks of LMCache's cache in host memory that are counted as used once more than anybody has them.
+
+    Such a one (`lmcache.v1.storage_backend.local_cpu_backend`) is never evicted (LMCache#3884). Who has taken one from
+    the cache refers to it for as long as it may give it back.
+    """
+    monitors = loaded("lmcache.v1.pin_monitor")
+    monitored = getattr(getattr(monitors, "PinMonitor", None), "_instance", None)
+    chunk = object()
+    # What asking for the number of references adds to it.
+    own = sys.getrefcount(chunk)
+    for key in [*backend.hot_cache]:
+        chunk = backend.hot_cache.get(key)
+        # A bytes object of the cache is counted by nobody.
+        used = 0 if chunk is None else getattr(chunk.meta, "ref_count", 0)
+        if used <= 1:
+            continue
+        references = sys.getrefcount(chunk) - own
+        # Who watches pinned ones uses none.
+        references -= monitored is not None and id(chunk) in monitored._pinned_objects
+        if used > references:
+            yield LostSlot("LMCache's LocalCPUBackend", "KV chunk", f"{id(chunk):#x}", _NO_READER, "", id(backend))
+
+
+def _lmcache_lookups(engine: Any) -> Iterator[LostSlot]:
+    """Yield what LMCache's engine (`lmcache.v1.cache_engine`) has pinned for requests that did not come for it.
+
+    It is never evicted (LMCache#1034). Between a lookup and the retrieval a request waits in vLLM's scheduler, where
+    that is in this process.
+    """
+    pins = {str(request): found for request, found in dict(engine.lookup_pins).items() if found}
+    if not pins:
+        return
+    schedulers: Any = loaded("vllm.v1.core.sched.scheduler")
+    known = [] if schedulers is None else all_instances(schedulers.Scheduler)
+    waiting = {request for scheduler in known for request in dict(scheduler.requests)}
+    for request in pins.keys() - waiting:
+        chunks = sum(map(len, pins[request].values()))
+        numbers = f"{chunks} chunks of {request}"
+        yield LostSlot("LMCache's LMCacheEngine", "pinned lookup", numbers, _UNRETRIEVED, request, id(engine))
+
+
 _POOLS = (
     _Pools("vllm.v1.core.block_pool", "BlockPool", _vllm_blocks),
     _Pools("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager", _vllm_embeddings),
+    _Pools("sglang.srt.mem_cache.memory_pool", "ReqToTokenPool", _sglang_rows),
+    _Pools("lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend", _lmcache_chunks),
+    _Pools("lmcache.v1.cache_engine", "LMCacheEngine", _lmcache_lookups),
 )
 
 MODULES = tuple(pools.module for pools in _POOLS)
