@@ -16,9 +16,16 @@ from lowtide.probes.device.torch_allocator import (
     read_pinned,
 )
 from lowtide.probes.heap.caches import LRU_CACHE, CacheReading, bytes_held, read_caches
-from lowtide.probes.host.readings import HostReading, Resident, named_shared_memory, read_host, resident_in
+from lowtide.probes.host.readings import (
+    HostReading,
+    Resident,
+    named_shared_memory,
+    read_host,
+    resident_in,
+    unnamed_shared_memory,
+)
 from lowtide.probes.memory.malloc_heaps import in_malloc
-from lowtide.probes.memory.ranges import Range, without
+from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import TensorReading, storage_classes, survey_storages
 from lowtide.probes.objects.listed import Census, all_instances, collector_paused
 from lowtide.probes.originals import gc
@@ -56,6 +63,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         file_residency: of the files of /dev/shm that are mapped here, and are under neither pools nor tensors.
         in_malloc: bytes of pools in host memory and of tensors, touched or not, that malloc has given out.
         outside: by device, what others than torch and the arenas have asked the driver for, where it lists that.
+        pinned_tensors: bytes of tensors that lie in page-locked memory, as far as torch's cache can have them: it takes
+            the next power of two for each, and keeps what was given back.
     """
 
     tensors: TensorReading
@@ -71,6 +80,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     file_residency: Resident = msgspec.field(default_factory=lambda: Resident(0, 0))
     in_malloc: int = 0
     outside: Mapping[str, Outside] = msgspec.field(default_factory=dict)
+    pinned_tensors: int = 0
 
     def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
         """Return the bytes mapped by announced arenas, of one tag or all, on one device or all."""
@@ -163,11 +173,18 @@ def take_snapshot(
         tensor_residency=tensor_residency,
         file_residency=file_residency,
         in_malloc=in_malloc([*outside, *pooled]),
+        pinned_tensors=_in_pinned_memory(outside, pinned),
         host=host,
         frozen=gc.get_freeze_count(),
         caches=caches,
     )
     return snapshot if outside_torch is None else replace(snapshot, outside=_outside(snapshot, outside_torch))
+
+
+def _in_pinned_memory(tensors: Sequence[Range], pinned: PinnedReading) -> int:
+    """Return the bytes of tensors that torch may have pinned: a card's driver does so in shared memory with no name."""
+    cached = pinned.torch_reserved or 0
+    return min(cached, total(common(tensors, unnamed_shared_memory()))) if cached else 0
 
 
 def _outside(snapshot: Snapshot, outside_torch: OutsideTorch) -> dict[str, Outside]:

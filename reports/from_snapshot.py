@@ -57,6 +57,7 @@ def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) ->
         descriptors=snapshot.host.descriptors,
         shared_memory=snapshot.host.shared_memory,
         ledgers=tuple(to_ledger(snapshot, base) for base in bases),
+        pinned_beside_tensors=max(0, (snapshot.pinned.torch_reserved or 0) - snapshot.pinned_tensors),
     )
 
 

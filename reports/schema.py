@@ -155,7 +155,8 @@ class Ledger(_Record, frozen=True, kw_only=True):
 class Readings(_Record, frozen=True, kw_only=True):
     """What the probes said at one moment; sizes in bytes, None where this machine cannot say.
 
-    `ledgers` is empty before a stage that begins with what the stage before it has ended with.
+    `ledgers` is empty before a stage that begins with what the stage before it has ended with. `pinned_beside_tensors`
+    is what torch's cache of page-locked memory holds beyond its tensors: rounded up, or given back and kept.
     """
 
     tensors: Int64
@@ -174,6 +175,7 @@ class Readings(_Record, frozen=True, kw_only=True):
     descriptors: Int64
     shared_memory: Int64
     ledgers: tuple[Ledger, ...] = ()
+    pinned_beside_tensors: Int64 = 0
 
 
 class Stage(_Record, frozen=True, kw_only=True):

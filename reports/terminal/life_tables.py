@@ -8,6 +8,7 @@ from itertools import pairwise
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.processes.tree_table import TreeTable
 from lowtide.reports.schema import Ledger, Readings, Stage
+from lowtide.reports.sizes import format_bytes
 
 _ARENAS = ("weights", "kv_cache", "runtime", "workspace")
 _UNKNOWN = "—"
@@ -31,8 +32,24 @@ def stage_table(stages: Sequence[Stage]) -> FigureTable:
             seconds,
             *(column for column in varying if column in rates),
         ),
-        notes=notes,
+        notes=(*notes, *_pinned_note(stages)),
         sections=frozenset(turn for turn, stage in enumerate(stages) if turn and stage.cycle != stages[turn - 1].cycle),
+    )
+
+
+_MUCH_PINNED = 8 << 20
+"""Bytes of page-locked memory beyond what tensors have of it, which are worth a note."""
+
+
+def _pinned_note(stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Return what to know where torch pins much more than its tensors have (sglang#37285, vllm#56410)."""
+    most = max(stages, key=lambda stage: stage.after.pinned_beside_tensors)
+    beside = most.after.pinned_beside_tensors
+    if beside < _MUCH_PINNED:
+        return ()
+    return (
+        f"pinned: {format_bytes(beside)} more than torch's tensors have after {most.name}: it takes the next power of "
+        "two for each, and keeps what is given back (less with PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64)",
     )
 
 

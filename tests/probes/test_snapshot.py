@@ -21,7 +21,7 @@ from lowtide.probes.device.driver import Driver, DriverReading, NoDriver, find_d
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading
 from lowtide.probes.host.readings import Resident
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
+from lowtide.probes.snapshot import PoolResidency, Snapshot, _in_pinned_memory, take_snapshot
 from lowtide.probes.stages import PoolReading, PoolSourceError, announce
 
 MIB = 1 << 20
@@ -184,6 +184,15 @@ def test_pinned_bytes_are_torchs_cache_and_the_pools(taken: Snapshot) -> None:
 
 def test_pinned_bytes_of_which_torch_does_not_tell_are_unknown(taken: Snapshot) -> None:
     assert replace(taken, pinned=PinnedReading(None, None)).pinned_bytes is None
+
+
+def test_of_what_torch_pins_that_is_its_tensors_which_lies_in_shared_memory_without_a_name() -> None:
+    # As a card's driver maps what it pins.
+    pinned, heap = torch.frombuffer(mmap.mmap(-1, 3 * MIB), dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
+    tensors = [(each.data_ptr(), each.nbytes) for each in (pinned, heap)]
+    assert _in_pinned_memory(tensors, PinnedReading(None, 4 * MIB)) == 3 * MIB
+    assert _in_pinned_memory(tensors, PinnedReading(None, 2 * MIB)) == 2 * MIB
+    assert _in_pinned_memory(tensors, PinnedReading(None, None)) == 0
 
 
 def test_allocator_figures_by_device(taken: Snapshot) -> None:

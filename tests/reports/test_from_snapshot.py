@@ -21,7 +21,7 @@ from lowtide.probes.host.readings import HostReading, Resident
 from lowtide.probes.memory.tensors import TensorReading
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
 from lowtide.probes.stages import PoolReading
-from lowtide.reports.from_snapshot import LedgerBase, to_ledger
+from lowtide.reports.from_snapshot import LedgerBase, to_ledger, to_readings
 from lowtide.reports.schema import Ledger
 
 MIB = 1 << 20
@@ -368,3 +368,9 @@ def test_on_a_card_code_is_of_libraries_and_memory_past_torch_is_unexplained() -
     assert ledger.unexplained is not None
     # Solvers take memory past torch, too.
     assert 96 * MIB <= ledger.unexplained <= 384 * MIB
+
+
+@pytest.mark.parametrize(("reserved", "beside"), [(64, 28), (None, 0), (0, 0)])
+def test_what_torch_pins_beside_its_tensors_is_rounded_up_or_kept(reserved: int | None, beside: int) -> None:
+    snapshot = replace(EMPTY, pinned=PinnedReading(None, reserved), pinned_tensors=36 if reserved else 0)
+    assert to_readings(snapshot, "cuda:0", ()).pinned_beside_tensors == beside

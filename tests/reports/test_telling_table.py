@@ -245,3 +245,12 @@ def test_no_line_begins_with_a_verdict_that_is_part_of_a_name(name: str) -> None
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert not [line for line in lines if line.startswith("CLEAN")]
         assert "".join(line[:-10].strip() for line in lines[3:-1]).replace(" ", "") == name.replace(" ", "") + "b"
+
+
+def test_a_life_says_how_much_torch_pins_beside_its_tensors_where_that_is_much() -> None:
+    def life(*beside: int) -> list[Stage]:
+        return [stage(f"turn {at}", held(pinned_beside_tensors=size)) for at, size in enumerate(beside)]
+
+    assert not any("pinned" in note for note in stage_table(life(0, MIB)).notes)
+    (note,) = (note for note in stage_table(life(0, 28 * MIB, MIB)).notes if note.startswith("pinned: "))
+    assert note.startswith("pinned: 28.0 MiB more than torch's tensors have after turn 1: ")
