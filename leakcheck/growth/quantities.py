@@ -232,3 +232,6 @@ def kind_of(things: Sequence[str]) -> str:
 
 HOST, SHARED = LevelKey("host-memory", "cpu"), LevelKey("shared-memory", "cpu")
 """The levels of a process's memory that are on no card and under no tensor."""
+
+IN_USE = LevelKey("host-memory", "in use")
+"""What of it a process's heaps have given out, as it says itself: to the byte, where the kernel counts pages."""

@@ -31,6 +31,7 @@ from lowtide.leakcheck.processes.process_growth import (
 from lowtide.leakcheck.processes.process_levels import SleptLevels, private_bytes
 from lowtide.leakcheck.processes.tree_end import EndedHolders
 from lowtide.probes.device.driver import Driver
+from lowtide.probes.host.memory_parts import NAMES
 from lowtide.probes.host.process_files import name_of
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.objects.engine_pools import SlotReading
@@ -412,7 +413,8 @@ class EngineProcesses:
         # To ask the kernel takes 50 ms where it has gigabytes.
         private = now.host if levels is now.levels else private_bytes(now.process.pid)
         private = None if private is None else private - self._imported.get(now.process.pid, 0)
-        return levels_of(private, levels.resident, levels.tensors)
+        in_use = sum(levels.heaps.get(NAMES[part], 0) for part in ("python", "malloc"))
+        return levels_of(private, levels.resident, levels.tensors, in_use)
 
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Ask who holds what a finding is about; what the process has taken to answer is none of its growth."""

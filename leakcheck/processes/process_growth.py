@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from lowtide.leakcheck.findings.owner_growth import ADVICE
-from lowtide.leakcheck.growth.quantities import HOST, QUANTITIES, SHARED, Quantity, Things, kind_of, things_of
+from lowtide.leakcheck.growth.quantities import HOST, IN_USE, QUANTITIES, SHARED, Quantity, Things, kind_of, things_of
 from lowtide.leakcheck.growth.series import FEWEST_STEPS, KeptSteps, LevelKey, TurnSeries, rises
 from lowtide.leakcheck.judging.fingerprints import finding_of, fingerprint
 from lowtide.leakcheck.processes.messages import ExplainNew
@@ -130,14 +130,18 @@ class _Course(msgspec.Struct):
             level - size * max(turn, len(self.levels) == 1) // last for turn, level in enumerate(self.levels)
         ]
 
-    def rises_slowly(self, quantity: Quantity) -> bool:
-        """Return whether it rises turn by turn, by less than one of a few turns may add."""
+    def slow_steps(self, least: float, in_all: float) -> KeptSteps | None:
+        """Return what each turn adds where that is less than one of a few turns may add, yet at least `least`.
+
+        It is as much in each: of what few turns have taken besides, none is what grows.
+        """
         series = TurnSeries()
         moves = (after - before for before, after in pairwise(self.levels))
         in_a_row = (move for move, again in zip(moves, self.again[1:], strict=True) if again)
         for level in accumulate(in_a_row, initial=0):
             series.add(level)
-        return series.rise(quantity.least, quantity.in_all) is not None
+        rise = series.rise(least, in_all)
+        return None if rise is None else KeptSteps([round(rise.slope.rate)] * rise.turns)
 
 
 class ProcessGrowth:
@@ -223,14 +227,28 @@ class ProcessGrowth:
     def _growing(self, name: str, key: LevelKey) -> tuple[ProcessName, KeptSteps] | None:
         """Return the process of a name that grows most; the last one and all steps, if only these show it.
 
+        What a process takes and gives back to answer moves the pages that the kernel counts, as much as many turns add;
+        what its heaps have given out it does not.
+        """
+        if key == IN_USE:
+            return None
+        found = self._grown_by(name, key)
+        return self._grown_by(name, IN_USE) if found is None and key == HOST else found
+
+    def _grown_by(self, name: str, key: LevelKey) -> tuple[ProcessName, KeptSteps] | None:
+        """Return the same by one level.
+
         One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
         """
-        quantity, courses = QUANTITIES[key.resource], self._courses[name, key].values()
+        quantity, courses = QUANTITIES[key.resource], self._courses.get((name, key), {}).values()
         steps = [(course, course.steps(quantity.allowed)) for course in courses if course.is_known]
         alone = [(course, own) for course, own in steps if self._grow(course.levels, own, quantity)]
         if not alone and quantity.is_slow:
-            # To the last byte, as each step is too small for more.
-            alone = [(course, replace(own, allowed=0)) for course, own in steps if course.rises_slowly(quantity)]
+            alone = [
+                (course, slow)
+                for course, _ in steps
+                if (slow := course.slow_steps(_least(key, len(course.levels)), quantity.in_all)) is not None
+            ]
         if alone:
             course, own = max(alone, key=lambda each: sum(each[1].sizes))
             return course.process, own
@@ -320,15 +338,26 @@ def _role_in(finding: Finding) -> str:
     return "" if finding.process is None else role_of(finding.process.name)
 
 
-def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) -> dict[LevelKey, int]:
+_LEAST_TO_THE_BYTE = 16 << 10
+"""Bytes that each of many turns must add by an exact reading: tables of a runtime grow by less."""
+
+
+def _least(key: LevelKey, turns: int) -> float:
+    """Return the bytes that each turn must add; of many less where a reading is exact, as they are no less in all."""
+    quantity = QUANTITIES[key.resource]
+    return max(_LEAST_TO_THE_BYTE, min(quantity.least, quantity.in_all / turns)) if key == IN_USE else quantity.least
+
+
+def levels_of(private: int | None, resident: int, tensors: Mapping[str, int], in_use: int = 0) -> dict[LevelKey, int]:
     """Return the levels by which a process's growth is judged.
 
     Args:
         private: bytes of host memory that only it has; None where that is not known.
         resident: bytes of that under live tensors and in announced pools, which are followed by themselves.
         tensors: bytes under its tensors outside pools, by device.
+        in_use: bytes that its heaps have given out besides; 0 where it does not say.
     """
-    host = {} if private is None else {HOST: private - resident}
+    host = {} if private is None else {HOST: private - resident, **({IN_USE: in_use} if in_use else {})}
     return {**host, **{LevelKey("tensors", device): size for device, size in tensors.items()}}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
+import random
 import re
 import subprocess
 import sys
@@ -66,6 +68,29 @@ def test_what_each_inference_adds_is_growth(lives: list[tuple[int, ...]]) -> Non
     assert abs(finding.bytes - steps * 16 * MIB) <= 2 * MIB
     assert "host memory that is under no tensor grows by 16.0 MiB with each infer" in finding.message
     assert set(growth.judged) == {100 + number for number in range(len(lives))}
+
+
+def answering(added: int, turns: int) -> ProcessGrowth:
+    """A process that says what its heaps have given out, and takes pages to answer that it gives back some day."""
+    growth, taken = ProcessGrowth(), itertools.accumulate(random.Random(1).choice((0, 0, 6, -5)) for _ in range(turns))
+    for turn, pages in enumerate(taken):
+        in_use = 300 * MIB + turn * added
+        growth.note(WORKER, levels_of(in_use + 200 * MIB + pages * MIB, 0, {}, in_use))
+    return growth
+
+
+def test_what_is_hidden_by_the_pages_that_answers_take_shows_in_what_the_heaps_have_given_out() -> None:
+    (finding,) = answering(360_000, 60).findings()
+    assert (finding.resource, finding.device, finding.trend) == ("host-memory", "cpu", "growth")
+    assert "host memory that is under no tensor grows by 351.6 KiB with each infer" in finding.message
+    assert answering(0, 60).findings() == []
+
+
+@pytest.mark.parametrize(("added", "turns", "told"), [(20_000, 500, 1), (20_000, 300, 0), (12_000, 900, 0)])
+def test_of_many_turns_each_may_add_less_as_what_the_heaps_have_given_out_is_exact(
+    added: int, turns: int, told: int
+) -> None:
+    assert len(answering(added, turns).findings()) == told
 
 
 def test_less_than_an_inference_may_add_is_growth_in_many_of_them() -> None:
