@@ -251,6 +251,6 @@ def test_a_life_says_how_much_torch_pins_beside_its_tensors_where_that_is_much()
     def life(*beside: int) -> list[Stage]:
         return [stage(f"turn {at}", held(pinned_beside_tensors=size)) for at, size in enumerate(beside)]
 
-    assert not any("pinned" in note for note in stage_table(life(0, MIB)).notes)
+    assert not any(note.startswith("pinned: ") for note in stage_table(life(0, MIB)).notes)
     (note,) = (note for note in stage_table(life(0, 28 * MIB, MIB)).notes if note.startswith("pinned: "))
     assert note.startswith("pinned: 28.0 MiB more than torch's tensors have after turn 1: ")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from lowtide.leakcheck.findings.life_findings import has_slept
-from lowtide.leakcheck.growth.quantities import HOST, SHARED
+from lowtide.leakcheck.growth.quantities import HOST, IN_USE, SHARED
 from lowtide.leakcheck.growth.series import LevelKey
 from lowtide.leakcheck.processes import process_growth
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -368,6 +368,15 @@ def test_what_inferences_add_after_which_nothing_is_read_is_none_of_the_next_one
             processes.pass_over(passed)
         processes.end_stage("infer")
     assert (processes._growth.turns.again, processes._turn) == ([2, 4], 12)
+
+
+def test_of_what_a_process_says_its_heaps_have_given_out_what_is_free_in_them_is_not_in_use() -> None:
+    processes = EngineProcesses(ProcessTree(), Agents(), "cpu", lambda: NoDriver("a test"))
+    heaps = {"Python's heap in use": 5, "malloc in use": 7, "malloc's heap, free": 90, "Python's heap, free": 9}
+    now = ProcessLevels.of(
+        os.getpid(), Levels(tensors={}, arenas={}, reserved={}, has_torch=True, resident=0, heaps=heaps), {}
+    )
+    assert processes._levels(now, now.levels)[IN_USE] == 12
 
 
 def test_of_updates_count_all_but_the_first_with_whatever_between_two() -> None:
