@@ -400,6 +400,9 @@ _COROUTINES = 0x80 | 0x200
 
 _VARIABLE_ARGUMENTS = 0x04
 
+_OF_SEMAPHORES = (".synchronize", "multiprocessing.sharedctypes")
+"""Modules of multiprocessing, and of who derives from it, whose `release` opens a lock, and ends no semaphore."""
+
 
 def class_named(name: str) -> type | None:
     """Return the class of a name such as `package.module.Class`; None where its module does not have it."""
@@ -462,6 +465,8 @@ def ending_of(cls: type | None, instance: object = None) -> str:
         return END_OF_FULL_QUEUE
     # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
     endings = ["close", *_NAMES] if "fileno" in names else [*_NAMES]
+    if module_of_class(cls).endswith(_OF_SEMAPHORES):
+        endings.remove("release")
     if "close" in names and "unlink" in names:
         # Shared memory that is closed keeps its name in /dev/shm, and its pages with that.
         endings = ["unlink", *endings]

@@ -45,7 +45,13 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.readings import mapped_shared_files, resident_code, shared_file_bytes
 from lowtide.probes.memory.ranges import Range, common
-from lowtide.probes.objects.described import is_installed_module, is_library, library_globals, program_modules
+from lowtide.probes.objects.described import (
+    is_installed_module,
+    is_library,
+    library_globals,
+    program_modules,
+    site_modules,
+)
 from lowtide.probes.objects.foreign import attribute, module_of_class, thread_key
 from lowtide.probes.objects.identities import Identities
 from lowtide.probes.objects.listed import Census, all_instances
@@ -336,14 +342,38 @@ class _Owners:
         return self.of("threads", maker.thread) if maker.thread and not maker.place else ("", 0)
 
     def _of_semaphore(self, name: str) -> tuple[str, int]:
-        """Return whose a named semaphore is: the library's that made it of a class of its own, and has it."""
+        """Return whose a named semaphore is: the library's that has it.
+
+        That is one in whose module or class it stands, as tqdm's lock, or whose state leads to it.
+        """
         if self._of_program().has("shared-memory", name):
             return "", 0
-        for package in dict.fromkeys(module_of_class(kind).partition(".")[0] for kind in semaphores()):
-            if package not in sys.stdlib_module_names and (state := self._state(package)).has("shared-memory", name):
+        if keeper := self._keepers_of_semaphores.get(name):
+            return keeper, 0
+        for package in self._packages_with_semaphores:
+            if (state := self._state(package)).has("shared-memory", name):
                 is_of_workers = state.is_of_workers("shared-memory", name)
                 return (f"{package} (an executor's workers)", _ANY) if is_of_workers else (package, 0)
         return "", 0
+
+    @functools.cached_property
+    def _packages_with_semaphores(self) -> list[str]:
+        """Name those with a class of semaphores of their own, or that have started processes: pools have locks."""
+        started = [self._makers.of_process(int(pid)) for pid in self._new.items.get("processes", ())]
+        modules = [*map(module_of_class, semaphores()), *(name for maker in started if maker for name in maker.modules)]
+        packages = dict.fromkeys(module.partition(".")[0] for module in modules)
+        return [package for package in packages if package not in sys.stdlib_module_names]
+
+    @functools.cached_property
+    def _keepers_of_semaphores(self) -> dict[str, str]:
+        kinds = tuple(semaphores())
+        return {
+            name: module.__name__.partition(".")[0]
+            for module in site_modules()
+            if (locks := [value for value in _values(module) if issubclass(type(value), kinds)])
+            for resource, name, _ in owned(Census(locks))
+            if resource == "shared-memory"
+        }
 
     def _of_native(self, key: str, name: str) -> tuple[str, int]:
         """Return whose it is what native code has made: descriptors go with the objects of C++ that own them.

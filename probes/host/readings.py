@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -264,13 +264,22 @@ def _resident_or_gone(part: Range) -> int:
 
 def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
     """Return the names in /dev/shm that any of these processes maps or has open; what may not be read is none."""
-    prefix = f"{_SHARED_MEMORY}/"
+    prefix, gone = f"{_SHARED_MEMORY}/", " (deleted)"
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            paths = {each.path for each in read_mappings(pid, prefix)} | open_files(pid)
-            found |= {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
-    return {name.removesuffix(" (deleted)") for name in found}
+            mapped = [each for each in read_mappings(pid, prefix) if each.path.startswith(prefix)]
+            found |= {path for path in open_files(pid) if path.startswith(prefix)} | {each.path for each in mapped}
+            found |= _renamed({each.inode for each in mapped if each.path.endswith(gone)})
+    return {path.removeprefix(prefix).removesuffix(gone) for path in found}
+
+
+def _renamed(inodes: Collection[str]) -> set[str]:
+    """Return the names that these files have now: `sem_open(3)` maps a semaphore before it gets its own."""
+    if not inodes:
+        return set()
+    with os.scandir(_SHARED_MEMORY) as entries:
+        return {entry.name for entry in entries if str(entry.inode()) in inodes}
 
 
 def shared_file_bytes(name: str) -> int:

@@ -58,6 +58,11 @@ def program_modules() -> list[ModuleType]:
     return [module for module in found if not f"{module.__name__}.".startswith("lowtide.")]
 
 
+def site_modules() -> list[ModuleType]:
+    """Return the modules of installed libraries that have a file."""
+    return [module for module, file in _files() if is_of_site(file)]
+
+
 def program_namespaces() -> frozenset[int]:
     """Identities of the dicts that hold the globals of all modules but libraries'."""
     files = {id(module): file for module, file in _files()}

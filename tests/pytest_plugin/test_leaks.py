@@ -893,6 +893,13 @@ RESOURCES = {
             "psm_",
             size=12288,
         ),
+        other(
+            "semaphore",
+            "lock = multiprocessing.get_context('spawn').Lock()\nKEPT.append(lock)",
+            "KEPT.remove(lock)",
+            "sem.mp-",
+            size=32,
+        ),
     ),
     "process-groups": (other("process_group", "group()", "torch.distributed.destroy_process_group()", ": 0"),),
     "arena": (
@@ -1137,7 +1144,7 @@ def test_every_other_leak_is_reported(leaks: Subjects, resource: str, case: Case
         ("threads", "thread", 0, 3),
         ("processes", "module-global", 0, 2),
         ("file-descriptors", "module-global, unknown", 0, 10),
-        ("shared-memory", "module-global", 8192 + 12288, 2),
+        ("shared-memory", "module-global", 8192 + 12288 + 32, 3),
         ("process-groups", "not-restored", 0, 1),
         ("arena", "unknown", 1 << 20, 1),
         ("globals", "not-restored", 0, 6),

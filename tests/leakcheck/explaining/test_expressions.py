@@ -130,6 +130,13 @@ def test_the_libraries_endings_are_as_their_documentation_says() -> None:
     assert ending_of(logging.FileHandler) == "close()"
 
 
+def test_what_opens_a_lock_is_no_end_of_its_semaphore() -> None:
+    context = multiprocessing.get_context("spawn")
+    for lock in (context.Lock(), context.Semaphore(), context.Condition(), context.Value("i", 1)):
+        assert ending_of(type(lock), lock) == ""
+    assert ending_of(memoryview) == "release()"
+
+
 def test_a_loop_that_runs_is_stopped_before_it_is_closed() -> None:
     loop = asyncio.new_event_loop()
     try:

@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import enum
 import gc
+import itertools
 import mmap
 import multiprocessing.context
 import multiprocessing.queues
+import multiprocessing.synchronize
 import os
 import socket
 import sys
@@ -252,8 +254,15 @@ def test_a_pool_of_a_library_may_start_all_of_its_threads(
 HELD: list[object] = []
 
 
+@pytest.fixture
+def own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives Python's named semaphores names by which this process knows its own."""
+    names = (f"/python_{os.getpid()}_{turn}" for turn in itertools.count())
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "_make_name", lambda lock: next(names))
+
+
 def test_a_pool_of_a_library_may_start_all_of_its_processes_with_what_they_are_given(
-    process: Process, library: Any
+    process: Process, library: Any, own_names: None
 ) -> None:
     context = multiprocessing.get_context("spawn")
     resource_tracker.ensure_running()
@@ -343,6 +352,23 @@ def test_a_named_semaphore_that_a_library_keeps_is_listed_and_one_of_the_program
     reported, found = process.end("test_b")
     assert reported == {}
     assert found.listed[0].what.startswith("1 file in /dev/shm of installed_library: sem.installed_")
+
+
+def test_python_s_own_lock_in_a_library_s_class_is_listed_and_a_second_one_reported(
+    process: Process, library: Any, own_names: None
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()
+    process.end("test_tracker")
+    HELD.append(context.Lock())
+    assert process.end("test_a")[0].keys() == {"shared-memory"}
+    HELD.clear()
+    library.Server.lock = context.RLock()
+    reported, found = process.end("test_b")
+    assert reported == {}
+    assert found.listed[0].what.startswith("1 file in /dev/shm of installed_library: sem.python_")
+    library.Server.other = context.RLock()
+    assert process.end("test_c")[0].keys() == {"shared-memory"}
 
 
 def own_pool(library: Any, done: threading.Event) -> None:
