@@ -487,6 +487,7 @@ _MODULE = re.compile(r"\b([a-z_]\w*)\.")
 _SETTERS: Mapping[str, str] = {
     "gc.get_threshold()": "gc.set_threshold{}",
     "sys.dont_write_bytecode": "sys.dont_write_bytecode = {}",
+    "sys.argv": "sys.argv = {}",
     "time.tzname": "time.tzset()",
     "os.getcwd()": "os.chdir({})",
     "os.sched_getaffinity(0)": "os.sched_setaffinity(0, {})",
@@ -568,6 +569,9 @@ _ADVICE: Mapping[str, str] = {
     "torch dispatch mode ": "leave the mode again: use it in a with statement",
     "torch function mode ": "leave the mode again: use it in a with statement",
     "torch hook ": "call remove() of the handle that registering the hook gave",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled()": (
+        "leave torch.autograd.graph.disable_saved_tensors_hooks again: use it in a with statement"
+    ),
     "torch's default hook for saved tensors": "leave saved_tensors_hooks again: use it in a with statement",
     "decimal.getcontext().traps": "change them in a with decimal.localcontext() block only",
     "os.environ[": "monkeypatch.setenv and monkeypatch.delenv put a variable back when the test ends",
@@ -577,6 +581,12 @@ _ADVICE: Mapping[str, str] = {
     "gc.callbacks entry ": "remove it from gc.callbacks when the test ends",
     "cupy.cuda.get_allocator()": "use an allocator in a with cupy.cuda.using_allocator() block only",
 }
+_SECOND_NAMES = {
+    "torch.get_float32_matmul_precision()": "torch.backends.cuda.matmul.allow_tf32",
+    "torch.autograd._profiler_enabled()": "torch.autograd.profiler._is_profiler_enabled",
+}
+"""What else changes with a setting, and what puts that back with it."""
+
 _REDUCER = "copyreg.dispatch_table entry "
 _OTHERWISE = "keep what was there before, and put it back at the end (in a test, monkeypatch.setattr does)"
 
@@ -597,8 +607,8 @@ def _apart(changes: Iterable[SettingChange]) -> tuple[list[str], list[SettingCha
     It leaves out those that had been disabled before. Of a setting that has two names the second one is left out.
     """
     found = {change.name: change for change in changes}
-    if "torch.get_float32_matmul_precision()" in found:
-        found.pop("torch.backends.cuda.matmul.allow_tf32", None)
+    second = {_SECOND_NAMES.get(name) for name in found}
+    found = {name: change for name, change in found.items() if change.setting not in second}
     many = disabled_loggers([*found.values()])
     if not many:
         return [], [*found.values()]
@@ -765,6 +775,8 @@ def _value(name: str, before: str) -> str | None:
             return code.format(name=match[1], value=before)
     if name == "asyncio.get_event_loop_policy()":
         return "asyncio.set_event_loop_policy(None)" if before == "default" else None
+    if name == "sys.get_asyncgen_hooks()":
+        return f"sys.set_asyncgen_hooks{before}" if before == "(None, None)" else None
     if name == "tracemalloc.is_tracing()":
         return f"tracemalloc.{'start' if before == 'True' else 'stop'}()"
     if match := re.fullmatch(r"sys\.monitoring\.get_tool\((\d)\)", name):

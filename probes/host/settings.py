@@ -119,11 +119,14 @@ def interpreter_values() -> Values:
         Value("os.getcwd()", _cwd),
         Value("faulthandler.is_enabled()", faulthandler.is_enabled),
         Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
+        Value("sys.argv", _arguments),
+        Value("sys.get_asyncgen_hooks()", _hooks_of_generators, lambda _: _described_hooks()),
         Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
         Value("time.tzname", lambda: time.tzname),
         _object("sys.excepthook", lambda: sys.excepthook),
         _object("sys.unraisablehook", lambda: sys.unraisablehook),
         _object("sys.displayhook", lambda: sys.displayhook),
+        _object("sys.breakpointhook", lambda: sys.breakpointhook),
         _object("threading.excepthook", lambda: threading.excepthook),
         _object("sys.gettrace()", sys.gettrace),
         _object("sys.getprofile()", sys.getprofile),
@@ -140,6 +143,21 @@ def interpreter_values() -> Values:
 def _object(name: str, get: Callable[[], Any], text: Text = described) -> Value:
     """Return a setting that is an object, compared by its identity: what it leads to is not kept."""
     return Value(name, lambda: id(get()), lambda _: text(get()))
+
+
+def _arguments() -> list[str]:
+    """Return the command line's words, as far as they are texts."""
+    words = sys.argv
+    return [word for word in words if type(word) is str] if type(words) is list else []
+
+
+def _hooks_of_generators() -> tuple[int, ...]:
+    """Return the identities: a loop of asyncio sets them while it runs."""
+    return tuple(map(id, sys.get_asyncgen_hooks()))
+
+
+def _described_hooks() -> str:
+    return "(" + ", ".join(map(described, sys.get_asyncgen_hooks())) + ")"
 
 
 def _monitoring_tools() -> list[Value]:

@@ -31,6 +31,7 @@ _PLAIN = {
     "torch.is_warn_always_enabled()": "_get_warnAlways",
     "torch.is_autocast_cache_enabled()": "is_autocast_cache_enabled",
     "torch.autograd._profiler_enabled()": "_autograd._profiler_enabled",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled()": "_autograd._saved_tensors_hooks_is_enabled",
     "torch._C._is_torch_function_enabled()": "_is_torch_function_enabled",
     "torch._C._is_multithreading_enabled()": "_is_multithreading_enabled",
     "torch.sparse.check_sparse_tensor_invariants.is_enabled()": "_check_sparse_tensor_invariants",

@@ -436,6 +436,16 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         call(lambda: signal.signal(signal.SIGUSR2, hook), lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
         "signal.signal(signal.SIGUSR2, signal.SIG_DFL)",
     ),
+    "sys.breakpointhook": (assign(sys, "breakpointhook", hook), ""),
+    "sys.argv": (assign(sys, "argv", ["serve"]), f"sys.argv = {sys.argv}"),
+    "sys.get_asyncgen_hooks()": (
+        call(lambda: sys.set_asyncgen_hooks(hook), lambda: sys.set_asyncgen_hooks(None)),
+        "sys.set_asyncgen_hooks(None, None)",
+    ),
+    "torch._C._autograd._saved_tensors_hooks_is_enabled()": (
+        entered(lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here")),
+        "",
+    ),
     "sys.excepthook": (assign(sys, "excepthook", hook), ""),
     "threading.excepthook": (assign(threading, "excepthook", hook), ""),
     "level of logging.getLogger('lowtide_tests.engine')": (
@@ -765,6 +775,15 @@ def test_the_matmul_precision_is_one_setting_with_two_names(reader: SettingReade
         assert undoing(changes) == ["torch.set_float32_matmul_precision('highest')"]
     finally:
         torch.set_float32_matmul_precision(was)
+    assert changes_between(before, reader.read()) == []
+
+
+def test_no_flag_of_torch_s_profiler_is_set_in_the_place_of_its_end(reader: SettingReader) -> None:
+    before = reader.read()
+    with torch.autograd.profiler.profile(use_cpu=True):
+        changes = changes_between(before, reader.read())
+    assert undoing(changes) == []
+    assert advice(changes) == "torch.autograd._profiler_enabled(): stop the profiler: use it in a with statement"
     assert changes_between(before, reader.read()) == []
 
 
