@@ -51,6 +51,9 @@ _MOST_BLOCKS = 2000
 _COUNTS = 16
 """What `std::make_shared` puts before an object, in bytes: a table, and how many share the object."""
 
+_MOST_SHARES = 1 << 20
+"""What counts who shares a block is less: in one that was given back stand addresses of malloc's."""
+
 _HOLDERS = (
     # The class of the holder, and what it is: a kernel that is still registered has an entry of the second kind, too.
     (_KERNEL, "torch.library kernel"),
@@ -87,6 +90,16 @@ def callbacks_of(future: Any) -> list[object]:
     """Return the functions that a torch future calls when it is done, known only to C++; none if unreadable."""
     with _opened() as memory:
         return [] if memory is None else list(memory.callbacks_of(future))
+
+
+def storage_of_file(file: object) -> list[object]:
+    """Return the storage over all of a file that safetensors has open for torch; none if there is none.
+
+    It is written in Rust: behind what an `Arc` has for its two counts lies the address of the Python object.
+    """
+    torch: Any = loaded("torch")
+    with _opened() as memory:
+        return [] if memory is None or torch is None else list(memory.behind_counts(file, torch.UntypedStorage))
 
 
 class _Memory:
@@ -150,6 +163,16 @@ class _Memory:
                 if word not in seen and self._is_heap(word):
                     seen.add(word)
                     waiting.append((word, depth + 1, used))
+
+    def behind_counts(self, instance: object, kind: type) -> Iterator[object]:
+        """Yield the objects of a type that an instance has behind a pointer, with counts of who shares it before."""
+        size = type.__dict__["__basicsize__"].__get__(type(instance))
+        for word in self._words(id(instance), size // _WORD).tolist():
+            block = self._block(word).tolist() if self._is_heap(word) else []
+            for address in block[2:] if all(0 < count < _MOST_SHARES for count in block[:2]) else ():
+                counted = self._words(address, 2).tolist()
+                if counted[1:] == [id(kind)] and counted[0] > 0:
+                    yield object_at(address)
 
     def _owned(self, words: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the words that may be pointers to what a C++ object owns, each with how many words of that are in use.

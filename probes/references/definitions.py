@@ -20,7 +20,7 @@ from lowtide.probes.objects.foreign import (
 )
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.probes.references.entries import Edge, Rest, item_text, namespace_entry
-from lowtide.probes.references.unseen_references import CALLBACK, edge_of
+from lowtide.probes.references.unseen_references import CALLBACK, MAPPED, edge_of
 
 _HAMT = frozenset({"hamt", "hamt_bitmap_node", "hamt_array_node", "hamt_collision_node"})
 
@@ -137,7 +137,7 @@ def of_unseen(way: Rest) -> Edge | None:
     if keeps_exported(type(way[0])):
         return Edge(EXPORTED, "opaque")
     text = edge_of(way[0], way[1], way.containers)
-    if text == CALLBACK:
+    if text in (CALLBACK, MAPPED):
         return Edge(text, "opaque")
     return None if text is None else Edge(text, "item" if text.startswith("[") else "other")
 

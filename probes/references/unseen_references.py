@@ -1,4 +1,4 @@
-"""References that the collector does not see: what numpy's arrays and torch's futures hold, by their types."""
+"""References that the collector does not see: what numpy's arrays, torch's futures and files of safetensors hold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from lowtide.probes.memory.capsules import keeps_exported
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
 from lowtide.probes.objects.opened_in_c import SCANDIR
 from lowtide.probes.originals import gc, loaded, sys
-from lowtide.probes.references.cxx_holders import callbacks_of
+from lowtide.probes.references.cxx_holders import callbacks_of, storage_of_file
 from lowtide.probes.references.entries import Containers
 
 CALLBACK = "its callback"
 """What leads from a future of torch's to what it calls when it is done."""
+
+MAPPED = "its mapped file"
+"""What leads from a file that safetensors has open to the storage over all of it."""
 
 Reader = Callable[[Any], list[object]]
 """Gives the objects that an object holds and does not show the collector; runs no foreign code."""
@@ -25,7 +28,11 @@ def untracked_kinds() -> list[type]:
     numpy: Any = loaded("numpy")
     names = ("ndarray", "void", "flatiter", "nditer")
     holders = [getattr(numpy, name) for name in names if hasattr(numpy, name)]
-    return [*holders, select.epoll, SCANDIR]
+    return [*holders, *_files_of_safetensors(), select.epoll, SCANDIR]
+
+
+def _files_of_safetensors() -> list[type]:
+    return [kind for kind in [getattr(loaded("safetensors"), "safe_open", None)] if kind is not None]
 
 
 def readers(*, thorough: bool = False) -> dict[int, Reader]:
@@ -44,6 +51,7 @@ def readers(*, thorough: bool = False) -> dict[int, Reader]:
         (getattr(getattr(torch, "_C", None), "Future", None), _result_and_callbacks if thorough else _result),
         (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, tensors_of_script),
     ]
+    by_type += [(kind, storage_of_file) for kind in _files_of_safetensors()]
     return {id(cls): read for cls, read in by_type if cls is not None}
 
 
@@ -83,6 +91,8 @@ def edge_of(holder: Any, held: object, containers: Containers | None = None) -> 
         return None
     if read is _operands:
         return f".operands[{next(place for place, item in enumerate(read(holder)) if item is held)}]"
+    if read is storage_of_file:
+        return MAPPED
     if read is _result_and_callbacks:
         return ".value()" if any(item is held for item in _result(holder)) else CALLBACK
     return ".base"

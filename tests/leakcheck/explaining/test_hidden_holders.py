@@ -55,6 +55,21 @@ def holders_of(tensors: dict[str, torch.Tensor], older: Sequence[object] = ()) -
     return dict(zip(tensors, found, strict=True))
 
 
+def test_a_file_of_safetensors_has_the_storage_over_all_of_it_while_it_is_open(tmp_path: Path) -> None:
+    saving = pytest.importorskip("safetensors.torch")
+    saving.save_file({"weights": torch.zeros(1000)}, tmp_path / "weights.safetensors")
+    with saving.safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        HELD["file"] = [file]
+        (storage,) = cxx_holders.storage_of_file(file)
+        (found,) = explain([storage], ignore=set(), innocent=set())
+        assert (found.holder, found.verdict) == (f"{HERE}['file'][0] (its mapped file)", "reachable")
+        of_tensor = file.get_tensor("weights").untyped_storage()
+    assert cxx_holders.storage_of_file(file) == []
+    (found,) = explain([storage], ignore={id(of_tensor)}, innocent=set())
+    assert "its mapped file" not in found.holder
+    assert cxx_holders.storage_of_file(saving.safe_open(tmp_path / "weights.safetensors", "numpy")) == []
+
+
 # --- numpy ----------------------------------------------------------------------------------------------------------
 
 
