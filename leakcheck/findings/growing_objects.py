@@ -32,7 +32,7 @@ from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.container_lengths import last_entries, read_lengths
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
 from lowtide.probes.heap.large_values import OF_ITEMS, OF_TYPE, UNIT, count_of, items_of, read_values, size_of_value
-from lowtide.probes.heap.roots import CHECKER, is_library
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.settings import is_of_library
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.address_table import Ints
@@ -44,7 +44,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.objects.identities import identities, object_at, types_of
-from lowtide.probes.objects.listed import all_instances
+from lowtide.probes.objects.listed import CHECKER, all_instances
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys, weakref
 from lowtide.reports.schema import Finding, Hop, ResourceName

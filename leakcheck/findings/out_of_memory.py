@@ -28,14 +28,13 @@ from lowtide.probes.device.allocator_snapshots import FOLDER, AllocatorSnapshots
 from lowtide.probes.device.torch_allocator import read_room, unexplained_blocks
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.holders import sharing_walk
-from lowtide.probes.heap.roots import CHECKER
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.host.memory_parts import address_space, memory_of_group
 from lowtide.probes.memory.buffers import large_buffers
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.foreign import traceback_of, type_name, with_errors_behind
-from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.objects.listed import CHECKER, frame_locals
 from lowtide.probes.originals import initialized_torch, lines_of
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.stages import EnteredStage

@@ -13,11 +13,9 @@ from typing import Any
 import numpy.typing as npt
 
 from lowtide.probes.heap.roots import (
-    CHECKER,
     FIRST,
     LATER,
     comes_later,
-    is_checkers,
     lists_of_threads,
     modules_among,
     roots,
@@ -28,7 +26,7 @@ from lowtide.probes.memory.capsules import ExportedMemory, keeps_exported
 from lowtide.probes.objects.address_table import Indices, Ints, each_once
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, type_name
 from lowtide.probes.objects.identities import Identities, are_tracked, identities
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, any_frozen
+from lowtide.probes.objects.listed import CHECKER, FROZEN_AT_STARTUP, Census, any_frozen, is_checkers
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, sys
 from lowtide.probes.references.edges import GENERATORS

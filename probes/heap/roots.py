@@ -19,7 +19,7 @@ from lowtide.probes.objects.foreign import (
     thread_name,
     type_name,
 )
-from lowtide.probes.objects.listed import all_classes, frame_locals
+from lowtide.probes.objects.listed import CHECKER, all_classes, frame_locals, is_checkers
 from lowtide.probes.originals import gc, loaded, sys, threading
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.references.interpreter_holders import exit_functions, named_holders
@@ -29,8 +29,6 @@ RootKind = Literal["module", "frame", "thread", "class", "context", "object", "i
 FIRST, LATER, LAST = range(3)
 _HEAP_TYPE = 1 << 9
 
-# The frames of the checker hold what it looks at; they are never part of an answer.
-CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 # A path through one of these modules comes last: what is theirs is seldom what must be cut.
 _LIBRARIES = frozenset({"_pytest", "execnet", "hypothesis", "numpy", "pluggy", "pytest", "torch", "triton", "xdist"})
 # A path through an instance of one of these modules' classes comes last.
@@ -165,12 +163,6 @@ def running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int
             waiting.append((frame.f_back, ident))
             if is_checkers(frame) is of_checker:
                 yield frame, ident
-
-
-def is_checkers(frame: FrameType) -> bool:
-    """Return whether the frame is the checker's, which holds what it looks at."""
-    name = dict.get(frame.f_globals, "__name__", "")
-    return type(name) is str and f"{name}.".startswith(CHECKER)
 
 
 def is_library(module: str) -> bool:

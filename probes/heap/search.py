@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from lowtide.probes.heap.forward_search import BLOCKED, ROOT, UNSEEN, ForwardSearch
 from lowtide.probes.heap.graph import Graph
-from lowtide.probes.heap.roots import CHECKER, FIRST, LAST, LATER, Root, RootKind, running_frames
+from lowtide.probes.heap.roots import FIRST, LAST, LATER, Root, RootKind, running_frames
 from lowtide.probes.objects.address_table import Indices, each_once
 from lowtide.probes.objects.foreign import LRU_CACHE, described, is_callable, type_name
+from lowtide.probes.objects.listed import CHECKER
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.cxx_holders import held_as

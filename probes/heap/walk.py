@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy.typing as npt
 
 from lowtide.probes import native
-from lowtide.probes.heap.roots import Root, is_checkers
+from lowtide.probes.heap.roots import Root
 from lowtide.probes.memory.capsules import keeps_exported
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import flags_of, mro_of
@@ -31,6 +31,7 @@ from lowtide.probes.objects.identities import (
     referents,
     types_of,
 )
+from lowtide.probes.objects.listed import is_checkers
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.unseen_references import Reader, first_reader, readers, untracked_kinds

@@ -15,6 +15,9 @@ from lowtide.probes.originals import gc, sys
 # More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
 _CHUNK = 8_000
 
+# The frames of the checker hold what it looks at; they are never part of an answer.
+CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
+
 _HEAP_TYPE = 1 << 9
 
 # So few objects are asked for their types one by one in less time than numpy takes to begin.
@@ -308,6 +311,12 @@ def _running_frames() -> Iterator[FrameType]:
 def running_locals() -> list[object]:
     """Return the local variables of all functions that run, in any thread; those of inner functions come last."""
     return [value for frame in [*_running_frames()][::-1] for value in frame_locals(frame)]
+
+
+def is_checkers(frame: FrameType) -> bool:
+    """Return whether the frame is the checker's, which holds what it looks at."""
+    name = dict.get(frame.f_globals, "__name__", "")
+    return type(name) is str and f"{name}.".startswith(CHECKER)
 
 
 def frame_locals(frame: FrameType, *, is_checkers: bool = False) -> list[object]:

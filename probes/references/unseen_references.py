@@ -1,13 +1,15 @@
-"""References that the collector does not see: what numpy's arrays, torch's futures and files of safetensors hold."""
+"""References that the collector does not see: of numpy, of torch's futures, of greenlets, of files of safetensors."""
 
 from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from lowtide.probes.memory.capsules import keeps_exported
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
+from lowtide.probes.objects.listed import frame_locals, is_checkers
 from lowtide.probes.objects.opened_in_c import SCANDIR
 from lowtide.probes.originals import gc, loaded, sys
 from lowtide.probes.references.cxx_holders import callbacks_of, storage_of_file
@@ -50,6 +52,7 @@ def readers(*, thorough: bool = False) -> dict[int, Reader]:
         (getattr(numpy, "nditer", None), _operands),
         (getattr(getattr(torch, "_C", None), "Future", None), _result_and_callbacks if thorough else _result),
         (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, tensors_of_script),
+        (getattr(loaded("greenlet"), "greenlet", None), _of_greenlet),
     ]
     by_type += [(kind, storage_of_file) for kind in _files_of_safetensors()]
     return {id(cls): read for cls, read in by_type if cls is not None}
@@ -93,6 +96,8 @@ def edge_of(holder: Any, held: object, containers: Containers | None = None) -> 
         return f".operands[{next(place for place, item in enumerate(read(holder)) if item is held)}]"
     if read is storage_of_file:
         return MAPPED
+    if read is _of_greenlet:
+        return _local_of_greenlet(holder, held)
     if read is _result_and_callbacks:
         return ".value()" if any(item is held for item in _result(holder)) else CALLBACK
     return ".base"
@@ -164,6 +169,31 @@ def _operands(iterator: Any) -> list[object]:
         return list(loaded("numpy").nditer.__dict__["operands"].__get__(iterator))
     except ValueError:  # closed
         return []
+
+
+def _of_greenlet(switched: Any) -> list[object]:
+    """Return the local variables of the functions in which a greenlet waits, without those of the checker's."""
+    return [value for _, frame in _frames_of_greenlet(switched) for value in frame_locals(frame)]
+
+
+def _frames_of_greenlet(switched: Any) -> Iterator[tuple[str, FrameType]]:
+    """Yield them from the innermost out, each as code; one that runs has its frames where all threads have them."""
+    code, frame = ".gr_frame", loaded("greenlet").greenlet.__dict__["gr_frame"].__get__(switched)
+    while frame is not None:
+        if not is_checkers(frame):
+            yield code, frame
+        code, frame = f"{code}.f_back", frame.f_back
+
+
+def _local_of_greenlet(switched: Any, held: object) -> str | None:
+    """Return the variable that has an object, as code."""
+    for code, frame in _frames_of_greenlet(switched):
+        variables = [*frame.f_locals.items()]
+        frame_locals(frame)  # undoes what reading them left behind
+        for name, value in variables:
+            if value is held:
+                return f"{code}.f_locals[{name!r}]"
+    return None
 
 
 def _result(future: Any) -> list[object]:
