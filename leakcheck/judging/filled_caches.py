@@ -226,7 +226,8 @@ def _kept(cache: Any, objects: Iterable[Any]) -> list[Any]:
             of_torch[id(kind)] = is_module(item)
         if of_torch[id(kind)]:
             kept[id(item)] = item
-    given = {id(item): item for item in _given(cache_entries(cache), owners)}
+    # A full cache of texts and numbers is gone through no second time after each test that fills it.
+    given = {id(item): item for item in _given(cache_entries(cache), owners)} if owners else {}
     return list((kept | given).values())
 
 

@@ -241,6 +241,27 @@ def test_all_suspects_share_one_walk_and_a_test_without_any_pays_for_none(
         assert walks == [3]
 
 
+def test_a_cache_of_texts_is_gone_through_once_and_one_with_a_method_again(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone_through: list[int] = []
+    given = filled_caches._given
+
+    def counted(entries: list[Any], owners: Any) -> Iterator[object]:
+        gone_through.append(len(entries))
+        return given(entries, owners)
+
+    monkeypatch.setattr(filled_caches, "_given", counted)
+    with Watched(program) as watched:
+        for number in range(100):
+            program.supports(f"text {number}")
+        assert watched.held() == []
+        assert gone_through == []
+        program.supports(Plain().method)
+        assert watched.held() == ["Plain"]
+        assert len(gone_through) == 1
+
+
 def test_what_is_reported_can_be_looked_at_and_cleared_long_after(program: Any) -> None:
     with Watched(program) as watched:
         program.supports(torch.nn.ReLU())
