@@ -12,7 +12,7 @@ import msgspec
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.storages import Key, is_module, is_tensor, storage_keys
 from lowtide.probes.heap.births import Newborn
-from lowtide.probes.heap.caches import BEYOND_CACHES, CacheActivity, cache_entries, walk_caches
+from lowtide.probes.heap.caches import BEYOND_CACHES, CacheActivity, alive, cache_entries, walk_caches
 from lowtide.probes.heap.holders import SharedWalk, trace
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.objects.foreign import module_of_class, type_name
@@ -71,9 +71,10 @@ class FilledCaches:
     def __init__(self) -> None:
         self._activity = CacheActivity()
         self._stages: dict[int, str] = {}
-        self._filled: list[Any] = []
+        # Weakly: a `sqlite3.Connection` that is closed gives its file back once nobody has its cache of statements.
+        self._filled: list[weakref.ref[Any]] = []
         # Those in which the last cheap look found anything; None until there was one.
-        self._holding: list[Any] | None = None
+        self._holding: list[weakref.ref[Any]] | None = None
         self._born: Collection[int] | None = ()
         self._cached_items: dict[str, CachedItem] = {}
         self._owned: set[int] = set()
@@ -94,13 +95,14 @@ class FilledCaches:
 
     def note(self, stage: str) -> None:
         """Note that those filled for the first time since the last look were filled in `stage`."""
-        self._filled, self._holding = self._activity.changed(), None
-        for cache in self._filled:
+        filled = self._activity.changed()
+        self._filled, self._holding = [*map(weakref.ref, filled)], None
+        for cache in filled:
             self._stages.setdefault(id(cache), stage)
 
     def enter(self) -> None:
         """Count what gets into a cache until `leave` as that of who is set up meanwhile; call it right after `note`."""
-        self._entered.append(set(map(id, self._filled)))
+        self._entered.append(set(map(id, alive(self._filled))))
 
     def leave(self) -> None:
         """Count what the caches that were first filled since `enter` hold as that of who was set up."""
@@ -128,15 +130,15 @@ class FilledCaches:
         self._born = identities
 
     def forget(self) -> None:
-        """Let go of the caches themselves."""
+        """Forget which were filled, and what they hold."""
         self._filled, self._holding = [], None
         self._cached_items = {}
         self._alone = {}
 
     def suspects(self, survivors: Iterable[Newborn]) -> bool:
         """Return whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
-        found = self._new_in_each(self._filled, survivors, module_namespaces()) if self._filled else []
-        self._holding = [cache for cache, items in found if items]
+        found = self._new_in_each(alive(self._filled), survivors, module_namespaces()) if self._filled else []
+        self._holding = [weakref.ref(cache) for cache, items in found if items]
         return bool(self._holding)
 
     def held(
@@ -153,7 +155,7 @@ class FilledCaches:
             judged: the storages that are judged: what leads to one of those is reported by the finding about that.
             walk: the walk over the heap to ask, if it is shared with others.
         """
-        caches = self._filled if self._holding is None else self._holding
+        caches = alive(self._filled if self._holding is None else self._holding)
         if not caches:
             return {}
         # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
@@ -202,7 +204,7 @@ class FilledCaches:
         asked = list({id(item): item for item in items if id(item) not in self._alone}.values())
         if not asked:
             return
-        with trace(asked, ignore=set(map(id, self._filled)), walk=walk) as found:
+        with trace(asked, ignore=set(map(id, alive(self._filled))), walk=walk) as found:
             self._alone.update((id(item), not found.reaches(place)) for place, item in enumerate(asked))
 
 

@@ -110,7 +110,7 @@ class CacheActivity:
 
     def known(self) -> list[Any]:
         """Return all that are watched and alive."""
-        return _alive(self._caches)
+        return alive(self._caches)
 
     def mark(self) -> None:
         """Count what is asked for from here on."""
@@ -123,7 +123,7 @@ class CacheActivity:
 
     def changed(self) -> list[Any]:
         """Return the caches that were asked since the mark for what they did not have."""
-        return _alive(self._caches[place] for place in (self._read() != self._misses).nonzero()[0].tolist())
+        return alive(self._caches[place] for place in (self._read() != self._misses).nonzero()[0].tolist())
 
     def _read(self) -> Ints:
         """Return how often each was asked for what it did not have, by their places; what is gone has none any more."""
@@ -137,7 +137,8 @@ class CacheActivity:
         return misses[there]
 
 
-def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+def alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    """Return what there is still of what is held weakly."""
     return [item for reference in references if (item := reference()) is not None]
 
 

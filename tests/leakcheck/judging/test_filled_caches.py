@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -239,6 +240,20 @@ def test_all_suspects_share_one_walk_and_a_test_without_any_pays_for_none(
         assert len(watched.held()) == 6
         assert len(watched.held()) == 6
         assert walks == [3]
+
+
+def test_a_cache_that_was_filled_ends_with_its_owner(program: Any) -> None:
+    with Watched(program) as watched:
+        # As a `sqlite3.Connection` has one of its statements, which keeps the file open after `close()`.
+        own = functools.lru_cache(str)
+        watched.caches.add([own])
+        watched.caches.mark()
+        own(4711)
+        watched.caches.note("setup")
+        assert watched.caches.any_filled
+        left = weakref.ref(own)
+        del own
+        assert left() is None
 
 
 def test_a_cache_of_texts_is_gone_through_once_and_one_with_a_method_again(
