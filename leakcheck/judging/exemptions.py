@@ -206,6 +206,17 @@ def _free_arenas(names: Names) -> Names:
     return {name for name in names if _target(name) in targets}
 
 
+def _beside_older_databases(names: Names) -> Names:
+    """Return the logs and indexes that belong to a file which is open and is none of these itself."""
+    left = {name for name in names if _target(name).endswith(_BESIDE)}
+    known = {*numbered_descriptors(os.getpid()).values()}.difference(map(_target, names)) if left else set()
+    return {name for name in left if _target(name).rpartition("-")[0] in known}
+
+
+_BESIDE = ("-wal", "-shm")
+"""How the names of files end that SQLite has beside a database in WAL mode (sqlite.org/walformat.html)."""
+
+
 def _is_empty_folder(name: str) -> bool:
     try:
         return not os.listdir(f"/dev/shm/{name}")
@@ -304,6 +315,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the free memory of multiprocessing's heap",
         "what held a shared `Value`, `Array` or lock is kept for the next one",
         _free_arenas,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the log of a database of SQLite's that was open before, and the index of that",
+        "the first who reads or writes opens them, and they are closed with the database",
+        _beside_older_databases,
     ),
     Exemption(
         "shared-memory",

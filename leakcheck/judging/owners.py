@@ -29,7 +29,7 @@ from lowtide.leakcheck.resources.settings import (
     is_of_tests_own_logger,
 )
 from lowtide.probes.heap.reach import module_namespaces, reach, ways_to
-from lowtide.probes.heap.stand_ins import owned
+from lowtide.probes.heap.stand_ins import files_beside, owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_files import descendants_of, numbers_in
@@ -394,6 +394,7 @@ class Claims:
             names = [f"{name} ->" if key == "file-descriptors" else name for resource, name in own if resource == key]
             if key == "file-descriptors":
                 names += [f"/dev/shm/{name}" for resource, name in own if resource == "shared-memory"]
+                names += files_beside(census)
             found.update(dict.fromkeys(names, owner))
         return found
 

@@ -240,7 +240,16 @@ def _of_files(census: Census) -> Iterator[tuple[str, Any]]:
     sqlite: Any = loaded("sqlite3")
     for database in census.instances_of(sqlite.Connection) if sqlite is not None else ():
         for path in files_of_database(database):
-            yield from ((f"{path}{end}", database) for end in ("", "-wal", "-shm", "-journal"))
+            yield from ((f"{path}{end}", database) for end in ("", *_BESIDE_A_DATABASE))
+
+
+_BESIDE_A_DATABASE = ("-wal", "-shm", "-journal")
+"""How the names of files end that SQLite opens beside that of a database (sqlite.org/tempfiles.html)."""
+
+
+def files_beside(census: Census) -> set[str]:
+    """Return the paths of files that some databases have beside their own for as long as they need them."""
+    return {path for path, _ in _of_files(census) if path.endswith(_BESIDE_A_DATABASE)}
 
 
 def _pid(process: Any) -> int:
