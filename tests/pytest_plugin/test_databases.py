@@ -44,7 +44,7 @@ def ended():
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    connection = opened(tmp_path_factory.mktemp("data"), "closed.db")
+    connection = opened(tmp_path_factory.mktemp("data"), "closed.db", "insert into numbers values (1)")
     yield connection
     connection.close()
     paths = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
@@ -68,10 +68,6 @@ def test_kept_with_its_log(tmp_path):
     KEPT.append(opened(tmp_path, "kept-wal.db", "insert into numbers values (1)"))
 
 
-def test_closed(database):
-    database.execute("select * from numbers")
-
-
 def test_log_of_an_older_one():
     OLD.execute("insert into numbers values (1)")
 
@@ -87,6 +83,11 @@ def test_journal_of_a_transaction_that_is_not_ended():
 
 def test_it_is_ended():
     PLAIN.execute("rollback")
+
+
+# The last one: its connection is closed while the caches are known that it has filled.
+def test_closed(database):
+    database.execute("select * from numbers")
 """
 
 
