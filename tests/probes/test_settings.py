@@ -437,7 +437,6 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         "signal.signal(signal.SIGUSR2, signal.SIG_DFL)",
     ),
     "sys.breakpointhook": (assign(sys, "breakpointhook", hook), ""),
-    "sys.argv": (assign(sys, "argv", ["serve"]), f"sys.argv = {sys.argv}"),
     "sys.get_asyncgen_hooks()": (
         call(lambda: sys.set_asyncgen_hooks(hook), lambda: sys.set_asyncgen_hooks(None)),
         "sys.set_asyncgen_hooks(None, None)",
@@ -542,6 +541,14 @@ def changed(name: str) -> Iterator[None]:
     with ExitStack() as stack:
         CHANGES[name][0](stack)
         yield
+
+
+def test_the_command_line_is_put_back_as_it_was(reader: SettingReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve", "--port", "8000"])
+    before = reader.read()
+    monkeypatch.setattr(sys, "argv", ["other"])
+    (change,) = changes_between(before, reader.read())
+    assert (change.setting, undo(change)) == ("sys.argv", "sys.argv = ['serve', '--port', '8000']")
 
 
 @pytest.mark.parametrize("name", CHANGES)
