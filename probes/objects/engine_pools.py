@@ -74,7 +74,7 @@ NOBODY = "no request"
 
 _UNKNOWN = "a request that the scheduler does not know"
 _ENDED = "a request that has ended"
-_NO_READER = "a count of readers, one more than there are: ref_count_down() was left out"
+_NO_READER = "a reader that is gone: ref_count_down() was left out"
 _UNRETRIEVED = "a request that looked them up and did not retrieve them: lookup_unpin() was left out"
 
 _WAITS = 50
