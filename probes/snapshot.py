@@ -182,9 +182,14 @@ def take_snapshot(
 
 
 def _in_pinned_memory(tensors: Sequence[Range], pinned: PinnedReading) -> int:
-    """Return the bytes of tensors that torch may have pinned: a card's driver does so in shared memory with no name."""
+    """Return the bytes of tensors that torch may have pinned: a card's driver does so in shared memory with no name.
+
+    Where less of that is mapped than torch has, it has registered other memory (`pinned_use_cuda_host_register`), and
+    all of it may be tensors'.
+    """
     cached = pinned.torch_reserved or 0
-    return min(cached, total(common(tensors, unnamed_shared_memory()))) if cached else 0
+    mapped = unnamed_shared_memory() if cached else []
+    return min(cached, total(common(tensors, mapped))) if total(mapped) >= cached else cached
 
 
 def _outside(snapshot: Snapshot, outside_torch: OutsideTorch) -> dict[str, Outside]:

@@ -233,7 +233,7 @@ class _VllmRequests:
 def _sglang_rows(pool: Any) -> Iterator[LostSlot]:
     """Yield the rows of SGLang's table of tokens (`sglang.srt.mem_cache.memory_pool`) that no running request has.
 
-    Since 0.5.10 the first row stands for none.
+    In newer versions (0.5.23) the first row stands for none.
     """
     rows = range(1 if hasattr(pool, "_alloc_size") else 0, pool.req_to_token.shape[0])
     taken = set(rows).difference(pool.free_slots)

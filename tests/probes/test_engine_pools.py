@@ -1,6 +1,6 @@
 """The pools of engines are read as they say it themselves, in all their versions.
 
-Their classes are here as far as they are read, with their names: LMCache's of 0.5.6, SGLang's of 0.5.5 and 0.5.23.
+Their classes are here as far as they are read, with their names: LMCache's of 0.5.6, SGLang's of 0.5.23 and before.
 """
 
 from __future__ import annotations

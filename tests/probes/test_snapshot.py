@@ -189,10 +189,14 @@ def test_pinned_bytes_of_which_torch_does_not_tell_are_unknown(taken: Snapshot) 
 def test_of_what_torch_pins_that_is_its_tensors_which_lies_in_shared_memory_without_a_name() -> None:
     # As a card's driver maps what it pins.
     pinned, heap = torch.frombuffer(mmap.mmap(-1, 3 * MIB), dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
+    rounded_up = mmap.mmap(-1, MIB)
     tensors = [(each.data_ptr(), each.nbytes) for each in (pinned, heap)]
     assert _in_pinned_memory(tensors, PinnedReading(None, 4 * MIB)) == 3 * MIB
     assert _in_pinned_memory(tensors, PinnedReading(None, 2 * MIB)) == 2 * MIB
     assert _in_pinned_memory(tensors, PinnedReading(None, None)) == 0
+    # Of what torch has registered instead nothing is known.
+    assert _in_pinned_memory(tensors, PinnedReading(None, 1 << 50)) == 1 << 50
+    rounded_up.close()
 
 
 def test_allocator_figures_by_device(taken: Snapshot) -> None:
