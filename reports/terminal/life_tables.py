@@ -49,7 +49,8 @@ def _pinned_note(stages: Sequence[Stage]) -> tuple[str, ...]:
         return ()
     return (
         f"pinned: {format_bytes(beside)} more than torch's tensors have after {most.name}: it takes the next power of "
-        "two for each, and keeps what is given back (less with PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64)",
+        "two for each, and keeps what is given back (from torch 2.13 on, none above 64 MiB is rounded up with "
+        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64)",
     )
 
 
