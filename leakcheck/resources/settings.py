@@ -269,7 +269,9 @@ def _shortened(text: str) -> str:
 
 
 def is_secret(name: str, text: str) -> bool:
-    """Return whether a setting is an environment variable whose value may be a secret, by its name or its look."""
+    """Return whether a variable, by its name or look, or the command line, by what is in it, may have a secret."""
+    if name == "sys.argv":
+        return (_SECRET.search(text) or _LOGIN.search(text)) is not None
     named = _variable(name)
     is_named_so = _SECRET.search(named) is not None and named not in _FOLDERS
     return bool(named) and (is_named_so or _LOGIN.search(text) is not None)
@@ -769,7 +771,7 @@ def _removing_handler(name: str) -> str | None:
 
 def _value(name: str, before: str) -> str | None:
     if name in _SETTERS:
-        return _SETTERS[name].format(before)
+        return None if is_secret(name, before) else _SETTERS[name].format(before)
     for pattern, code in _PATTERNS.items():
         if match := re.fullmatch(pattern, name):
             return code.format(name=match[1], value=before)

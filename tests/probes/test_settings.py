@@ -806,6 +806,14 @@ def test_a_secret_is_shown_nowhere(name: str, value: str) -> None:
     assert undo(SettingChange(f"os.environ[{name!r}]", ABSENT, repr(value))) == f"os.environ.pop({name!r})"
 
 
+def test_a_command_line_that_may_have_a_secret_is_not_shown() -> None:
+    before = repr(["serve", "--api-key", "abc"])
+    change = SettingChange("sys.argv", before, repr(["serve"]))
+    texts = (describe_change(change), advice([change]), undo(change) or "")
+    assert not any("abc" in text for text in texts)
+    assert "abc" in describe_change(SettingChange("sys.argv", repr(["abc"]), repr(["serve"])))
+
+
 def test_a_long_value_is_shortened_and_no_code() -> None:
     change = SettingChange("os.environ['LONG']", repr("x" * 5000), repr("y" * 5000))
     assert len(describe_change(change)) < 300
